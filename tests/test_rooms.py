@@ -74,7 +74,7 @@ BUDGETS = {
     "_run": (1650, "the evaluator, and what keeps hostile files from taking the machine"),
     "_io": (2095, "ModelProto, external data, pairs of files, npz, safetensors, adapters, packing"),
     "model": (1855, "Model, and what makes another Model of one"),
-    "_rewrite": (2345, "files to files: heads, batches, outputs, rounding, QLinear*, adapters"),
+    "_rewrite": (2360, "files to files: heads, batches, outputs, rounding, QLinear*, adapters"),
     "training_info": (520, "the file's own training graphs, run and written"),
     "_step_files": (500, "exported steps, their manifest, the page for browsers"),
     "quantization": (1190, "schemes, sites, ranges and layers of quantized networks"),
