@@ -88,7 +88,8 @@ def find_sites(
       scheme: what to quantize, and in the manner of which runtime (`dialect`).
 
     Raises:
-      InputError: there is no weight to quantize, or `where` or `skip` match nothing.
+      InputError: there is no weight to quantize, `where` or `skip` match nothing, or onnxruntime
+        computes the product of an int2 weight wrongly.
     """
     weights = find_weights(graph, tensors)
     if scheme.where is not None or scheme.skip is not None:
@@ -105,6 +106,8 @@ def find_sites(
             "there is no float32 weight of Conv, ConvTranspose, Gemm, MatMul, RNN, GRU or LSTM to "
             "quantize; print(model) lists the tensors"
         )
+    if scheme.weights == "int2":
+        _check_int2(graph, tensors, weights, scheme)
     if scheme.activations is None:
         return Sites(weights, {}, {}, ())
     quantized = _add_views(graph, weights)
@@ -150,6 +153,35 @@ def find_sites(
         if _is(node, SAME_NUMBERS) and {node.inputs[0], node.outputs[0]} <= values
     }
     return Sites(weights, reads, shared, () if scheme.dialect == "tensorrt" else alone, outputs)
+
+
+def _check_int2(
+    graph: Graph,
+    tensors: Mapping[str, Any],
+    weights: Mapping[str, WeightSite],
+    scheme: Quantization,
+) -> None:
+    """Refuse int2 weights that onnxruntime 1.32 with its optimizations does not compute.
+
+    It makes MatMulNBits of DequantizeLinear and MatMul, or Gemm without transB, and packs rows of
+    N % 4 != 0 numbers wrongly. A Transpose behind an int2 tensor it cannot fold.
+    """
+    products = [node for node in graph.nodes if _is(node, ("MatMul", "Gemm"))]
+    fused = {node.inputs[1] for node in products if not node.attributes.get("transB")}
+    direct = {name for node in products for name in node.inputs}
+    wrong = [
+        f"'{name}'"
+        for name, site in weights.items()
+        if site.in_blocks and tensors[name].ndim == 2
+        if (name in fused and tensors[name].shape[site.output] % 4)
+        or (name not in direct and not scheme.block)
+    ]
+    if wrong:
+        raise InputError(
+            f"onnxruntime 1.32 computes products with {', '.join(wrong)} in int2 wrongly or "
+            "refuses them: the number of outputs must be a multiple of 4, and a Transpose needs "
+            "block=; leave them out with skip=, or pass weights='int4'"
+        )
 
 
 def _has_outputs(node: Node, tensors: Mapping[str, Any], site: WeightSite) -> bool:

@@ -285,6 +285,8 @@ def test_blocks_have_a_scale_for_each_group_of_inputs():
     # optimized, onnxruntime rounds the activations of such products, too
     (theirs,) = session(proto, optimized=False).run(None, {"x": x})
     np.testing.assert_allclose(theirs, jaxonnx.load(proto)(x), rtol=1e-5, atol=1e-5)
+    (optimized,) = session(proto).run(None, {"x": x})
+    np.testing.assert_allclose(optimized, theirs, atol=0.02 * np.abs(theirs).max())
 
 
 @pytest.mark.parametrize(
@@ -419,6 +421,8 @@ def test_sensitivity_is_what_the_file_costs_whose_only_integers_are_of_one_weigh
         (theirs,) = session(proto, optimized=False).run(None, {"x": x})
         error = np.square(theirs - floats).sum() / np.square(floats).sum()
         np.testing.assert_allclose(errors["int4"], error, rtol=1e-3)
+        (optimized,) = session(proto).run(None, {"x": x})
+        np.testing.assert_allclose(optimized, theirs, atol=0.02 * np.abs(theirs).max())
     assert found.errors["head_weight"]["2:4"] == np.inf  # ten classes
     assert str(found).splitlines()[1].startswith(found.ranking[0])
     assert len(found.plot().patches) == 6
@@ -537,6 +541,8 @@ def test_a_name_of_a_scale_may_be_taken():
     after = jaxonnx.quantize(proto, x).to_onnx()
     (theirs,) = session(after, optimized=False).run(None, {"x": x})
     np.testing.assert_allclose(theirs, jaxonnx.load(after)(x), rtol=1e-5, atol=1e-5)
+    (optimized,) = session(after).run(None, {"x": x})
+    np.testing.assert_allclose(optimized, theirs, atol=0.02 * np.abs(theirs).max())
 
 
 class Reader(calibrate.CalibrationDataReader):
