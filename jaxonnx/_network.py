@@ -108,13 +108,15 @@ class Network:
     def sparsity(self) -> Sparsity | None:
         """The weights that the file records as sparse; None without a record.
 
-        A malformed record counts as none, and `warnings` reports it.
+        Integer weights of a quantized file are among them, although they are not parameters. A
+        malformed record counts as none, and `warnings` reports it.
         """
         if not records.has(self.proto, records.SPARSITY):
             return None
         from jaxonnx._io import packed
 
-        return None if packed.damage(self.proto) else packed.find_recorded(self.proto, self.params)
+        stored = {**self.program.constants, **self.params}
+        return None if packed.damage(self.proto) else packed.find_recorded(self.proto, stored)
 
     @property
     def warnings(self) -> tuple[str, ...]:

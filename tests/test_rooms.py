@@ -72,7 +72,7 @@ BUDGETS = {
     "lowering": (1700, "forms that XLA is quick with, for each of which a benchmark has a row"),
     "_data": (2145, "arrays, files, pictures, sequences and loaders, read as one kind of source"),
     "_run": (1650, "the evaluator, and what keeps hostile files from taking the machine"),
-    "_io": (2095, "ModelProto, external data, pairs of files, npz, safetensors, adapters, packing"),
+    "_io": (2115, "ModelProto, external data, pairs of files, npz, safetensors, adapters, packing"),
     "model": (1855, "Model, and what makes another Model of one"),
     "_rewrite": (2360, "files to files: heads, batches, outputs, rounding, QLinear*, adapters"),
     "training_info": (520, "the file's own training graphs, run and written"),

@@ -66,13 +66,13 @@ def _parse_record(entry: Any) -> Record:
     return Record(weights, str(entry.get("method", "")))
 
 
-def find_recorded(proto: ModelProto, params: Mapping[str, Any]) -> Sparsity | None:
-    """Return the parameters that the file records as sparse, None if none."""
+def find_recorded(proto: ModelProto, tensors: Mapping[str, Any]) -> Sparsity | None:
+    """Return the tensors that the file records as sparse, None if none."""
     weights, method = record(proto)
     layers = tuple(
-        Layer(name, params[name].shape, axes, "", pattern)
+        Layer(name, tensors[name].shape, axes, "", pattern)
         for name, (pattern, axes) in weights.items()
-        if name in params and params[name].ndim > max(axes)
+        if name in tensors and tensors[name].ndim > max(axes)
     )
     return Sparsity(layers, method) if layers else None
 
@@ -93,7 +93,13 @@ def _write(proto: ModelProto, recorded: Record) -> None:
 
 def keep_true(proto: ModelProto, values: Mapping[str, np.ndarray]) -> None:
     """Drop weights from the record that do not have the pattern (any more)."""
-    _keep(proto, lambda name, entry: name in values and _holds(values[name], entry))
+    # a zero of an unsigned weight is stored as its zero point, which is one for all channels
+    zeros = {
+        node.input[0]: np.asarray(values[node.input[2]]).ravel()[:1]
+        for node in proto.graph.node
+        if node.op_type == "DequantizeLinear" and len(node.input) > 2 and node.input[2] in values
+    }
+    _keep(proto, lambda n, entry: n in values and _holds(values[n] != zeros.get(n, 0), entry))
 
 
 def without(proto: ModelProto, names: Collection[str]) -> None:

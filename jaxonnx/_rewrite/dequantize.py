@@ -12,6 +12,7 @@ from onnx import ModelProto, TensorProto, helper
 
 from jaxonnx._graph.bind import Graph, bind
 from jaxonnx._graph.uses import weights
+from jaxonnx._io import records
 from jaxonnx._rewrite.qoperators import LAYOUTS
 from jaxonnx._run.scope import Context, run
 from jaxonnx._text import format_count
@@ -76,6 +77,7 @@ def dequantize_weights(
         kind = helper.np_dtype_to_tensor_dtype(value.dtype)
         tensor = TensorProto(name=name, data_type=kind, dims=value.shape)
         result.graph.initializer.append(tensor)
+    records.rename_sparse(result, {node.inputs[0]: node.outputs[0] for node in nodes})
     kept = {name: value for name, value in tensors.items() if name not in unused}
     return result, kept | new
 

@@ -128,7 +128,8 @@ def with_record(
 def with_products(model: M) -> M:
     """Return the model of `Model.with_sparse_products`."""
     layers = () if model.sparsity is None else model.sparsity.layers
-    layers_2_4 = [x for x in layers if x.pattern is not None and x.pattern.name == "2:4"]
+    floats = [x for x in layers if x.name in model.params]
+    layers_2_4 = [x for x in floats if x.pattern is not None and x.pattern.name == "2:4"]
     axes = {x.name: x.axes[1] for x in layers_2_4 if x.axes is not None}
     if not axes:
         recorded = "none" if model.sparsity is None else str(model.sparsity)

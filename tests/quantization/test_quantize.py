@@ -1,5 +1,6 @@
 """Quantized networks: the integers of onnxruntime, training through rounding, files and back."""
 
+import dataclasses
 import re
 import sys
 from pathlib import Path
@@ -249,6 +250,38 @@ def test_a_saved_file_of_sparse_integers_is_proved(path, tmp_path):
             tensor.CopyFrom(numpy_helper.from_array(dense, tensor.name))
     with pytest.raises(jaxonnx.SparsityError, match="sums over"):
         jaxonnx.sparse.verify(jaxonnx.load(broken))
+
+
+@pytest.mark.parametrize("kind", ["int8", "uint8", "int4"])
+def test_quantized_files_keep_the_record_of_sparse_weights(kind, tmp_path):
+    """Of the tensors whose integers less zero points are 2:4, and of no others."""
+    (x, _), _ = demo.digits()
+    model = demo.mlp()
+    options = model.sparsity_options()
+    pruned = jaxonnx.sparse.prune(model.params, **options)
+    sparse = model.replace(params=pruned).with_sparsity("2:4", **options, method="mine")
+    jaxonnx.quantize(sparse, x[:64], jaxonnx.Quantization(weights=kind)).save(tmp_path / "q.onnx")
+    loaded = jaxonnx.load(tmp_path / "q.onnx")
+    loaded.save(tmp_path / "again.onnx")
+    floats = jaxonnx.load(tmp_path / "q.onnx", dequantize=True)
+    trainable = loaded.with_float_weights()
+    for net in (loaded, jaxonnx.load(tmp_path / "again.onnx"), floats, trainable):
+        (layer,) = net.sparsity.layers
+        assert (str(layer.pattern), net.sparsity.method) == ("2:4 transposable", "mine")
+        numbers = np.asarray(net.tensors[layer.name], np.float32)
+        if layer.name == "body_weight_quantized":
+            point = np.asarray(net.tensors["body_weight_zero_point"], np.float32)
+            numbers = numbers - point[:, None] if layer.axes[0] == 0 else numbers - point
+        for axis in layer.axes:
+            groups = np.moveaxis(numbers, axis, -1).reshape(-1, 4)
+            assert (groups != 0).sum(1).max() == 2
+    assert "2:4 transposable by mine, recorded in the file" in " ".join(str(loaded).split())
+    dense = tensors_of(loaded.to_onnx())["body_weight_quantized"]
+    dense = np.where(np.arange(dense.shape[1]) < 4, dense.max(), dense).astype(dense.dtype)
+    constants = {**loaded.program.constants, "body_weight_quantized": dense}
+    program = dataclasses.replace(loaded.program, constants=constants)
+    changed = dataclasses.replace(loaded, program=program)
+    assert jaxonnx.load(changed.to_onnx()).sparsity is None
 
 
 @given(
