@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import onnx
+import onnx.inliner
 from onnx import ModelProto
 
 from jaxonnx._data.batches import Source
@@ -392,11 +393,16 @@ def _with_opset(model: Model, opset: int) -> Model:
             f"{onnx.defs.onnx_opset_version()}: update it, or choose another type"
         )
     try:
-        proto = onnx.version_converter.convert_version(model.to_onnx(), opset)
+        proto = model.to_onnx()
+        if proto.functions:  # the converter drops them; the inliner converts them with known types
+            typed = onnx.shape_inference.infer_shapes(proto)
+            proto = onnx.inliner.inline_local_functions(typed, convert_version=True)
+        proto = onnx.version_converter.convert_version(proto, opset)
     except (RuntimeError, ValueError) as error:
         raise InputError(
             f"the scheme needs opset {opset}, the file has {opset_of(model.proto)}, and ONNX's "
             f"converter does not take it: {error}"
         ) from error
     net = load(proto)
-    return net.with_trainable(lambda name, _: name in model.params)
+    inlined = net.params.keys() - model.tensors.keys()  # constants of functions have new names
+    return net.with_trainable(lambda name, _: name in model.params or name in inlined)

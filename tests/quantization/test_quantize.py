@@ -653,6 +653,34 @@ def test_a_picture_of_sensitivity_says_what_it_needs(monkeypatch):
         found.plot()
 
 
+@pytest.mark.parametrize("opset", [17, 18])
+def test_functions_are_inlined_where_the_opset_is_raised(opset):
+    """onnx.version_converter drops them; their weights are trained under their inner names."""
+    w = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
+    x = np.random.default_rng(1).normal(size=(16, 8)).astype(np.float32)
+    nodes = [
+        helper.make_node("Constant", [], ["w"], value=numpy_helper.from_array(w)),
+        helper.make_node("MatMul", ["a", "w"], ["h"]),
+        helper.make_node("Relu", ["h"], ["c"]),
+    ]
+    layer = helper.make_function("f", "F", ["a"], ["c"], nodes, [helper.make_opsetid("", opset)])
+    nodes = [
+        helper.make_node("F", ["x"], ["z"], domain="f"),
+        helper.make_node("MatMul", ["z", "v"], ["y"]),
+    ]
+    ends = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["n", 8]) for name in "xy"]
+    graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], [numpy_helper.from_array(w, "v")])
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("f", 1)]
+    proto = helper.make_model(graph, functions=[layer], opset_imports=opsets, ir_version=8)
+    (floats,) = onnxruntime.InferenceSession(proto.SerializeToString()).run(None, {"x": x})
+    scheme = Quantization(weights="int4", activations=None, block=4)
+    model = jaxonnx.quantize(proto, x, scheme)
+    assert len(model.params) == 2
+    (theirs,) = session(model.to_onnx(), optimized=False).run(None, {"x": x})
+    np.testing.assert_allclose(model(x), theirs, rtol=1e-5, atol=1e-5)
+    assert np.abs(theirs - floats).max() < 0.15 * np.abs(floats).max()
+
+
 def test_an_argument_that_does_not_exist_is_refused():
     with pytest.raises(TypeError, match="unexpected keyword argument 'equalize'"):
         jaxonnx.quantize(demo.mlp(), np.zeros((4, 1, 8, 8), np.float32), equalize=True)  # pyright: ignore[reportCallIssue]
