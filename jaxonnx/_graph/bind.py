@@ -42,7 +42,7 @@ class Graph:
     lifted: Mapping[str, str] = field(default_factory=dict)
     """In a function's body: local names whose values come from outside, to names in the model."""
     input_types: tuple[onnx.TypeProto | None, ...] = ()
-    """In a subgraph: the declared types of the inputs."""
+    """The declared types of the inputs."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,8 @@ class Node:
     """Unique within the model; what random nodes fold into the caller's key."""
     body: Graph | None = None
     """The body, if the node calls a function of the model."""
+    version: int = 0
+    """The version of the operator set that the operator is of."""
 
     @property
     def subgraphs(self) -> list[Graph]:
@@ -204,7 +206,7 @@ class _Binder:
             weights=tuple(weights),
             initializers=initializers,
             nodes=nodes,
-            input_types=_types(proto.input) if nested else (),
+            input_types=_types(v for v in proto.input if v.name in inputs),
         )
 
     def nodes(self, protos, opsets, visible: set[str], own: set[str], refs) -> tuple[Node, ...]:
@@ -274,7 +276,8 @@ class _Binder:
                 strings = [v if isinstance(v, list) else [v] for v in attributes.values()]
                 captured += [s for value in strings for s in value if isinstance(s, str) and s]
         reads = tuple(dict.fromkeys([*(n for n in inputs if n), *captured]))
-        return Node(label, op, inputs, outputs, attributes, graphs, reads, index, body)
+        version = opsets.get(domain, 0)
+        return Node(label, op, inputs, outputs, attributes, graphs, reads, index, body, version)
 
     def function(
         self, function: FunctionProto, passed: Mapping[str, AttributeProto], opsets, label

@@ -266,7 +266,7 @@ def matching(what: str, current: dict, given: Mapping[str, Any] | None) -> dict[
     """Return `given` in the order of `current`; `current` itself if `given` is None.
 
     Raises:
-      InputError: names or shapes differ.
+      InputError: names, shapes or dtypes differ.
     """
     if given is None:
         return current
@@ -280,5 +280,10 @@ def matching(what: str, current: dict, given: Mapping[str, Any] | None) -> dict[
             raise InputError(
                 f"{what} '{name}' has shape {list(value.shape)}, the model's is "
                 f"{list(current[name].shape)}"
+            )
+        if value.dtype != current[name].dtype:
+            raise InputError(
+                f"{what} '{name}' is {value.dtype}, the model's is {current[name].dtype}, which "
+                f"the nodes that read it need; convert it with .astype('{current[name].dtype}')"
             )
     return {name: in_file(given[name]) for name in current}

@@ -253,7 +253,7 @@ class Model(Network, Rendered):
         """Return a model with new values of parameters or state.
 
         Raises:
-          InputError: names or shapes differ from those of the model.
+          InputError: names, shapes or dtypes differ from those of the model.
         """
         return transforms.with_values(self, params, state)
 

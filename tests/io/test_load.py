@@ -288,6 +288,42 @@ def test_the_last_of_several_constants_of_one_name_counts(values):
     np.testing.assert_array_equal(again, wanted)
 
 
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        "y = MatMul(x, w)",
+        "h = Relu(x) s = Shape(h) t = Reshape(h, s) y = MatMul(t, w)",
+        "h = Cast<to=10>(x) f = CastLike(h, x) y = MatMul(f, w)",
+        "h = local.f(x) y = MatMul(h, w)",
+        "y = local.g(x, w)",
+        "h = Less(x, x) i = Where(h, x, x) y = Gemm(i, w)",
+        """k = Constant<value = int64 {2}>() go = Constant<value = bool {1}>()
+        y = Loop(k, go, x) <body = b (int64 i, bool c, float[n,3] a) => (bool d, float[n,3] r) {
+          d = Identity(c) r = MatMul(x, w)
+        }>""",
+    ],
+)
+def test_types_of_tensors_fit_their_uses(nodes):
+    """ONNX's checker and onnxruntime refuse such files; a float16 weight in float32 code is one."""
+    functions = """
+    <domain: "local", opset_import: ["": 22]> f (a) => (b) { b = Tanh(a) }
+    <domain: "local", opset_import: ["": 22]> g (a, b) => (c) { d = Neg(a) c = MatMul(d, b) }
+    """
+    header = HEADER[:-2] + ', "local": 1]>'
+    proto = parse(f"g (float[n,3] x) => (float[n,3] y) {{ {nodes} }} {functions}", header)
+    for dtype in (np.float32, np.float16):
+        weight = numpy_helper.from_array(np.eye(3, dtype=dtype), "w")
+        del proto.graph.initializer[:]
+        proto.graph.initializer.append(weight)
+        data = proto.SerializeToString()
+        if dtype == np.float32:
+            (wanted,) = onnxruntime.InferenceSession(data).run(None, {"x": X})
+            np.testing.assert_allclose(jaxonnx.load(proto)(X), wanted, rtol=1e-6)
+    with pytest.raises(onnxruntime.capi.onnxruntime_pybind11_state.Fail):
+        onnxruntime.InferenceSession(data)
+    refused(proto, "(float16), with", "(float); their types must be the same", "insert a Cast")
+
+
 def test_too_new():
     proto = parse(MODEL)
     proto.opset_import[0].version = 999

@@ -153,6 +153,9 @@ def test_replace():
         model.replace(params={**model.params, "b": jnp.zeros(3)})
     with pytest.raises(jaxonnx.InputError, match="state"):
         model.replace(state={"mean": jnp.zeros(3)})
+    half = {name: value.astype("float16") for name, value in model.params.items()}
+    with pytest.raises(jaxonnx.InputError, match=r"'w' is float16, the .* \.astype\('float32'\)"):
+        model.replace(params=half)  # the nodes that read it take float32 alone
 
 
 def test_an_input_with_a_default_is_given_by_name():

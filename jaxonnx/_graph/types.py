@@ -1,0 +1,91 @@
+"""Check the element types of tensors against their uses, as ONNX's checker does."""
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper
+
+from jaxonnx._graph.bind import Graph, Node
+from jaxonnx.errors import ModelError
+
+
+def check_types(graph: Graph, tensors: Mapping[str, Any]) -> None:
+    """Raise a ModelError if inputs of a node have different types where the schema has one.
+
+    Types of values are inferred from those of inputs and tensors. Results of control flow and of
+    operators that ONNX has no schema of have unknown types, which fit all others.
+
+    Args:
+      graph: the bound main graph.
+      tensors: its named tensors.
+    """
+    kinds = {name: _type_of(np.dtype(value.dtype)) for name, value in tensors.items()}
+    for name, kind in zip(graph.inputs, graph.input_types, strict=True):
+        if kind is not None and kind.tensor_type.elem_type in _NAMES:
+            kinds[name] = _NAMES[kind.tensor_type.elem_type]
+    _infer(graph, kinds)
+
+
+def _infer(graph: Graph, kinds: dict[str, str]) -> dict[str, str]:
+    """Add the types of a graph's values to those of its inputs and tensors."""
+    kinds |= {name: _type_of(value.dtype) for name, value in graph.initializers.items()}
+    for node in graph.nodes:
+        types = [kinds.get(name, "") for name in node.inputs]
+        if node.body is not None:
+            inner = dict(zip(node.body.inputs, types, strict=False))
+            inner |= {local: kinds.get(name, "") for local, name in node.body.lifted.items()}
+            inner = _infer(node.body, inner)
+            results = [inner.get(name, "") for name in node.body.outputs]
+        else:
+            for body in node.subgraphs:  # which may be given other types than they declare
+                _infer(body, {**kinds, **dict.fromkeys(body.inputs, "")})
+            results = _infer_results(node, types)
+        kinds.update(zip(node.outputs, results, strict=False))
+    return kinds
+
+
+def _infer_results(node: Node, types: Sequence[str]) -> list[str]:
+    """Infer the types of a node's outputs from those of its inputs, "" where unknown."""
+    variables, results, single = _variables(node.op.domain, node.op.name, node.version)
+    bound: dict[str, str] = {}
+    for i, kind in enumerate(types if variables else ()):
+        variable = variables[min(i, len(variables) - 1)]  # the last input may be variadic
+        if kind and variable and bound.setdefault(variable, kind) != kind:
+            other = node.inputs[types.index(bound[variable])]
+            raise ModelError(
+                f"{node.label} reads '{node.inputs[i]}' ({kind[7:-1]}), with '{other}' "
+                f"({bound[variable][7:-1]}); their types must be the same. Convert one of them in "
+                "the file, or insert a Cast"
+            )
+    if node.op.name == "Cast" and node.attributes.get("to") in _NAMES:
+        return [_NAMES[node.attributes["to"]]]
+    return [bound.get(variable) or single.get(variable, "") for variable in results]
+
+
+@cache
+def _variables(
+    domain: str, name: str, version: int
+) -> tuple[tuple[str, ...], tuple[str, ...], Mapping[str, str]]:
+    """Return the type variables of an operator's inputs and outputs, and types of single ones.
+
+    The variable of a variadic input whose values may differ in type is "".
+    """
+    try:
+        schema = onnx.defs.get_schema(name, version, domain)
+    except onnx.defs.SchemaError:
+        return (), (), {}
+    inputs = tuple(p.type_str * p.is_homogeneous for p in schema.inputs)
+    outputs = tuple(p.type_str * p.is_homogeneous for p in schema.outputs)
+    return inputs, outputs, {p.type_str: min(p.types) for p in schema.outputs if len(p.types) == 1}
+
+
+_NAMES = {code: f"tensor({name.lower()})" for name, code in TensorProto.DataType.items() if code}
+"""The names of element types in schemas."""
+
+
+@cache
+def _type_of(dtype: np.dtype) -> str:
+    return _NAMES[helper.np_dtype_to_tensor_dtype(dtype)]
