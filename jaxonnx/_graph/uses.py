@@ -24,6 +24,9 @@ _SEVERAL = ("BeginRounding", "Concat")
 PARTS = ("Concat", "Expand", "Gather", "Slice", "Split", "Tile")
 """Operators whose results are parts, joins or repetitions of their inputs."""
 
+_RESAMPLES = ("AveragePool", "Pad", "Resize", "Upsample")
+"""Operators that make a grid of another size, as ViTs do with learned tables of positions."""
+
 
 @dataclass(frozen=True)
 class View:
@@ -39,8 +42,8 @@ class View:
     apart: tuple[int, ...] = ()
     """Axes of the tensor that a Gather took one index of: the tensor stacks weights along them."""
     part: bool = False
-    """Whether the value is a part of the tensor, or joined to others (Slice, Split, Gather,
-    Concat)."""
+    """Whether the value is a part of the tensor, resampled, or joined to others (Slice, Split,
+    Gather, Concat, Resize, Pad)."""
     expanded: bool = False
     """Whether the value repeats the tensor along axes (Expand, Tile)."""
 
@@ -176,7 +179,7 @@ def _views(
 ) -> tuple[View, ...]:
     """Return the views that the results of a node are; none if it computes something."""
     name, inputs = node.op.name, node.inputs
-    if not node.op.view and name not in PARTS:
+    if not node.op.view and name not in (*PARTS, *_RESAMPLES):
         return ()
     seen: tuple[View, ...] = (behind.get(inputs[0]) if inputs else None) or ()
     others = [tensors.get(name) for name in inputs[1:]]
@@ -184,7 +187,10 @@ def _views(
         return tuple(_view_elementwise(view, node, others) for view in seen)
     if node.op.domain:
         return ()
-    if name == "Concat" and fed.isdisjoint(inputs):
+    if name in _RESAMPLES:
+        return tuple(replace(view, axes=None, shape=(), part=True) for view in seen)
+    # the sizes of views may depend on data: a table that is resized to the image
+    if name == "Concat" and (fed.isdisjoint(inputs) or all(map(behind.get, inputs))):
         joined = [view for i in inputs for view in behind.get(i) or ()]
         return _concat_views(joined, node.attributes.get("axis", 1))
     if name in ("Slice", "Split"):
