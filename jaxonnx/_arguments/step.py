@@ -48,11 +48,13 @@ class StepArguments(ModelArguments, total=False):
     seed: Annotated[int, Argument(0, "count", resume=True)]
     """The random seed: of the order of the examples, and of random operators."""
     accumulate: Annotated[int, Argument(1, "count", resume=True, needs_loss=True)]
-    """The number of batches whose gradients are averaged for one update.
+    """The number of batches whose gradients make one update.
 
-    Groups of batches (`optax.MultiSteps`) continue across epochs. An incomplete group at the end of
-    the run makes no update. A step of the history is one batch, and so is a step of the schedule of
-    `sparsity`, whose phases are whole epochs."""
+    It is the update of one batch of all their rows: the gradients of the losses are summed, and
+    divided once by what counts in all these batches (tokens, weights of examples and classes).
+    Groups of batches continue across epochs. An incomplete group at the end of the run makes no
+    update. A step of the history is one batch, and so is a step of the schedule of `sparsity`,
+    whose phases are whole epochs."""
     ema: Annotated[float | None, Argument(form="real", resume=True, needs_loss=True)]
     """The decay of an exponential moving average of the parameters, like 0.999.
 

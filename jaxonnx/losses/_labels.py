@@ -62,7 +62,7 @@ class ClassLoss:
         losses = self._apply(self.operator, outputs, targets, ignored, "none")
         total = (losses * weight).sum()
         if self.reduction == "sum":
-            return total, jnp.ones_like(total)
+            return total, ((targets != ignored) & (weight > 0)).any().astype(total.dtype)
         if self.weight is None:
             return total, ((targets != ignored) * weight).sum()
         # the weights of the labels that count: each has the negative log-likelihood 1
@@ -95,7 +95,7 @@ def cross_entropy(
       axis: of the classes: 1, as in ONNX, or -1, as labels of tokens have it.
 
     `jaxonnx.train` gives a batch without a label that counts the loss 0, where the operator's mean
-    is NaN.
+    is NaN, and makes no update of it.
 
     >>> loss = cross_entropy(weight=[1.0, 3.0], ignore_index=-1)
     >>> print(loss(jnp.zeros((3, 2)), jnp.array([0, 1, -1])).round(4))  # log 2

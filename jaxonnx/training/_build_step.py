@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Unpack
 
-import jax.numpy as jnp
 import optax
 from onnx import ModelProto
 
@@ -21,6 +20,7 @@ from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model, load
 from jaxonnx.quantization import prepare
 from jaxonnx.training import _objective as objective
+from jaxonnx.training._accumulate import accumulate
 from jaxonnx.training._class_weights import class_weights_by_index
 from jaxonnx.training._gradient_step import GradientStep
 from jaxonnx.training._head import complete_settings, with_heads
@@ -137,12 +137,11 @@ def _build_local_step(
     optimizer: Any = settings.optimizer
     if is_planned(optimizer):
         optimizer = optimizer(steps=_updates(epochs, steps_per_epoch, settings.accumulate))
-    if settings.accumulate > 1:
-        wide = jnp.result_type(jnp.float32, *model.params.values())
-        steps = optax.MultiSteps(optimizer, settings.accumulate, accumulator_dtype=wide)
-        optimizer = steps.gradient_transformation()
     optimizer = optax.with_extra_args_support(optimizer)
     storage = WeightLayout(model.params, optimizer, platform, settings.master)
+    if settings.accumulate > 1:
+        divided = [name != "none" for name in goal.denominators]
+        optimizer = accumulate(optimizer, settings.accumulate, divided)
     if storage.narrow:
         goal = replace(goal, notes=(*goal.notes, _master_note(storage.narrow)))
     if settings.precision == "fp16":

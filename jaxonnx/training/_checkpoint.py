@@ -51,8 +51,8 @@ class Position(NamedTuple):
 
     epoch: int = 0
     batch: int = 0
-    first: int = 0
-    """The number of steps before this epoch."""
+    sums: Sequence[Sequence[float]] = ((0.0,), (0.0,))
+    """The numerators and denominators of this epoch's losses so far."""
 
 
 class NotWritten(Exception):

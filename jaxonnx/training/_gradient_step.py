@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.core import Tracer
 
@@ -72,58 +73,73 @@ class GradientStep(Step):
         counts = jnp.int32(0), jnp.int32(0), jnp.bool(True)  # buffers of their own, to be donated
         return State(params, state, memory, average, *counts, scale)
 
-    def update(self, state: State, batch: Any, frozen: Any = None) -> tuple[State, jax.Array]:
+    def advance(self, state: State, batch: Any, frozen: Any = None) -> tuple[State, Any, Any]:
         batch = self.as_batch(batch)
         frozen = self.frozen if frozen is None else frozen
         key = jax.random.fold_in(jax.random.key(self._settings.seed), state.count)
+        accumulates = self._settings.accumulate > 1
 
         def objective(params):
             params = self._storage.apply_params(self._read(params))
             tensors = {**self._read(frozen), **state.state}
             outputs, new = self._run(params, tensors, key, *batch.inputs)
             renewed = {name: new[name] for name in state.state}
-            value = self._goal.mean(outputs, batch.targets, batch.weight)
-            scaled = value if state.scale is None else state.scale.apply(value)
-            return scaled, (value, renewed)
+            means = self._goal.means(outputs, batch.targets, batch.weight)
+            first, *others = (mean for mean, _ in means)
+            value: Any = sum(others, first)
+            parts = jnp.stack([first, *others]) if accumulates else value
+            scaled = parts if state.scale is None else state.scale.apply(parts)
+            return scaled, (value, means, renewed)
 
-        gradient = jax.value_and_grad(objective, has_aux=True)
+        def differentiate(params):
+            """Return the gradients of the loss, one for each denominator if they accumulate."""
+            parts, pull, results = jax.vjp(objective, params, has_aux=True)
+            units = np.eye(parts.size, dtype=parts.dtype).reshape(-1, *parts.shape)
+            return [pull(unit)[0] for unit in units], results
+
+        gradient: Callable[[Any], Any] = differentiate
         if self._settings.precision is not None:
             gradient = round_products(gradient, PRECISIONS[self._settings.precision])
         if self._structured:
             gradient = with_products(gradient, state.optimizer, self._structured)
-        (_, (value, renewed)), gradients = gradient(state.params)
+        gradients, (value, means, renewed) = gradient(state.params)
         if state.scale is not None:
             gradients = jax.tree.map(state.scale.remove, gradients)
         good = finite((value, gradients)) & stays_finite(state.state, renewed)
-        stay, retry = self._reject_step(state, good | ~jnp.isfinite(value))
-        good &= state.finite
+        # among batches that accumulate, one without anything that counts has its place
+        empty = good & (sum(count for _, count in means) <= 0) & (not accumulates)
+        stay, goes_on = self._reject_step(state, good | ~jnp.isfinite(value), empty)
+        good &= state.finite & ~empty
+        sums = jnp.array([(mean * count, count) for mean, count in means]).T
 
         def move(good=None):
-            return self._apply_update(state.replace(state=renewed), stay, value, gradients, good)
+            first, *others = gradients
+            extra = {"sums": sums, "others": others} if accumulates else {"value": value}
+            return self._apply_update(state.replace(state=renewed), stay, first, extra, good)
 
         if self._storage.platform in SELECTING:
             moved = move(good)
         else:
             moved = jax.lax.cond(good, move, lambda: stay)
-        good = moved.taken > state.taken
-        return moved, jnp.stack([value, (good | retry).astype(value.dtype)])
+        report = jnp.stack([value, ((moved.taken > state.taken) | goes_on).astype(value.dtype)])
+        return moved, report, sums
 
-    def _reject_step(self, state: State, counts: jax.Array) -> tuple[State, jax.Array]:
+    def _reject_step(self, state: State, counts: Any, empty: Any) -> tuple[State, jax.Array]:
         """Return the state after a rejected step, and whether the rejection is expected.
 
         Args:
           counts: the step is finite, or its loss is not. If it does not count, the gradient alone
             overflowed, and a smaller scale may help.
+          empty: the step is finite, and its batch has nothing that counts.
         """
-        skip = self._settings.nan == "skip"
-        if state.scale is None:
-            change = {"count": state.count + 1} if skip else {"finite": jnp.bool(False)}
-            return state.replace(**change), jnp.bool(False)
-        retry = state.finite & ~counts & (state.scale.factor > 1)
-        scale = jax.tree.map(partial(jnp.where, retry), state.scale.shrink(), state.scale)
-        goes_on = retry | skip
+        expected, scale = state.finite & empty, state.scale
+        if scale is not None:
+            retry = state.finite & ~counts & (scale.factor > 1)
+            scale = jax.tree.map(partial(jnp.where, retry), scale.shrink(), scale)
+            expected |= retry
+        goes_on = expected | (self._settings.nan == "skip")
         count, finite = state.count + goes_on, state.finite & goes_on
-        return state.replace(count=count, finite=finite, scale=scale), retry
+        return state.replace(count=count, finite=finite, scale=scale), expected
 
     def _memory(self, params: dict[str, Any]) -> Any:
         """Return the optimizer's first state, made by one program where the storage proved it can.
@@ -152,15 +168,18 @@ class GradientStep(Step):
         return tensors if self._settings.remat else self.gather(tensors)
 
     def _apply_update(
-        self, state: State, stay: State, value: jax.Array, gradients: Any, good: Any = None
+        self, state: State, stay: State, gradient: Any, extra: dict[str, Any], good: Any = None
     ) -> State:
         """Return the state after an update of the parameters, or `stay` where `good` is false.
 
         A number whose update is not finite stays as it was. If a small array has such a
         number, as all have after an infinite rate, the step is not taken.
+
+        Args:
+          extra: further arguments of the optimizer.
         """
         updates, memory = self._optimizer.update(
-            gradients, state.optimizer, state.params, value=value, grad=gradients
+            gradient, state.optimizer, state.params, grad=gradient, **extra
         )
         new: Any = optax.apply_updates(state.params, updates)
         selecting, small = good is not None, stays_finite(state.params, new, small=True)

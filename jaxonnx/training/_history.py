@@ -21,18 +21,19 @@ class History:
     """The learning rate of every step, if the optimizer's state has one: those of `train.optimizer`
     and of `optax.inject_hyperparams` have. With `accumulate`, that of the last update."""
     epochs: list[dict[str, Any]] = field(default_factory=list)
-    """One dict an epoch: `epoch` (from 1), `step` (steps so far), `loss` (mean over its steps),
-    `seconds`, `rate` (of its last step, where there are `rates`); `validation_loss` and
-    `validation_<metric>` where there is validation data, with several outputs
-    `validation_<output>_loss` and `validation_<output>_<metric>`; with sparsity `phase` (of the
-    step to come), `sparsity`, and of the last refresh `flip_rate`, `flip_rate/<weight>` and `kept`,
-    the share of sum |W|."""
+    """One dict an epoch: `epoch` (from 1), `step` (steps so far), `loss` (over
+    all that counts in its batches, of which some have more than others), `seconds`, `rate` (of its
+    last step, where there are `rates`); `validation_loss` and `validation_<metric>` where there is
+    validation data, with several outputs `validation_<output>_loss` and
+    `validation_<output>_<metric>`; with sparsity `phase` (of the step to come), `sparsity`, and of
+    the last refresh `flip_rate`, `flip_rate/<weight>` and `kept`, the share of sum |W|."""
     notes: list[str] = field(default_factory=list)
     """What was trained otherwise than the file says: a loss of logits before its last node."""
     events: list[dict[str, Any]] = field(default_factory=list)
     """Steps that were not finite and did not end the run: `step`, `event` ("skipped" or "rolled
-    back"), `why`, and for the latter `to`, the step whose weights were taken again. A validation
-    loss that is not finite is one, too ("not finite in validation")."""
+    back"), `why`, and for the latter `to`, the step whose weights were taken again. Steps whose
+    batch has nothing that counts are skipped, too, with the loss 0. A validation loss that is not
+    finite is one as well ("not finite in validation")."""
     stopped: str | None = None
     """Why the run ended before its last epoch, which weights it gave, where the checkpoint is."""
     early: bool = False

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxonnx._data.batches import Batch, Source
 from jaxonnx._mesh.processes import Processes
@@ -64,7 +63,7 @@ def run(
         progress, hooks = (settings.progress, settings.hooks) if together.first else (False, ())
         bar = stack.enter_context(Bar(progress, epochs, examples.steps, len(history.losses)))
         skip, several = settings.nan == "skip", together.several
-        reporter = Reporter(history, hooks, bar, interrupt, skip, several)
+        reporter = Reporter(history, hooks, bar, interrupt, skip, several, at.sums)
         stack.callback(reporter.close)
         snapshots = Snapshots(checkpoints, settings, reporter, step, state, interrupt, several)
         interrupt.begin()
@@ -91,11 +90,12 @@ def run(
                 checks.catch_up()
                 state = statistics.renew(state, epoch, reporter.step, at.batch)
                 row: dict[str, Any] = {"epoch": epoch + 1, "step": reporter.step}
-                row |= _training_numbers(history, at)
+                row |= {"loss": reporter.loss}
+                row |= {"rate": history.rates[-1]} if history.rates else {}
                 row |= validate(state, epoch) | sparse_numbers(state.optimizer)
                 samples.write(state, epoch)
                 reporter.close_epoch(row | {"seconds": time.perf_counter() - began})
-                at = Position(epoch + 1, 0, reporter.step)
+                at = Position(epoch + 1)
                 improved = monitor.record(history.epochs)
                 history.best = monitor.best and monitor.best[0]
                 if improved and best is not None:
@@ -120,14 +120,14 @@ def run(
     return step.to_model(step.view(state), state.state), history
 
 
-def _with_reports(step: Step, together: Processes) -> Callable[..., tuple[State, jax.Array]]:
+def _with_reports(step: Step, together: Processes) -> Callable[..., tuple[State, Any]]:
     """Append the learning rate and the stop flag of all processes to the report of a step."""
 
-    def update(state: State, batch: Batch, frozen: Any, stop: Any) -> tuple[State, jax.Array]:
-        state, seen = step.update(state, batch, frozen)
+    def update(state: State, batch: Batch, frozen: Any, stop: Any) -> tuple[State, Any]:
+        state, seen, sums = step.advance(state, batch, frozen)
         rate = rate_of(state.optimizer)
         seen = seen if rate is None else jnp.append(seen, rate.astype(seen.dtype))
-        return state, together.reduce_stop(seen, stop)
+        return state, (together.reduce_stop(seen, stop), sums)
 
     return update
 
@@ -188,10 +188,3 @@ class _Validation:
             batch = self._step.put(batch, self._held_out.in_shares)
             sums = self._evaluate(sums, state, batch, self._step.frozen)
         return self._step.row(sums)
-
-
-def _training_numbers(history: History, at: Position) -> dict[str, float]:
-    """Return the mean of the finite losses of an epoch, and the learning rate after it."""
-    losses = [value for value in history.losses[at.first :] if np.isfinite(value)]
-    row = {"loss": float(np.mean(losses)) if losses else float("nan")}
-    return row | ({"rate": history.rates[-1]} if history.rates else {})

@@ -144,13 +144,18 @@ class Loss:
         """The operator whose input the loss takes rather than its output."""
         return _LOGITS.get(self.name or "")
 
-    def mean(self, outputs: Any, targets: Any, weight: jax.Array) -> jax.Array:
-        """Return the weighted mean over the examples; a scalar loss sees the fill as well."""
-        total, count = self.totals(outputs, targets, weight)
-        return total / jnp.where(count > 0, count, 1)
+    @property
+    def denominator(self) -> str | None:
+        """The sum of "examples" (their weights), "none" for a sum, or None: that of its labels."""
+        if isinstance(self.function, ClassLoss) and self.function.reduction != "none":
+            return "none" if self.function.reduction == "sum" else None
+        return None if self.class_weights else "examples"
 
     def totals(self, outputs: Any, targets: Any, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return a sum over a batch and its divisor, which add up to the mean of an epoch."""
+        """Return a sum over a batch and its divisor, which add up to the mean of an epoch.
+
+        The sum of a scalar loss sees the fill as well.
+        """
         function = self.function
         if isinstance(function, ClassLoss) and function.reduction != "none":
             if self.class_weights:

@@ -84,15 +84,15 @@ class MeshStep(Step):
         own = partial(jax.make_array_from_process_local_data, self._rows)
         return jax.tree.map(lambda x: own(np.asarray(x)), batch)
 
-    def update(self, state: State, batch: Any, frozen: Any = None) -> tuple[State, jax.Array]:
+    def advance(self, state: State, batch: Any, frozen: Any = None) -> tuple[State, Any, Any]:
         with self._use_auto_mesh():
-            state, seen = self._step.update(state, self._split(batch), self._or_own(frozen))
+            state, *seen = self._step.advance(state, self._split(batch), self._or_own(frozen))
             kept = {
                 field.name: _constrain(getattr(state, field.name), getattr(self._state, field.name))
                 for field in fields(State)
             }
             state, seen = state.replace(**kept), _constrain(seen, self._whole)
-        return state, _leave_auto(seen)
+        return state, *map(_leave_auto, seen)
 
     def evaluate(self, sums: Any, state: State, batch: Any, frozen: Any = None) -> Any:
         with self._use_auto_mesh():

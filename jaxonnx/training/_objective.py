@@ -76,13 +76,24 @@ class Objective:
             return jnp.zeros(count_examples(inputs, inputs, self.model.inputs), jnp.int32)
         return None
 
-    def mean(self, outputs: Any, targets: Any, weight: jax.Array) -> jax.Array:
-        """Return the loss of a batch, given all values that the model computes."""
-        means = [
-            term.share * term.loss.mean(*self._loss_arguments(term, outputs, targets), weight)
-            for term in self.terms
-        ]
-        return sum(means[1:], means[0])
+    @property
+    def denominators(self) -> list[Any]:
+        """One for all terms that have it in common: that of `Loss`, or the number of a term."""
+        return [*dict.fromkeys(term.loss.denominator or i for i, term in enumerate(self.terms))]
+
+    def means(self, outputs: Any, targets: Any, weight: jax.Array) -> list[Any]:
+        """Return the loss of a batch by denominator, each with the value of the denominator.
+
+        Args:
+          outputs: all values that the model computes.
+        """
+        pairs: dict[Any, Any] = {}
+        for i, term in enumerate(self.terms):
+            total, count = term.loss.totals(*self._loss_arguments(term, outputs, targets), weight)
+            loss, key = term.share * (total / jnp.where(count > 0, count, 1)), term.loss.denominator
+            key = key or i
+            pairs[key] = (pairs[key][0] + loss if key in pairs else loss), count
+        return [*pairs.values()]
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Any]:
         """Return the sums of a batch: losses first, then metrics by name."""

@@ -43,6 +43,7 @@ class Reporter:
         interrupt: Interrupt,
         skip: bool = False,
         reports_stop: bool = False,
+        sums: Any = ((0.0,), (0.0,)),
     ):
         self.history = history
         self.trouble: str | None = None
@@ -50,11 +51,13 @@ class Reporter:
         self._hooks = hooks
         self._interrupt = interrupt
         self._bar = bar
+        self.sums = np.asarray(sums, np.float64)
+        """The numerators and denominators of the epoch's losses."""
         self.stop_requested: bool | None = False if reports_stop else None
         """Whether the stop flag was set in a report that was read; None without the flag."""
         self._skip = skip
         self._skipped = 0
-        self._pending: deque[jax.Array] = deque()
+        self._pending: deque[Any] = deque()
 
     @property
     def step(self) -> int:
@@ -66,11 +69,18 @@ class Reporter:
         """The number of steps that were started."""
         return self.step + len(self._pending)
 
-    def add(self, seen: jax.Array) -> bool:
+    @property
+    def loss(self) -> float:
+        """The loss of the epoch so far: the sum of all batches, divided once."""
+        totals, counts = self.sums[:, self.sums[1] > 0]
+        return float((totals / counts).sum()) if len(counts) else float("nan")
+
+    def add(self, seen: Any) -> bool:
         """Append the report of a step in flight; return whether the run can go on.
 
         Args:
-          seen: [loss, whether all is finite], then the learning rate and the stop flag, if any.
+          seen: [loss, whether all is finite], then the learning rate and the stop flag, if any;
+            and the numerators and denominators of the losses.
         """
         self._pending.append(seen)
         if len(self._pending) > _AHEAD:
@@ -92,6 +102,7 @@ class Reporter:
     def close_epoch(self, row: dict[str, Any]) -> None:
         """Append the metrics of an epoch."""
         self.history.epochs.append(row)
+        self.sums = np.zeros((2, 1))
         for name, value in row.items():
             validated = name.startswith("validation_") and name.endswith("loss")
             if validated and not np.isfinite(value):
@@ -110,16 +121,22 @@ class Reporter:
         if len(self._pending) > keep:
             jax.block_until_ready(self._pending[-1 - keep])
         while len(self._pending) > keep and self.trouble is None:
-            value, finite, *rate = np.asarray(self._pending.popleft()).tolist()
+            report, sums = map(np.asarray, self._pending.popleft())
+            value, finite, *rate = report.tolist()
             if self.stop_requested is not None:
                 self.stop_requested = self.stop_requested or bool(rate.pop())
             self.history.losses.append(value)
             self.history.rates += rate
             self._log(dict(zip(("loss", "rate"), (value, *rate), strict=False)))
+            if np.isfinite(value):
+                self.sums = self.sums + sums
             self._skipped = 0 if finite else self._skipped + 1
             if not finite:
                 what = "the gradient or the update" if np.isfinite(value) else f"the loss, {value},"
                 self._not_finite(what)
+            elif not sums[1].any():
+                why = "no example or label of the batch counts"
+                self.history.events.append({"step": self.step, "event": SKIPPED, "why": why})
         return self.trouble is None
 
     def _not_finite(self, what: str) -> None:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxonnx._text import format_count
 from jaxonnx.errors import TrainingError
 from jaxonnx.training._checkpoint import Checkpoints, NotWritten, Position
-from jaxonnx.training._history import ROLLED_BACK
+from jaxonnx.training._history import ROLLED_BACK, SKIPPED
 from jaxonnx.training._reporter import Reporter
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._step import State, Step, copy
@@ -82,6 +82,7 @@ class Snapshots:
         if self._checkpoints is not None:
             try:
                 tree = self._step.to_file(state), best
+                at = at._replace(sums=self._record.sums.tolist())
                 self._checkpoints.save(at, tree, self._record.history, score)
             except NotWritten as error:
                 raise self._note_lost(error) from error
@@ -117,12 +118,12 @@ class Snapshots:
         """
         self._wait()
         done = self._record.step
-        if done and not int(state.taken):
-            events = self._record.history.events
+        events = self._record.history.events
+        passed_over = sum(event["event"] == SKIPPED for event in events)
+        if done and not (int(state.taken) and passed_over < done):
             why = events[-1]["why"] if events else "the gradient overflows at every scale so far"
             raise Stop(f"none of {format_count(done, 'step')} was applied: {why} at step {done}", 0)
         if self._retries > 1:
-            events = self._record.history.events
             back = [event for event in events if event["event"] == ROLLED_BACK][-self._retries :]
             raise Stop(
                 f"{back[-1]['why']} at step {back[-1]['step']}, and {self._retries} rollbacks to "

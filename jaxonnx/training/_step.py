@@ -82,7 +82,6 @@ class Step(ABC):
           params: the model's parameters as the file has them; those of the model by default.
         """
 
-    @abstractmethod
     def update(self, state: State, batch: Any, frozen: Any = None) -> tuple[State, jax.Array]:
         """Return the state after a step, and [the loss before it, whether all is finite].
 
@@ -91,6 +90,15 @@ class Step(ABC):
           batch: a `Batch`, or inputs and targets in one of the other forms that `train` documents,
             like `(x, y)` or `(x, y, weight)`.
           frozen: `self.frozen`.
+        """
+        state, seen, _ = self.advance(state, batch, frozen)
+        return state, seen
+
+    @abstractmethod
+    def advance(self, state: State, batch: Any, frozen: Any = None) -> tuple[State, Any, Any]:
+        """Return the results of `update`, and [the numerators, the denominators] of the losses.
+
+        There is one loss for all terms with the same denominator; most objectives have one.
         """
 
     @abstractmethod

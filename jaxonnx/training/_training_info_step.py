@@ -45,7 +45,7 @@ class TrainingInfoStep(Step):
     def params(self) -> Mapping[str, Any]:
         return self._training.state
 
-    def update(self, state: State, batch: Any, frozen: Any = None) -> tuple[State, jax.Array]:
+    def advance(self, state: State, batch: Any, frozen: Any = None) -> tuple[State, Any, Any]:
         key = jax.random.fold_in(jax.random.key(self._settings.seed), state.count)
         new, outputs = self._training.step(state.params, self._values(batch), key=key)
         loss = self._loss(outputs)
@@ -58,7 +58,7 @@ class TrainingInfoStep(Step):
             taken=jnp.where(good, state.taken + 1, state.taken),
             finite=state.finite | skip if skip else good,
         )
-        return state, jnp.stack([loss, good.astype(loss.dtype)])
+        return state, jnp.stack([loss, good.astype(loss.dtype)]), jnp.array([[loss], [1.0]])
 
     def check(self, batch: Any) -> Any:
         if not np.isin(self.as_batch(batch).weight, (0, 1)).all():

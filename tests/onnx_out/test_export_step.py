@@ -116,6 +116,22 @@ def test_settings(name, tmp_path):
     agree(tmp_path, jaxonnx.load(mlp(dropout=True)), examples(16), **SETTINGS[name])
 
 
+def test_accumulated_batches_are_weighed_by_what_counts_in_them(tmp_path):
+    """As one batch of both, which the training here takes."""
+    (x, y), weight = examples(16), np.array([*[0.25] * 8, *[4] * 8], np.float32)
+    settings = {"optimizer": optax.sgd(0.5), "accumulate": 2}
+    manifest = jaxonnx.export_step(mlp(), tmp_path, (x[:8], y[:8]), LABELS, **settings)
+    session, _, init = sessions(tmp_path)
+    values = run(init, {})
+    for rows in (slice(0, 8), slice(8, 16)):
+        arrays = x[rows], y[rows].astype(np.int32), weight[rows]
+        found = run(session, values | dict(zip(manifest["step"]["batch"], arrays, strict=True)))
+        values = {name: found[new] for name, new in manifest["step"]["state"].items()}
+    whole = jaxonnx.train(mlp(), (x, y, weight), loss=LABELS, optimizer=optax.sgd(0.5))
+    for name, value in whole.model.params.items():
+        np.testing.assert_allclose(values[name], value, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.deep
 def test_a_network_with_convolutions_and_statistics(tmp_path):
     from jaxonnx import demo
