@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,11 +15,12 @@ import numpy as np
 from jaxonnx._data.language_models import context_length, token_input, vocabulary
 from jaxonnx._data.packing import pack_texts
 from jaxonnx._data.ragged import DECODER_TOKENS, Padding
-from jaxonnx._data.tokenizer import Tokenizer
+from jaxonnx._data.tokenizer import Chat, Tokenizer
+from jaxonnx._data.weights import KEY
 from jaxonnx._network import Network
 from jaxonnx.errors import TrainingError
 
-KEYS = (("messages",), ("prompt", "completion"), ("text",))
+TEXTS = (("messages",), ("prompt", "completion"), ("text",))
 """The columns of each kind of text."""
 LENGTH = 1024
 """The default limit of tokens in an example."""
@@ -27,6 +29,10 @@ _STEP = 8
 _GAIN = 0.9
 """A second width is used if it leaves at most this fraction of the padded tokens: it costs a second
 compilation."""
+_Example = tuple[np.ndarray, np.ndarray]
+"""Tokens and labels, int64[n] both."""
+_VARIABLES = "tools", "documents"
+"""Columns for the chat template."""
 _SETTINGS = "max_length", "long", "loss", "pack"
 
 
@@ -91,6 +97,9 @@ class _Reader:
         labels are completions.
       lengths: the length of each example so far.
       long: the number of texts that were cut and split.
+      turns: the number of messages of the assistant in examples of their own ("other"), and
+        without an end token in the template ("open").
+      unread: the columns that nothing reads.
     """
 
     tokenizer: Tokenizer
@@ -101,31 +110,50 @@ class _Reader:
     pairs: bool
     lengths: list[int] = field(default_factory=list)
     long: dict[str, int] = field(default_factory=lambda: {"cut": 0, "split": 0})
+    turns: Counter[str] = field(default_factory=Counter)
+    unread: dict[str, None] = field(default_factory=dict)
 
-    def read(self, rows: Sequence[tuple[str, Any]]) -> dict[str, list[np.ndarray]]:
-        """Return the columns "tokens" and "labels" of texts, given as (name for errors, row)."""
-        columns: dict[str, list[np.ndarray]] = {"tokens": [], "labels": []}
+    def read(self, rows: Sequence[tuple[str, Any]]) -> dict[str, list[Any]]:
+        """Return the columns "tokens", "labels", "weight" of texts, as (name for errors, row)."""
+        columns: dict[str, list[Any]] = {"tokens": [], "labels": [], KEY: []}
         for where, row in rows:
-            found = (
-                [self._encode_pair(where, row)]
-                if self.pairs
-                else self._fit(where, row, *self._encode(where, row))
-            )
-            for ids, labels in found:
+            weight = self._read_weight(where, row)
+            if self.pairs:
+                examples = [self._encode_pair(where, row)]
+            else:
+                encoded = self._encode(where, row)
+                examples = [x for pair in encoded for x in self._fit(where, row, *pair)]
+            for ids, labels in examples:
                 columns["tokens"].append(ids)
                 columns["labels"].append(labels)
+                columns[KEY].append(weight)
                 self.lengths.append(max(len(ids), len(labels)))
+            variables = *_VARIABLES, "chat_template_kwargs"  # of chats, which find those not read
+            read = {*_kind(row), KEY, *(variables if _is_chat(row) else ())}
+            unread = (name for name in row if name not in read and row[name] is not None)
+            self.unread |= dict.fromkeys(unread)
         return columns
 
-    def _encode_pair(self, where: str, row: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    def _read_weight(self, where: str, row: Mapping[str, Any]) -> float:
+        weight = 1 if row.get(KEY) is None else row[KEY]
+        if not (isinstance(weight, int | float | np.number) and 0 <= weight < np.inf):
+            raise TrainingError(f"{where}: weight must be a number of at least 0, got {weight!r}")
+        if self.settings.pack and weight != 1:
+            raise TrainingError(
+                f"{where} has the weight {weight}, and preprocess={{'pack': True}} joins texts to "
+                "rows with one weight: leave out one of the two"
+            )
+        return float(weight)
+
+    def _encode_pair(self, where: str, row: Mapping[str, Any]) -> _Example:
         """Return the tokens of a prompt, and those of its completion with the end token."""
-        if not all(isinstance(row.get(key), str) for key in KEYS[1]):
+        if not all(isinstance(row.get(key), str) for key in TEXTS[1]):
             raise TrainingError(
                 f"{where}: an encoder and its decoder take texts as 'prompt', which the encoder "
                 "reads, and 'completion'"
             )
         parts = []
-        for key in KEYS[1]:
+        for key in TEXTS[1]:
             if not row[key]:
                 raise TrainingError(f"{where} has an empty {key}")
             ids, _ = self.tokenizer.encode(row[key])
@@ -137,27 +165,21 @@ class _Reader:
         prompt, completion = (ids[: self.limit] for ids in parts)
         return prompt, completion
 
-    def _encode(self, where: str, row: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens of an example, int64[n], and which of them the loss counts, bool[n]."""
-        if "messages" in row or not isinstance(row.get("prompt", ""), str):
-            text, parts = self._chat(where, row)
-            ids, places = self.tokenizer.encode(text, special=False)
-            counts = np.zeros(len(ids), bool)
-            for start, end in parts:  # a token that reaches into a part counts
-                counts |= (places[:, 1] > start) & (places[:, 0] < end)
-        else:
-            keys = ("text",) if "text" in row else ("prompt", "completion")
-            prompt, text = row.get("prompt", ""), "".join(row[key] for key in keys)
-            if not row[keys[-1]]:
-                raise TrainingError(f"{where} has an empty {keys[-1]}")
-            ids, places = self.tokenizer.encode(text)
-            first = np.flatnonzero(places[:, 1] > len(prompt))
-            ids = self._append_end(text, ids)
-            counts = np.arange(len(ids)) >= (first[0] if len(first) else len(ids))
-        self._check(where, ids)
-        if self.settings.loss == "all":
-            counts = np.ones(len(ids), bool)
-        return ids, counts
+    def _encode(self, where: str, row: Mapping[str, Any]) -> Iterator[_Example]:
+        """Yield the tokens and labels of examples, int64[n] both."""
+        if _is_chat(row):
+            yield from self._encode_chat(where, row)
+            return
+        *before, last = _kind(row)  # a prompt before its completion, or none
+        prompt = "".join(row[key] for key in before)
+        if not row[last]:
+            raise TrainingError(f"{where} has an empty {last}")
+        text = prompt + row[last]
+        ids, places = self.tokenizer.encode(text)
+        first = np.flatnonzero(places[:, 1] > len(prompt))
+        ids = self._append_end(text, ids)
+        start = 0 if self.settings.loss == "all" else first[0] if len(first) else len(ids)
+        yield ids, np.where(np.arange(len(ids)) < start, self.ignored, ids)
 
     def _append_end(self, text: str, ids: np.ndarray) -> np.ndarray:
         """Append the end token to the tokens of a text that has none."""
@@ -165,18 +187,70 @@ class _Reader:
         ended = np.isin(ids[-1:], ends).any() or self.tokenizer.is_ended(text)
         return ids if ended else np.append(ids, ends[:1])
 
-    def _chat(self, where: str, row: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
-        prompt = row.get("prompt", [])
-        messages = row["messages"] if "messages" in row else [*prompt, *row["completion"]]
+    def _encode_chat(self, where: str, row: Mapping[str, Any]) -> Iterator[_Example]:
+        keys = _kind(row)
+        messages = [message for key in keys for message in row[key]]
         if not messages or not all(isinstance(m, Mapping) and "role" in m for m in messages):
             raise TrainingError(f"{where}: messages are objects with a role and its content")
-        said = [m for m in messages[len(prompt) :] if m["role"] == "assistant"]
-        if self.settings.loss != "all" and not said:
+        for number, message in enumerate(messages, 1):
+            if message.get(KEY) not in (None, 0, 1):
+                raise TrainingError(
+                    f"{where}: the weight of message {number} must be 0 or 1, got {message[KEY]!r}"
+                )
+        counts_all, ends = self.settings.loss == "all", self.tokenizer.ends
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        ignored = [i for i in turns if messages[i].get(KEY) == 0]
+        prompt = len(row["prompt"]) if len(keys) > 1 else 0
+        learned = [i for i in turns if i >= prompt and i not in ignored]
+        if not (counts_all or learned):
             raise TrainingError(
                 f"{where} has no message of the assistant, whose tokens would be learned; "
                 "preprocess={'loss': 'all'} learns all of them"
             )
-        return self.tokenizer.write_chat(messages, len(prompt), where)
+        chat = Chat(messages, self._read_variables(where, row), where)
+        chats = self.tokenizer.write_chats(chat, ignored if counts_all else learned)
+        if counts_all and len(chats) > 1:
+            raise TrainingError(
+                f"{where}: the chat template writes a message of weight 0 differently when others "
+                "follow, so preprocess={'loss': 'all'} cannot leave it out"
+            )
+        self.turns["other"] += len(chats) - 1
+        for chat, text, parts in chats:
+            if not (parts or counts_all):
+                continue
+            ids, places = self.tokenizer.encode(text, special=False)
+            inside = np.zeros(len(ids), bool)
+            for start, stop in parts:  # a token that reaches into a part counts
+                inside |= (places[:, 1] > start) & (places[:, 0] < stop)
+            labels = np.where(inside ^ counts_all, ids, self.ignored)
+            for start, stop in [(0, len(text))] if counts_all else parts:
+                if not ends or self.tokenizer.is_ended(text[start:stop]):
+                    continue
+                behind = int((places[:, 0] < stop).sum())
+                if behind < len(places):  # a runtime ends here, and goes on with the next message
+                    labels[behind] = ids[behind] if ids[behind] in ends else ends[0]
+                    self.turns["open"] += ids[behind] not in ends
+                elif chat.messages[-1]["role"] == "assistant" and labels[-1] != self.ignored:
+                    token = self.tokenizer.find_end(chat, text)
+                    ids, labels = np.append(ids, token), np.append(labels, token)
+                    self.turns["open"] += 1
+            yield ids, labels
+
+    def _read_variables(self, where: str, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the variables of the chat template that a row has, lists also as JSON text."""
+        try:
+            variables = dict(row.get("chat_template_kwargs") or {})
+            for name in _VARIABLES:
+                value = row.get(name)
+                variables[name] = json.loads(value) if isinstance(value, str) else value
+        except (TypeError, ValueError) as error:
+            raise TrainingError(
+                f"{where}: tools and documents must be lists, and chat_template_kwargs an object "
+                f"({error})"
+            ) from error
+        variables = {name: value for name, value in variables.items() if value is not None}
+        self.unread |= dict.fromkeys(n for n in variables if n not in self.tokenizer.variables)
+        return variables
 
     def _check(self, where: str, ids: np.ndarray, least: int = 2) -> None:
         if len(ids) < least:
@@ -191,14 +265,15 @@ class _Reader:
             )
 
     def _fit(
-        self, where: str, row: Mapping[str, Any], ids: np.ndarray, counts: np.ndarray
-    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        self, where: str, row: Mapping[str, Any], ids: np.ndarray, labels: np.ndarray
+    ) -> Iterator[_Example]:
         """Yield the tokens and labels of an example, cut or split to the limit."""
-        labels = np.where(counts, ids, self.ignored)
+        self._check(where, ids)
+        counts = labels != self.ignored
         if len(ids) <= self.limit:
             yield ids, labels
             return
-        how = self._check_long(where, len(ids), "split" if "text" in row else "cut")
+        how = self._check_long(where, len(ids), "split" if _kind(row) == ("text",) else "cut")
         if how == "cut" and not counts[1 : self.limit].any():
             raise TrainingError(
                 f"{where} has {np.flatnonzero(counts)[0]} tokens before those of the loss, and the "
@@ -224,17 +299,35 @@ class _Reader:
     @property
     def notes(self) -> list[str]:
         done = [f"{count} {how}" for how, count in self.long.items() if count]
-        if not done:
-            return []
-        return [
-            f"texts of more than {self.limit} tokens: {' and '.join(done)} "
-            "(preprocess={'max_length': ..., 'long': 'cut', 'split' or 'refuse'})"
-        ]
+        notes = (
+            (
+                done,
+                f"texts of more than {self.limit} tokens: {' and '.join(done)} "
+                "(preprocess={'max_length': ..., 'long': 'cut', 'split' or 'refuse'})",
+            ),
+            (self.unread, f"columns that nothing reads: {', '.join(map(repr, self.unread))}"),
+            (
+                self.turns["other"],
+                f"messages of the assistant in examples of their own: {self.turns['other']}, with "
+                "those before, as the chat template writes them differently when others follow",
+            ),
+            (
+                self.turns["open"],
+                "messages of the assistant without an end token directly behind them in the chat "
+                f"template: {self.turns['open']}; it is the label there, or appended to the chat",
+            ),
+            (
+                not self.tokenizer.ends,
+                "the end of texts is not learned: the folder names no end token (eos_token in "
+                "tokenizer_config.json, eos_token_id in generation_config.json)",
+            ),
+        )
+        return [text for applies, text in notes if applies]
 
 
 def is_text(data: Any) -> bool:
     """Check whether data is a .jsonl file of texts, or a list or dataset of such rows."""
-    return _kind(_peek(data)) is not None
+    return bool(_kind(_peek(data)))
 
 
 def packs_texts(data: Any, preprocess: Any) -> bool:
@@ -242,19 +335,24 @@ def packs_texts(data: Any, preprocess: Any) -> bool:
     return is_text(data) and TextSettings.of(preprocess).pack
 
 
-def _kind(row: Any) -> tuple[str, ...] | None:
-    """Return the entry of `KEYS` that a row has; None if it is not a text."""
+def _kind(row: Any) -> tuple[str, ...]:
+    """Return the entry of `TEXTS` that a row has; () if it is not a text."""
     if not isinstance(row, Mapping):
-        return None
+        return ()
     return next(
         (
             keys
-            for keys in KEYS
+            for keys in TEXTS
             if all(isinstance(row.get(k), str | list) for k in keys)
             and (isinstance(row[keys[0]], str) or _are_messages(row[keys[0]]))
         ),
-        None,
+        (),
     )
+
+
+def _is_chat(row: Mapping[str, Any]) -> bool:
+    keys = _kind(row)
+    return keys == ("messages",) or not all(isinstance(row[key], str) for key in keys)
 
 
 def _are_messages(value: Any) -> bool:
@@ -299,7 +397,7 @@ def _rows(data: Any, what: str) -> list[tuple[str, Any]]:
                     named.append((where, json.loads(line)))
                 except ValueError as error:
                     raise TrainingError(f"{where} is not JSON ({error})") from error
-    keys = _kind(named[0][1]) or ()
+    keys = _kind(named[0][1])
     for where, row in named:
         if _kind(row) != keys:
             raise TrainingError(
@@ -350,6 +448,8 @@ def read_texts(
         columns = reader.read(_rows(given, name))
         ids, labels = columns["tokens"], columns["labels"]
         read[name] = {tokens: ids, "labels": labels}
+        if {*columns[KEY]} != {1}:
+            read[name][KEY] = columns[KEY]
         if settings.pack and packing is not None:
             rows, labels, numbers = pack_texts(ids, labels, limit, ignored, packing.number)
             read[name] = {tokens: rows, packing.input: numbers, "labels": labels}

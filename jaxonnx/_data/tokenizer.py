@@ -9,8 +9,9 @@ from __future__ import annotations
 import datetime
 import functools
 import json
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,6 +24,25 @@ from jaxonnx.errors import Error, TrainingError
 
 _START, _END = "\ue0f0", "\ue0f1"
 """Marks around the text of a template's `generation` block: private-use characters of Unicode."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Messages, and what else a chat template reads.
+
+    Attributes:
+      messages: dicts with a role and content.
+      variables: further variables of the template, like "tools".
+      where: the chat, for errors.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    variables: Mapping[str, Any]
+    where: str
+
+    def until(self, stop: int, *others: Mapping[str, Any]) -> Chat:
+        """Return the chat of the first messages, with others behind them."""
+        return replace(self, messages=[*self.messages[:stop], *others])
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,6 +161,14 @@ class Tokenizer:
                 f"the chat template of '{self.folder.path}' is not valid ({error})"
             ) from error
 
+    @functools.cached_property
+    def variables(self) -> set[str]:
+        """The variables that the chat template reads."""
+        from jinja2 import meta
+
+        parsed = self._template.environment.parse(self._find_template())
+        return meta.find_undeclared_variables(parsed)
+
     def _find_template(self) -> str | None:
         path: Path = self.folder.path / "chat_template.jinja"
         if path.is_file():
@@ -152,67 +180,86 @@ class Tokenizer:
             found = {one.get("name"): one.get("template") for one in found}.get("default")
         return found
 
-    def render(self, messages: Sequence[Any], more: bool, where: str) -> str:
-        """Write messages by the chat template.
+    def render(self, chat: Chat, more: bool = False) -> str:
+        """Write a chat by the chat template.
 
         Args:
-          messages: dicts with a role and content.
+          chat: one message at least, as some templates read the first one.
           more: whether to begin the next message of the assistant (`add_generation_prompt`).
-          where: the messages, for errors.
 
         Raises:
           TrainingError: the template fails.
         """
         template = self._template
         raised = (_package("jinja2").TemplateError, TypeError, ValueError, LookupError)
+        usual = {"tools": None, "documents": None, **self.special, **chat.variables}
         try:
             return template.render(
-                messages=messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=more,
-                **self.special,
+                **{**usual, "messages": chat.messages, "add_generation_prompt": more}
             )
         except raised as error:
-            raise TrainingError(f"{where}: the chat template fails ({error})") from error
+            raise TrainingError(f"{chat.where}: the chat template fails ({error})") from error
 
-    def write_chat(
-        self, messages: Sequence[Mapping[str, Any]], prompt: int, where: str
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """Write messages by the chat template, and find the parts that the assistant says.
+    def write_chats(
+        self, chat: Chat, chosen: Sequence[int]
+    ) -> list[tuple[Chat, str, list[tuple[int, int]]]]:
+        """Write a chat by the chat template, and find messages of the assistant in it.
 
-        These are the `generation` blocks of the template. If it has none, each message of the
-        assistant is what the template adds to the messages before it.
+        These are the `generation` blocks of the template. If it has none, a message is what the
+        template adds to those before it, behind the beginning of the assistant's message
+        (`add_generation_prompt`). A message that the template writes differently when others follow
+        (without its thoughts) is in another chat, which ends with that message.
 
         Args:
-          messages: dicts with a role and content.
-          prompt: the number of messages at the beginning that do not count, whoever says them.
-          where: the messages, for errors.
+          chat: the messages.
+          chosen: the indices of the messages to find, all of the assistant.
 
         Returns:
-          The text, and the (start, end) of each part in it.
+          The whole chat, and those that end with an earlier message, each with its text, and the
+          (start, stop) of the chosen messages in it.
 
         Raises:
-          TrainingError: the template fails, or writes a message differently when others follow.
+          TrainingError: the template fails, or its blocks are not those of messages.
         """
-        marked = self.render(messages, False, where)
-        if _START in marked:
-            return _take_marks(marked)
-        parts = []
-        for i, message in enumerate(messages):
-            if i < prompt or message.get("role") != "assistant":
-                continue
-            before = self.render(messages[:i], True, where)
-            after = self.render(messages[: i + 1], False, where)
-            if not (marked.startswith(after) and after.startswith(before)):
-                raise TrainingError(
-                    f"{where}: the chat template writes message {i + 1} differently when others "
-                    "follow, so the assistant's tokens cannot be found: "
-                    "preprocess={'loss': 'all'} learns all, or give the last turn as prompt and "
-                    "completion"
-                )
-            parts.append((len(before), len(after)))
-        return marked, parts
+        messages = chat.messages
+        whole, blocks = _take_marks(self.render(chat))
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        parts, others = [], []
+        if len(blocks) == len(turns):
+            parts = [block for i, block in zip(turns, blocks, strict=True) if i in chosen]
+        elif blocks and len(chosen) in (0, len(turns)):
+            parts = blocks if chosen else []
+        elif blocks:
+            raise TrainingError(
+                f"{chat.where}: the chat template has {len(blocks)} generation blocks for "
+                f"{len(turns)} messages of the assistant, so those to learn cannot be told apart"
+            )
+        for i in () if blocks else chosen:
+            text = self.render(chat.until(i + 1))
+            before = self.render(chat.until(i), more=True) if i else ""
+            if not (before and text.startswith(before)):
+                # the assistant begins the chat, or begins with a thought that this message lacks
+                plain = isinstance(messages[i].get("content"), str | None)
+                mark = _START if plain else [{"type": "text", "text": _START}]
+                marked = self.render(chat.until(i, {**messages[i], "content": mark}))
+                before = os.path.commonprefix([text, marked])  # noqa: RUF071 (of characters)
+            part = len(before), len(text)
+            if whole.startswith(text):
+                parts.append(part)
+            else:
+                others.append((chat.until(i + 1), text, [part]))
+        return [(chat, whole, parts), *others]
+
+    def find_end(self, chat: Chat, text: str) -> int:
+        """Return the end token for a chat: the mark of the next role if it is one, as GLM's is."""
+        role = "tool" if chat.messages[-1].get("tool_calls") else "user"
+        try:
+            longer = self.render(chat.until(len(chat.messages), {"role": role, "content": ""}))
+        except TrainingError:  # as a template may want the name of the tool
+            longer = ""
+        behind = longer[len(text) :] if longer.startswith(text) else ""
+        mark = next((end for end in self._end_texts if behind.startswith(end)), None)
+        return self.ends[0] if mark is None else self._tokens.token_to_id(mark)
 
 
 def _take_marks(text: str) -> tuple[str, list[tuple[int, int]]]:

@@ -78,7 +78,9 @@ def train(
         * Texts: a .jsonl file, a list or a Dataset of objects with "text", with "prompt" and
           "completion", or with "messages" (dicts of "role" and "content"). They need a model from a
           folder with a tokenizer. Its tokenizer and chat template make tokens and labels
-          (`preprocess`). The loss counts completions and the messages of the assistant.
+          (`preprocess`). The loss counts completions and the messages of the assistant. Rows may
+          have "weight", and those of chats "tools", "documents" and "chat_template_kwargs" for the
+          template; a message with "weight": 0 does not count.
         * An iterable of batches in the forms above (a Grain or torch DataLoader, tf.data, a list),
           or a function from the epoch to one. Batches are used in their order.
 
