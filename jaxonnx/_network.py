@@ -118,6 +118,11 @@ class Network:
         stored = {**self.program.constants, **self.params}
         return None if packed.damage(self.proto) else packed.find_recorded(self.proto, stored)
 
+    @cached_property
+    def _factors(self) -> frozenset[str]:
+        """The tensors that the file records as factors of adapters."""
+        return records.get(self.proto, records.ADAPTERS, frozenset[str]) or frozenset()
+
     @property
     def warnings(self) -> tuple[str, ...]:
         """What a user of the model should know: about the file, and about unrolled loops."""

@@ -32,7 +32,14 @@ FILES = {
     "txt",
     "safetensors",
 }
-NO_NAMES = {"jaxonnx.sparsity", "jaxonnx.graph", "jaxonnx.image", "onnx.proto", "onnx.quantize"}
+NO_NAMES = {
+    "jaxonnx.adapters",
+    "jaxonnx.sparsity",
+    "jaxonnx.graph",
+    "jaxonnx.image",
+    "onnx.proto",
+    "onnx.quantize",
+}
 """Keys of records in files, a file of ONNX's specification, and a producer's name."""
 
 PROPERTIES = property, cached_property

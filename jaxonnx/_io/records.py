@@ -15,6 +15,9 @@ SPARSITY = "jaxonnx.sparsity"
 QUANTIZATION = "jaxonnx.quantization"
 """Which tensors are rounded, and what is written as integers (`jaxonnx._rewrite.quantize`)."""
 
+ADAPTERS = "jaxonnx.adapters"
+"""The names of tensors that are factors of adapters (`jaxonnx._rewrite.adapters`)."""
+
 IMAGE = "jaxonnx.image"
 """What the network's inputs are as pictures, and the names of its classes."""
 

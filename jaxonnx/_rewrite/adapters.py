@@ -14,6 +14,7 @@ from jaxonnx._axes import Matrix
 from jaxonnx._graph.bind import Graph
 from jaxonnx._graph.stored import SCALES
 from jaxonnx._graph.uses import Use, uses
+from jaxonnx._io import records
 from jaxonnx._io.protos import all_nodes, subgraphs
 from jaxonnx.errors import InputError
 
@@ -113,11 +114,15 @@ def insert_adapters(
         if taken := writer.taken.intersection(pair):
             raise InputError(
                 f"the adapter of '{weight}' would be called '{min(taken)}', and the file has "
-                "another one of this name; pass names=, a function of the weight's name"
+                "another one of this name: merge it with adapters='merged', or save it apart with "
+                "Adapters.save"
             )
         dtype = _float_type(weight, read.get(weight, ()), tensors)
         writer.declare(pair, change, dtype, as_inputs)
         writer.add(weight, read.get(weight, ()), change, pair)
+    earlier = records.get(proto, records.ADAPTERS, list) or []
+    added = (name for weight in factors for name in factor_names(weight, names))
+    records.put(result, records.ADAPTERS, [*earlier, *added])
     del result.graph.node[:]
     result.graph.node.extend([*writer.first, *writer.nodes])
     return result

@@ -134,7 +134,7 @@ class LoRA:
                 name
                 for name, (rows, columns) in sizes.items()
                 if not places[name].lookup
-                and name not in inseparable
+                and name not in inseparable | model._factors
                 and self.rank * (rows + columns) < rows * columns
             }
             if not chosen:
@@ -145,7 +145,7 @@ class LoRA:
         elif self.where in ROLES:
             fixed = model.program.constants  # tables, unless they are weights in few bits
             known = {name for name in places if found[name].storage or name not in fixed}
-            known -= inseparable
+            known -= inseparable | model._factors
             chosen = find_projections(model.graph, tensors, known, cast(Role, self.where))
             if not chosen:
                 raise InputError(

@@ -525,7 +525,7 @@ class Model(Network, Rendered):
         embeddings, grouped convolutions, tables that are added. The input axis is the axis that the
         product sums over, at the first use of the weight.
         """
-        return options(self.graph, self.tensors, self.params)
+        return options(self)
 
     def with_sparsity(
         self,

@@ -73,7 +73,7 @@ def save(
     formats.save(path, proto, partial(_merge, model), external_data=external_data, sparse=sparse)
     if formats.of(path).graph is None or model.sparsity is not None:
         return
-    if message := describe_unrecorded(model.graph, model.tensors, model.params):
+    if message := describe_unrecorded(model):
         warnings.warn(f"'{os.fspath(path)}': {message}", stacklevel=3)
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from onnx import ModelProto
 
-from jaxonnx._graph.bind import Graph
 from jaxonnx._graph.select import Select, matching, near
 from jaxonnx._graph.uses import weights
 from jaxonnx._graph.weight_names import Places
@@ -24,10 +23,11 @@ if TYPE_CHECKING:  # only a model with sparse weights imports what reads and wri
 M = TypeVar("M", bound=Network)
 
 
-def options(graph: Graph, tensors: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `exclude` and `axes` of `sparse.layers` for a graph, as `Model.sparsity_options`."""
-    meanings = weights(graph, tensors)
-    exclude = {name: meanings[name].dense for name in params if meanings[name].dense}
+def options(model: Network) -> dict[str, Any]:
+    """Return `exclude` and `axes` of `sparse.layers` for a model, as `Model.sparsity_options`."""
+    meanings = weights(model.graph, model.tensors)
+    exclude = {name: meanings[name].dense for name in model.params if meanings[name].dense}
+    exclude |= dict.fromkeys(model._factors & model.params.keys(), "a factor of an adapter")
     matrices = {name: w.matrix for name, w in meanings.items() if w.matrix}
     axes = {name: (matrix.output, matrix.input) for name, matrix in matrices.items()}
     return {"exclude": exclude, "axes": lambda name, _: axes.get(name)}
@@ -73,10 +73,10 @@ def resolve_patterns(
     return resolved
 
 
-def describe_unrecorded(graph: Graph, tensors: Mapping[str, Any], params: Mapping[str, Any]) -> str:
+def describe_unrecorded(model: Network) -> str:
     """Say which parameters have 2:4 zeros along their input axis; return "" if none has."""
-    axes = options(graph, tensors, params)["axes"]
-    weights = {name: (np.asarray(w), axes(name, w)) for name, w in params.items()}
+    axes = options(model)["axes"]
+    weights = {name: (np.asarray(w), axes(name, w)) for name, w in model.params.items()}
     # a look at the first groups rules out nearly every dense weight, without its search
     likely = {name: pair for name, pair in weights.items() if pair[1] and _may_be_sparse(*pair)}
     if not likely:
@@ -115,7 +115,7 @@ def with_record(
         from jaxonnx._io.packed import set_record
 
         params, places = model.params, model._places
-        chosen = {**options(model.graph, model.tensors, params), **choice}
+        chosen = {**options(model), **choice}
         if chosen.get("select") is not None:
             chosen["select"] = resolve_selection(chosen["select"], params, places)
         if isinstance(pattern, Mapping):

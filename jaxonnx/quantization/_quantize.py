@@ -266,12 +266,12 @@ def _insert(
     examples = [batch.inputs for batch in islice(source.batches(0), batches)]
     tensors = model.tensors
     types = _value_types(model, examples[0])
-    sites = find_sites(model.graph, tensors, types, model._places, scheme)
+    sites = find_sites(model.graph, tensors, types, model._places, scheme, model._factors)
     schemes = dict.fromkeys(sites.weights, scheme)
     if scheme.bits == "auto":
         schemes = _choose_types(model, sites.weights, examples, scheme)
         chosen = replace(scheme, where=lambda name, _: name in schemes, skip=None)
-        sites = find_sites(model.graph, tensors, types, model._places, chosen)
+        sites = find_sites(model.graph, tensors, types, model._places, chosen, model._factors)
     ranges = calibrate(model, sites.values, sites.shared, examples, scheme)
     # `calibrate` leaves attention masks out. A node that reads one stays in floating point with all
     # of its inputs: runtimes compute with integers only where every input is quantized

@@ -97,7 +97,7 @@ class Quantization:
         Kullback-Leibler divergence from the full one, as in TensorRT.
       where: the weights to quantize: names, modules, nodes or a predicate, as in
         `Model.with_trainable`. They are chosen among the weights of Conv, ConvTranspose, Gemm,
-        MatMul, RNN, GRU and LSTM. None: all of them.
+        MatMul, RNN, GRU and LSTM. None: all of them, but for adapters that the file has as nodes.
       skip: the weights not to quantize. They are chosen in the same way.
       dialect: the runtime that the file is for. "onnxruntime" also quantizes the inputs of pooling,
         Add, Mul and Concat, and the biases of convolutions and Gemm when the model is saved

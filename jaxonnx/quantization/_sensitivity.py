@@ -114,7 +114,8 @@ def sensitivity(
     """
     net = model if isinstance(model, Model) else load(model)
     source = read_inputs(net, list_folder(data, net, preprocess), batch_size, PLAIN)
-    sites = {n: s for n, s in find_weights(net.graph, net.tensors).items() if n in net.params}
+    chosen = net.params.keys() - net._factors
+    sites = {n: s for n, s in find_weights(net.graph, net.tensors).items() if n in chosen}
     if not sites:
         raise InputError(
             "the model has no weight that can be quantized; print(model) lists its tensors"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +77,7 @@ def find_sites(
     types: Mapping[str, np.dtype],
     places: Places,
     scheme: Quantization,
+    factors: Collection[str] = (),
 ) -> Sites:
     """Find what a scheme quantizes in a graph.
 
@@ -86,16 +87,18 @@ def find_sites(
       types: the dtypes of all values of the main graph that are arrays.
       places: the names that select weights beside their own; see `select`.
       scheme: what to quantize, and in the manner of which runtime (`dialect`).
+      factors: weights that are left out unless `where` names them, and with them the sums that
+        their products are added in.
 
     Raises:
       InputError: there is no weight to quantize, `where` or `skip` match nothing, or onnxruntime
         computes the product of an int2 weight wrongly.
     """
     weights = find_weights(graph, tensors)
-    if scheme.where is not None or scheme.skip is not None:
+    if scheme.where is not None or scheme.skip is not None or factors:
         known = {name: tensors[name] for name in weights}
         kind = "weight that can be quantized"
-        chosen = {*weights}
+        chosen = weights.keys() - factors
         if scheme.where is not None:
             chosen = select(scheme.where, known, "where", kind=kind, places=places)
         if scheme.skip is not None:
@@ -117,7 +120,15 @@ def find_sites(
 
     reads: dict[tuple[str, int], str] = {}
     biases = []
+    left_out = {*factors} - weights.keys()
+    floats = {*left_out}  # with their products, up to the sums with those of the weights
     for node in graph.nodes:
+        if not floats.isdisjoint(node.inputs):
+            is_product = not left_out.isdisjoint(node.inputs)
+            floats.update(
+                node.outputs if is_product or floats | {*tensors} >= {*node.inputs} else ()
+            )
+            continue
         positions = _positions(node, quantized, scheme, is_activation)
         reads |= {(node.outputs[0], i): node.inputs[i] for i in positions}
         if positions and node.op.name in PRODUCTS and len(node.inputs) == 3:

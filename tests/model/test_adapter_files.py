@@ -377,3 +377,53 @@ def test_codes_that_two_nodes_dequantize(shape, x, body, dora, tmp_path):
         more = jaxonnx.Adapters.of(adapted).to_inputs() if form == "inputs" else {}
         for found in (session(path).run(None, {"x": x, **more})[0], jaxonnx.load(path)(x, **more)):
             np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-4 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("form", ["nodes", "inputs"])
+@pytest.mark.parametrize("activations", [None, "uint8"])
+def test_factors_in_a_file_stay_as_they_are(form, activations, tmp_path):
+    """Against onnxruntime on the quantized file without adapters, plus their products."""
+    w, x = normal(16, 16), normal(32, 16)
+    text = "g (float[n,16] x) => (float[n,16] y) { h = MatMul(x, w) y = Identity(h) }"
+    base = jaxonnx.load(parse(text, w=w))
+    adapted, path = changed(base, 8), str(tmp_path / "out.onnx")
+    adapted.save(path, adapters=form)
+    loaded, scheme = jaxonnx.load(path), jaxonnx.Quantization(activations=activations)
+    quantized = jaxonnx.quantize(loaded, {"x": x} if form == "inputs" else x, scheme)
+    quantized.save(path)
+    alone = str(tmp_path / "alone.onnx")
+    jaxonnx.quantize(base, x, scheme).save(alone)
+    plain = onnxruntime.SessionOptions()  # default sessions round x for products in few bits
+    plain.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    (rounded,) = onnxruntime.InferenceSession(alone, plain).run(None, {"x": x})
+    for scale in (1, 3) if form == "inputs" else (1,):  # adapters that the ranges do not know
+        params = {n: scale * v for n, v in adapted.params.items()}
+        given = jaxonnx.Adapters.of(adapted.replace(params=params)).to_inputs()
+        feeds = {"x": x, **(given if form == "inputs" else {})}
+        a, b = (np.asarray(v, np.float64) for v in params.values())
+        expected = rounded + 2 * x @ a.T @ b.T
+        (found,) = onnxruntime.InferenceSession(path, plain).run(None, feeds)
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-3)
+        (found,) = session(path).run(None, feeds)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=0.02 * np.abs(expected).max())
+    integers = {n for n, (kind, _) in base_tensors(onnx.load(path)).items() if kind == np.int8}
+    assert integers >= {"w_quantized"}
+    assert not any("lora" in name for name in integers)
+
+    factors = {"w.lora_A.weight", "w.lora_B.weight"}
+    again = jaxonnx.load(path, dequantize=True)  # the record stays with the file
+    assert factors <= {*again.params}
+    for net in (loaded, again):
+        assert {*jaxonnx.LoRA(2).attach(net, jax.random.key(0)).params}.isdisjoint(
+            f"{name}.lora_A" for name in factors
+        )
+        assert factors.isdisjoint(jaxonnx.sensitivity(net, x).errors)
+        assert factors <= {*net.sparsity_options()["exclude"]}
+    if form == "nodes":
+        chosen = jaxonnx.Quantization(where="w.*", skip="w.lora_B.weight")
+        names = {t.name for t in jaxonnx.quantize(loaded, x, chosen).to_onnx().graph.initializer}
+        assert {"w_quantized", "w.lora_A.weight_quantized", "w.lora_B.weight"} <= names
+        jaxonnx.quantize(loaded, x, jaxonnx.Quantization(skip="w.lora_B.weight"))
+        settings = {"loss": "squared_error", "optimizer": optax.sgd(1e-3), "epochs": 1}
+        run = jaxonnx.train(loaded, (x, x), batch_size=16, quantize="int8", **settings)
+        assert any(note.startswith("1 weights are rounded") for note in run.history.notes)
