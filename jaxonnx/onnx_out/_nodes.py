@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import InconclusiveDimensionOperation
 from onnx import GraphProto, ValueInfoProto, defs, helper
 
 from jaxonnx._io.build import Writer, onnx_type
@@ -28,7 +29,7 @@ from jaxonnx.onnx_out._tensors import (
     ordered_dtype,
     plain,
 )
-from jaxonnx.onnx_out._tracing import describe_equation
+from jaxonnx.onnx_out._tracing import describe_equation, explain_inconclusive
 
 
 class Nodes:
@@ -163,6 +164,9 @@ class Nodes:
             raise UnsupportedError(
                 f"{describe_equation(self.main.whole, equation)}: {refusal}"
             ) from None
+        except InconclusiveDimensionOperation as error:
+            described = describe_equation(self.main.whole, equation)
+            raise UnsupportedError(f"{described} {explain_inconclusive(error)}") from error
 
     def _apply_rule(self, rule: Any, equation: Any, operands: list, outs: tuple) -> list:
         """Append the nodes of an equation by its rule; return its results.

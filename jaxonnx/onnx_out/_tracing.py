@@ -1,5 +1,6 @@
 """The jaxpr of a function, or the reason why there is none, with the line of the program."""
 
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable
@@ -38,9 +39,11 @@ def trace(call: Callable, weights: Any, arguments: Any) -> tuple[Any, Any]:
         raise
     except InconclusiveDimensionOperation as error:
         raise UnsupportedError(
-            f"the function{_raise_location(error)} depends on a symbolic size: "
-            f"{_first_paragraph(error)}; give the example sizes that are numbers, or constraints "
-            "to jax.export.symbolic_shape"
+            f"the function{_raise_location(error)} {explain_inconclusive(error)}"
+        ) from error
+    except NotImplementedError as error:
+        raise UnsupportedError(
+            f"JAX does not trace the function{_raise_location(error)}: {_first_paragraph(error)}"
         ) from error
     except UNTRACEABLE as error:
         raise UnsupportedError(
@@ -58,6 +61,24 @@ def trace(call: Callable, weights: Any, arguments: Any) -> tuple[Any, Any]:
     _check_pure(closed)
     _check_real(closed)
     return closed, shapes
+
+
+def explain_inconclusive(error: InconclusiveDimensionOperation) -> str:
+    """Return what a program does that JAX cannot decide for all symbolic sizes, and what helps."""
+    text = str(error).strip().partition("\n")[0].rstrip(".")
+    constraints = ""
+    if remainder := re.search(r"mod\((\d+), (\w+)\)", text):  # of padding with mode="wrap"
+        k, size = remainder.groups()
+        listed = [
+            f"{size} >= {int(k) + 1}",
+            f"mod({k}, {size}) == {k}",
+            f"floordiv({k}, {size}) == 0",
+        ]
+        constraints = f", like constraints={listed}"
+    return (
+        f"depends on a symbolic size: {text}; give the example sizes that are numbers, or "
+        f"constraints to jax.export.symbolic_shape{constraints}"
+    )
 
 
 def _check_pure(closed: Any) -> None:

@@ -1,5 +1,6 @@
 """JAX functions as ONNX: what onnxruntime computes is what JAX computes."""
 
+import ast
 import math
 import re
 import warnings
@@ -235,6 +236,8 @@ FUNCTIONS = {
     "fft gradient": (jax.grad(lambda a: jnp.abs(jnp.fft.rfft(jnp.fft.fft(a).real)).sum()), x),
     "complex": (lambda a: jnp.angle(jnp.exp(1j * a) * (a + 2j) / (a - 1j) ** 2), x),
     "powers of complex": (lambda a: (jnp.sqrt(a * 1j) + (a + 1j) ** (0.5j * a)).imag, x),
+    "complex factors": (lambda a: jnp.abs((a + 1j).at[1:, ::2].multiply(2 - 1j)), x),
+    "welch": (lambda a: jax.scipy.signal.welch(a, nperseg=4)[1], images),
     "bessel": (lambda a: jnp.i0(a * 20), x),
     "remat": (jax.grad(lambda a: jax.checkpoint(jnp.sin)(a).sum()), x),
 }  # fmt: skip
@@ -284,6 +287,12 @@ SYMBOLIC = {
     "scan": lambda a: lax.scan(lambda c, t: (c + t, c * t), jnp.zeros(a.shape[0]), a.T),
     "cond": lambda a: lax.cond(a[0, 0] > 0, jnp.sin, jnp.cos, a),
     "halves": lambda a: a[: a.shape[0] // 2] + (a.shape[0] % 2),
+    "sort": lambda a: jnp.sort(a, 0),
+    "argsort": lambda a: jnp.argsort(a, 0),
+    "sort by two keys": lambda a: lax.sort((jnp.round(a), a, -a), dimension=0, num_keys=2),
+    "all of top_k": lambda a: lax.top_k(a.T, a.shape[0]),
+    "median": lambda a: jnp.median(a, 0),
+    "quantile": lambda a: jnp.quantile(a, 0.3, axis=0),
 }
 
 
@@ -295,6 +304,30 @@ def test_symbolic_sizes(name):
     for array in (x, y):
         array = array[:, :4]
         close(run(model, array), SYMBOLIC[name](array))
+
+
+@pytest.mark.parametrize("channels", [None, 2])
+def test_circular_padding_names_the_constraints_that_it_needs(channels):
+    """JAX asks whether mod(1, h) > 0, which h >= 2 does not tell it."""
+    if channels:
+        net = nnx.Conv(3, channels, (3, 3), padding="CIRCULAR", rngs=nnx.Rngs(0))
+        last = images.transpose(0, 2, 3, 1)
+    else:
+        last = x
+
+        def net(a):
+            return jnp.pad(a, ((0, 0), (2, 2)), mode="wrap")
+
+    constraints: list[str] = []
+    for _ in range(4):
+        spec = "n, h, w, 3" if channels else "n, m"
+        shape = jax.export.symbolic_shape(spec, constraints=constraints)
+        try:
+            model = to_onnx(net, jax.ShapeDtypeStruct(shape, np.float32))
+            break
+        except jaxonnx.UnsupportedError as error:
+            constraints += ast.literal_eval(str(error).rpartition("constraints=")[2])
+    close(run(model, last), net(last))
 
 
 class Net(nnx.Module):
@@ -383,6 +416,14 @@ BAD = {
         lambda a: a if a.shape[0] > 2 else -a, SYMBOLIC_ROWS, r"the function in .* symbolic size"),
     "padding by a size": (
         lambda a: jnp.pad(a, ((0, a.shape[0]), (0, 0))), SYMBOLIC_ROWS, r"'pad' in .* pads by"),
+    "a running maximum over a symbolic axis": (
+        lambda a: lax.cummax(a, 0), SYMBOLIC_ROWS, r"'cummax' in .* depends on a symbolic size"),
+    "a scan over a symbolic axis": (
+        lambda a: lax.associative_scan(jnp.add, a), SYMBOLIC_ROWS,
+        r"JAX does not trace the function in .*: associative scan over axis"),
+    "repeated complex factors": (
+        lambda a: (a + 1j).at[jnp.array([0, 0])].multiply(2j).real, x,
+        r"'scatter.mul' in .* by several factors each; use unique_indices"),
     "a choice by values": (
         lambda a: a if a[0, 0] > 0 else -a, x, r"the function in .* values while it is traced"),
     "a selection by values": (lambda a: a[a > 0], x, r"the function in .* values while"),

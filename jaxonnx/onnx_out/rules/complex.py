@@ -8,6 +8,7 @@ from jax import lax
 
 from jaxonnx.onnx_out._complex_pairs import PARTS, Pair, by_nodes, complex_rule
 from jaxonnx.onnx_out._nodes import Nodes, Tensor
+from jaxonnx.onnx_out._rule_table import Refusal
 from jaxonnx.onnx_out.rules.shapes import reverse
 
 PARTS.update(
@@ -51,6 +52,20 @@ def convert_element_type(z, *, new_dtype):
 @complex_rule("mul")
 def mul(a, b):
     return Pair(a.re * b.re - a.im * b.im, a.re * b.im + a.im * b.re)
+
+
+@complex_rule("scatter-mul", "scatter_mul")
+def scatter_mul(z, indices, factors, *, dimension_numbers, mode, unique_indices):
+    if not unique_indices:
+        raise Refusal("it multiplies complex numbers by several factors each; use unique_indices")
+
+    def place(start, part):
+        start = jnp.full(z.shape, start, z.re.dtype)
+        return lax.scatter(start, indices, part, dimension_numbers, unique_indices=True, mode=mode)
+
+    meant = place(0, jnp.ones_like(factors.re)) > 0
+    product = mul(z, Pair(place(1, factors.re), place(0, factors.im)))
+    return Pair(jnp.where(meant, product.re, z.re), jnp.where(meant, product.im, z.im))
 
 
 @complex_rule("square")

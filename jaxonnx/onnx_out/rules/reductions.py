@@ -90,8 +90,8 @@ def sort(g, *operands, dimension, num_keys, out):
     """
     operands = list(operands)
     for key in reversed(range(num_keys)):
-        size = np.array([operands[key].shape[dimension]], np.int64)
         x = operands[key]
+        size = g.sizes_of([x.shape[dimension]])
         wide = g.cast(x, ordered_dtype(x.dtype))
         _, order = g.several("TopK", 2, wide, size, axis=dimension, largest=0, sorted=1)
         operands = [
@@ -104,7 +104,7 @@ def sort(g, *operands, dimension, num_keys, out):
 @primitive("top_k")
 def top_k(g, x, *, k, out, axis=-1):
     wide = g.cast(x, ordered_dtype(x.dtype))
-    values, places = g.several("TopK", 2, wide, np.array([k], np.int64), axis=axis)
+    values, places = g.several("TopK", 2, wide, g.sizes_of([k]), axis=axis)
     values, places = Tensor(values, out[0].shape, wide.dtype), Tensor(places, (), np.int64)
     return g.cast(values, out[0].dtype), g.cast(places, out[1].dtype)
 
