@@ -19,6 +19,15 @@ from jaxonnx._graph.values import Value, hint_at_image
 from jaxonnx._limits import format_bytes, machine
 from jaxonnx.errors import TrainingError
 
+_FILES = "an .npz file, a .jsonl file in UTF-8 with an object in each line, or a folder of pictures"
+_FORMS = (
+    "a pair (x, y) of arrays, or (x, y, weights), a dict of arrays, a Hugging Face Dataset, a list "
+    f"of dicts with texts, the path of {_FILES}, an iterable of batches, or a function from the "
+    "epoch to such an iterable"
+)
+_LOADERS = {".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
+"""The names of the formats in `datasets.Dataset.from_csv` and its like, by the suffix of files."""
+
 
 def examples_of(
     data: Any,
@@ -46,6 +55,7 @@ def examples_of(
       TrainingError: the data has none of these forms, or does not fit the model.
     """
     what = f"{what} '{os.fspath(data)}'" if isinstance(data, str | os.PathLike) else what
+    _check_form(data, what)
     data = next((read(data) for applies, read in SOURCES if applies(data)), data)
     weights = None
     if labels:
@@ -72,12 +82,7 @@ def examples_of(
             return Padded(None, None, size, seed, rows, columns, **also)
         return Arrays(arrays, targets, size, seed, rows, **also)
     if not (callable(data) or isinstance(data, Iterable)):
-        raise TrainingError(
-            f"{what} must be a pair (x, y) of arrays, or (x, y, weights), a dict of arrays, the "
-            "path of an .npz or .jsonl file with them or of a folder of pictures, an iterable of "
-            "batches, or a function from the epoch to such an iterable; it is a "
-            f"{type(data).__name__}"
-        )
+        raise TrainingError(f"{what} must be {_FORMS}; it is a {type(data).__name__}")
     return Stream(data, inputs, what, labels=labels, padding=padding, target_names=target_names)
 
 
@@ -123,14 +128,64 @@ def table(path: str | os.PathLike) -> Mapping[str, Any]:
     Raises:
       TrainingError: the file cannot be read, or has no columns.
     """
-    said = f"the data '{os.fspath(path)}' cannot be read"
+    failure, suffix = f"the data '{os.fspath(path)}' cannot be read", Path(path).suffix
+    text = read_text(path) if suffix == ".jsonl" else ""
+    loader = "json" if text.lstrip()[:1] == "[" else _LOADERS.get(suffix)
+    if loader and Path(path).is_file():
+        raise TrainingError(
+            f"{failure}: it must be {_FILES}; "
+            f"datasets.Dataset.from_{loader}({os.fspath(path)!r}) makes a Dataset of it"
+        )
+    if text:
+        with _safe_read.wrap_errors(failure, TrainingError):
+            return _lines(text)
     try:
-        if Path(path).suffix == ".jsonl":
-            with _safe_read.wrap_errors(said, TrainingError):
-                return _lines(Path(path).read_text("utf-8"))
-        return _safe_read.arrays(path, said, TrainingError)
+        return _safe_read.arrays(path, failure, TrainingError)
     except OSError as error:
-        raise TrainingError(f"{said}: {error}") from error
+        raise TrainingError(f"{failure}: {error}") from error
+
+
+def read_text(path: str | os.PathLike) -> str:
+    """Return the text of a file in UTF-8, without a byte order mark.
+
+    Raises:
+      TrainingError: the file cannot be read, is empty, or has another encoding.
+    """
+    failure = f"the data '{os.fspath(path)}' cannot be read"
+    try:
+        text = Path(path).read_text("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise TrainingError(
+            f"{failure}: {error}. It must be {_FILES}; with its pathlib.Path as path, "
+            "path.write_text(path.read_text('utf-16'), 'utf-8') converts UTF-16"
+        ) from error
+    except OSError as error:
+        raise TrainingError(f"{failure}: {error}") from error
+    if not text.strip():
+        raise TrainingError(f"{failure}: it is empty, and must be {_FILES}")
+    return text
+
+
+def is_dataset(data: Any) -> bool:
+    """Check whether data is a Hugging Face Dataset, which is neither streamed nor has splits."""
+    return all(hasattr(data, name) for name in ("column_names", "format", "__len__"))
+
+
+def _check_form(data: Any, what: str) -> None:
+    """Raise an error with a conversion if data is in a form that is near to one of `_FORMS`."""
+    way = None
+    if isinstance(data, Mapping) and hasattr(data, "column_names"):
+        way = f"pass one of its splits, like data[{next(iter(data), 'train')!r}]"
+    elif hasattr(data, "column_names") and not hasattr(data, "__len__"):
+        way = "datasets.Dataset.from_list(list(data)) reads it into memory"
+    elif hasattr(data, "iloc"):
+        way = "datasets.Dataset.from_pandas(data) converts it"
+    elif isinstance(data, list) and isinstance(next(iter(data), None), str):
+        way = "[{'text': text} for text in data] makes rows of texts"
+    elif (isinstance(data, list) or is_dataset(data)) and not len(data):
+        raise TrainingError(f"{what} has no examples")
+    if way is not None:
+        raise TrainingError(f"{what} must be {_FORMS}; it is a {type(data).__name__}: {way}")
 
 
 def _lines(text: str) -> dict[str, Any]:
@@ -157,7 +212,7 @@ def _rows(dataset: Any) -> Mapping[str, Any]:
 
 SOURCES: tuple[tuple[Callable[[Any], bool], Callable[[Any], Any]], ...] = (
     (lambda data: isinstance(data, str | os.PathLike), table),
-    (lambda data: all(hasattr(data, n) for n in ("column_names", "format", "__len__")), _rows),
+    (is_dataset, _rows),
 )
 """Forms of data besides arrays and iterables: a test, and a conversion to arrays."""
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxonnx._data.forms import is_dataset, read_text
 from jaxonnx._data.language_models import context_length, token_input, vocabulary
 from jaxonnx._data.packing import pack_texts
 from jaxonnx._data.ragged import DECODER_TOKENS, Padding
@@ -365,13 +366,13 @@ def _peek(data: Any) -> Any:
         path = Path(data)
         if path.suffix != ".jsonl" or not path.is_file():
             return None
-        with path.open(encoding="utf-8", errors="replace") as file:
+        with path.open(encoding="utf-8-sig", errors="replace") as file:
             line = next((line for line in file if line.strip()), "")
         try:
             return json.loads(line)
         except ValueError:  # `_rows` reports it, with the line
             return None
-    if isinstance(data, list) or (hasattr(data, "column_names") and hasattr(data, "__getitem__")):
+    if isinstance(data, list) or is_dataset(data):
         return data[0] if len(data) else None
     return None
 
@@ -386,11 +387,7 @@ def _rows(data: Any, what: str) -> list[tuple[str, Any]]:
         named = [(f"example {i} of {what}", data[i]) for i in range(len(data))]
     else:
         named = []
-        try:
-            lines = Path(data).read_text("utf-8").split("\n")
-        except (OSError, UnicodeDecodeError) as error:
-            raise TrainingError(f"the data '{os.fspath(data)}' cannot be read: {error}") from error
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(read_text(data).split("\n"), 1):
             where = f"line {number} of '{os.fspath(data)}'"
             if line.strip():
                 try:

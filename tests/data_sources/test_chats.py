@@ -319,3 +319,10 @@ def test_weights_of_texts_are_weights_of_examples(folder):
             read(path, rows[0], {"text": "of", "weight": wrong})
     with pytest.raises(jaxonnx.TrainingError, match=r"example 0 .* has the weight 3, and prepro"):
         read(path, *rows, pack=True)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_text(folder, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"text": "hello"}), "utf-8-sig")
+    columns, *_ = read_texts(path, None, jaxonnx.load(folder()), None, Padding())
+    assert columns["input_ids"][0].tolist() == [*HELLO, 2]

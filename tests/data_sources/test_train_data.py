@@ -1,5 +1,6 @@
 """The forms that data comes in: the same examples give the same run."""
 
+import json
 import time
 
 import jax
@@ -292,6 +293,58 @@ def test_refused(net, case):
     data, wanted, message = BAD[case]
     with pytest.raises(jaxonnx.TrainingError, match=message):
         train(net, data, **wanted)
+
+
+ROWS = [{"x": [1.0, 2.0], "y": [0.0]}, {"x": [2.0, 0.0], "y": [1.0]}]
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
+FILES = {
+    "a.json": (json.dumps(ROWS).encode(), r"datasets.Dataset.from_json\('.*a.json'\)"),
+    "a.jsonl": (
+        json.dumps(ROWS).encode(),
+        r"datasets.Dataset.from_json\('.*a.jsonl'\)",
+    ),
+    "a.csv": (b"x,y\n1,2\n", r"an .npz file, a .jsonl .*datasets.Dataset.from_csv"),
+    "a.parquet": (b"PAR1", r"an .npz file, a .jsonl .*datasets.Dataset.from_parquet"),
+    "utf16.jsonl": (LINES.encode("utf-16"), r"read_text\('utf-16'\), 'utf-8'\) converts UTF-16"),
+    "empty.jsonl": (b"\n", "it is empty, and must be an .npz file, a .jsonl file in UTF-8"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_other_files_are_refused_with_a_conversion(net, name, tmp_path):
+    content, message = FILES[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(jaxonnx.TrainingError, match=message):
+        train(net, tmp_path / name)
+    with pytest.raises(jaxonnx.TrainingError, match=message):
+        train(net, (X, Y), validation=tmp_path / name)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_data(net, tmp_path):
+    (tmp_path / "a.jsonl").write_text(LINES, "utf-8-sig")
+    (tmp_path / "b.jsonl").write_text(LINES, "utf-8")
+    losses = [train(net, tmp_path / name).history.losses for name in ("a.jsonl", "b.jsonl")]
+    assert losses[0] == losses[1]
+
+
+def test_other_containers_are_refused_with_a_conversion(net):
+    """Each conversion makes of the data what trains."""
+    datasets = pytest.importorskip("datasets")
+    whole = datasets.Dataset.from_list(ROWS)
+    stream = whole.to_iterable_dataset()
+    conversions = {
+        r"data\['held'\]$": datasets.DatasetDict(held=whole),
+        r"datasets.Dataset.from_list\(list\(data\)\) reads it into memory": stream,
+        r"\{'text': text\} for text in data\] makes rows": ["a", "b"],
+    }
+    for message, data in conversions.items():
+        for split in ({"data": data}, {"data": (X, Y), "validation": data}):
+            with pytest.raises(jaxonnx.TrainingError, match=f"a pair .* a .jsonl file .*{message}"):
+                train(net, **split)
+    assert train(net, datasets.Dataset.from_list(list(stream))).history.losses
+    for empty in ([], whole.select([])):
+        with pytest.raises(jaxonnx.TrainingError, match="data has no examples"):
+            train(net, empty)
 
 
 @pytest.mark.parametrize(
