@@ -10,6 +10,9 @@ the prompts: the continuation is then what the decoder writes from its first tok
 
 from __future__ import annotations
 
+import inspect
+import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -19,8 +22,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._data.language_models import decoder_numbers
+from jaxonnx._data.language_models import context_length, decoder_numbers
 from jaxonnx._data.ragged import DECODER_TOKENS, derived_inputs
+from jaxonnx._data.tokenizer import Tokenizer
 from jaxonnx._graph.caches import Caches, find_caches
 from jaxonnx._graph.values import Value
 from jaxonnx._io.folders import GENAI
@@ -62,9 +66,11 @@ class Generator:
         count: int,
         temperature: float = 0.0,
         seed: int = 0,
-        stop: Sequence[int] = (),
+        stop: Sequence[int | str] = (),
     ) -> list[np.ndarray]:
-        """Return each prompt with its continuation, up to a token of `stop`.
+        """Return each prompt with its continuation, up to a token or a text of `stop`.
+
+        It ends with the last position of the model, too, with a warning.
 
         An encoder-decoder model reads the prompts by its encoder, tokens or features; the decoder
         starts from its start token.
@@ -98,8 +104,28 @@ class Generator:
             tokens, lengths = np.full((len(rows), 1), self._start_token), np.ones(len(rows), int)
             rows = [*tokens]
         run, key = self._programs[side, temperature > 0], jax.random.key(seed)
-        new = run(params, state, source, tokens, lengths, temperature, key, count=count)
-        return [_end(row, part, stop) for row, part in zip(rows, np.asarray(new), strict=True)]
+        rooms = np.clip(self.positions - lengths, 0, count).tolist()
+        most = max(1, *rooms)
+        new = np.asarray(run(params, state, source, tokens, lengths, temperature, key, count=most))
+        ends = [self._find_end(part[:n], stop) for part, n in zip(new, rooms, strict=True)]
+        if any(end is None and room < count for end, room in zip(ends, rooms, strict=True)):
+            warnings.warn(
+                f"the model has positions for {self.positions} tokens: a continuation ends there, "
+                f"with fewer than max_new_tokens={count}",
+                stacklevel=4,
+            )
+        parts = zip(rows, new, ends, rooms, strict=True)
+        return [np.append(row, x[: end or n]).astype(row.dtype) for row, x, end, n in parts]
+
+    def _find_end(self, new: np.ndarray, stop: Sequence[int | str]) -> int | None:
+        """Return the number of tokens up to the first stop; None if there is no stop."""
+        stops = np.isin(new, [token for token in stop if not isinstance(token, str)])
+        for text in stop:
+            if isinstance(text, str):
+                assert self.model.folder is not None  # `generate` refuses texts without
+                read = Tokenizer(self.model.folder).decode
+                stops |= [text in read(new[: i + 1]) for i in range(len(new))]
+        return int(stops.argmax()) + 1 if stops.any() else None
 
     def _feed_encoder(self, tokens: np.ndarray, lengths: np.ndarray) -> dict[str, jax.Array]:
         """Return the inputs of the encoder, which reads tokens [batch, width]."""
@@ -186,6 +212,18 @@ class Generator:
         """The input of an encoder of sounds or images; None where prompts are tokens."""
         features = [v for v in self._sources if v.dtype is not None and v.dtype.kind not in "iu"]
         return features[0] if len(features) == len(self._sources) == 1 else None
+
+    @cached_property
+    def positions(self) -> int:
+        """The number of positions that the tables of the decoder have, or its folder says."""
+        limits = [value.rows for value in self._token_inputs if "position" in value.name]
+        for node in self._program.graph.nodes:
+            names = zip(inspect.signature(node.op.function).parameters, node.inputs, strict=False)
+            table = self.model.tensors.get(dict(names).get("cos_cache", ""))
+            limits.append(None if table is None else len(table))
+        folder = self.model.folder
+        limits.append(None if folder is None else context_length(folder))
+        return min((limit for limit in limits if limit is not None), default=sys.maxsize)
 
     @cached_property
     def _start_token(self) -> int:
@@ -314,8 +352,9 @@ class Generator:
             program = program.without_cache(self._caches)
         program = program.with_outputs({self._logits_output})
         batch, width = tokens.shape
-        tokens = jnp.pad(jnp.asarray(tokens), ((0, 0), (0, count)))
-        places = jnp.arange(width + count)
+        size = max(width, min(width + count, self.positions))  # longer rows end before shorter ones
+        tokens = jnp.pad(jnp.asarray(tokens), ((0, 0), (0, size - width)))
+        places = jnp.arange(size)
 
         def step(tokens, i):
             ends = jnp.asarray(lengths) + i
@@ -392,25 +431,27 @@ def _choose(logits: jax.Array, draws: bool, temperature: Any, key: jax.Array) ->
     return jax.random.categorical(key, logits / temperature)
 
 
-def _end(prompt: np.ndarray, new: np.ndarray, stop: Sequence[int]) -> np.ndarray:
-    """Join a prompt and its continuation, which ends with the first token of `stop`."""
-    ends = np.flatnonzero(np.isin(new, [*stop]))
-    return np.concatenate([prompt, new[: ends[0] + 1] if len(ends) else new]).astype(prompt.dtype)
-
-
 def generate(
     generator: Generator,
     ids: Any,
     count: int,
     temperature: float,
     seed: int,
-    stop: int | Sequence[int] | None,
+    stop: int | str | Sequence[int | str] | None,
 ) -> Any:
     """Return the continuation of one prompt or several, as `Model.generate` does."""
     model = generator.model
     ids = ids if isinstance(ids, list) else np.asarray(ids)
     single = np.ndim(ids[0]) == generator.rank_of_prompts - 1 if len(ids) else False
-    ends = stop_tokens(model) if stop is None else np.ravel(stop).tolist()
+    several: list[Any] = [*stop] if isinstance(stop, list | tuple) else [stop]
+    ends = stop_tokens(model) if stop is None else several
+    for end in ends:
+        is_text = isinstance(end, str) and end and model.folder is not None
+        if not is_text and np.asarray(end).dtype.kind not in "iu":
+            raise InputError(
+                "stop must be tokens, or texts for a model of a folder with a tokenizer, got "
+                f"{end!r}"
+            )
     prompts = [ids] if single else [*ids]
     continuations = generator(model.params, model.state, prompts, count, temperature, seed, ends)
     return continuations[0] if single else continuations

@@ -205,7 +205,7 @@ class Model(Network, Rendered):
         max_new_tokens: int,
         temperature: float = 0.0,
         seed: int = 0,
-        stop: int | Sequence[int] | None = None,
+        stop: int | str | Sequence[int | str] | None = None,
     ) -> Any:
         """Generate tokens with a decoder, using the key-value caches of its file; compiled once.
 
@@ -217,13 +217,15 @@ class Model(Network, Rendered):
           temperature: 0 takes the most likely token. Otherwise tokens are sampled from the logits
             divided by it.
           seed: the random seed for sampling.
-          stop: tokens that end a sequence; by default those in the configuration of the folder that
-            the model was loaded from.
+          stop: tokens or texts that end a sequence; by default the tokens in the configuration of
+            the folder that the model was loaded from, whose tokenizer reads texts.
 
         Returns:
           The prompt followed by the generated tokens, [length], or a list of these for several
-          prompts. A sequence ends with its stop token. For an encoder-decoder, which encodes `ids`,
-          the tokens of the decoder, beginning with its start token.
+          prompts. A sequence ends with its stop token, with the token that completes a text of
+          `stop`, or with the model's last position, of which a warning tells. For an
+          encoder-decoder, which encodes `ids`, the tokens of the decoder, beginning with its start
+          token.
 
         Raises:
           InputError: the model is not a decoder, or an argument does not fit.

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxonnx._data.language_models import context_length
 from jaxonnx._data.ragged import DECODER_TOKENS
 from jaxonnx._data.tokenizer import Tokenizer
 from jaxonnx.errors import TrainingError
@@ -43,9 +42,8 @@ class Samples:
         self._encoded = DECODER_TOKENS in [value.name for value in self._model.inputs]
         self._rows = [self._encode(prompt) for prompt in prompts or ()]
         longest = 1 if self._encoded else max(map(len, self._rows), default=0)
-        limit = None if folder is None else context_length(folder)
-        self._count = _COUNT if limit is None else max(1, min(_COUNT, limit - longest))
         self._generate = Generator(self._model)
+        self._count = max(1, min(_COUNT, self._generate.positions - longest)) if prompts else _COUNT
 
     def write(self, state: State, epoch: int) -> None:
         """Print the continuations by the parameters of an epoch."""

@@ -73,6 +73,67 @@ def test_a_row_ends_with_its_stop():
     np.testing.assert_array_equal(ended, found[: end + 1])
 
 
+def test_a_row_ends_with_the_token_that_completes_a_text():
+    tokenizers = pytest.importorskip("tokenizers")
+    model, read = varied(GENAI), tokenizers.Tokenizer.from_file(str(GENAI / "tokenizer.json"))
+    rows = model.generate([PROMPT, PROMPT[:2]], max_new_tokens=24, stop=[])
+
+    def ended(row, prompt, text):
+        """The tokens up to the first that completes the text."""
+        ends = range(len(prompt) + 1, len(row) + 1)
+        parts = [row[:end] for end in ends]
+        return next((p for p in parts if text in read.decode(p[len(prompt) :].tolist())), row)
+
+    new = read.decode(rows[0][len(PROMPT) :].tolist())
+    text = new[len(new) // 2 :][:5]
+    wanted = [ended(row, p, text) for row, p in zip(rows, (PROMPT, PROMPT[:2]), strict=True)]
+    assert len(PROMPT) + 2 < len(wanted[0]) < len(rows[0])
+    for stop in (text, [text], ["never written", text], (text, 10**6)):
+        found = model.generate([PROMPT, PROMPT[:2]], max_new_tokens=24, stop=stop)
+        for one, other in zip(found, wanted, strict=True):
+            np.testing.assert_array_equal(one, other)
+    early = int(rows[0][len(PROMPT) + 1])
+    found = model.generate(PROMPT, max_new_tokens=24, stop=[text, early])
+    assert found[-1] == early
+    assert len(found) <= len(PROMPT) + 2
+
+
+def test_texts_end_a_row_where_transformers_ends_it():
+    torch, transformers = map(pytest.importorskip, ("torch", "transformers"))
+    from transformers.generation import StopStringCriteria
+
+    read = transformers.PreTrainedTokenizerFast(tokenizer_file=str(GENAI / "tokenizer.json"))
+    model = varied(GENAI)
+    new = model.generate(PROMPT, max_new_tokens=24, stop=[])[len(PROMPT) :]
+    pieces = read.batch_decode([[token] for token in new])
+    for place in range(2, 20):
+        text = pieces[place][-1:] + pieces[place + 1][:1]
+        rule = StopStringCriteria(read, [text])
+        ends = (n for n in range(1, 25) if rule(torch.tensor(new[None, :n]), None).all())
+        found = model.generate(PROMPT, max_new_tokens=24, stop=text)
+        np.testing.assert_array_equal(found[len(PROMPT) :], new[: next(ends, 24)])
+
+
+@pytest.mark.parametrize("folder", [GENAI, OPTIMUM])
+def test_continuations_end_with_the_last_position(folder):
+    """Of 128, by the rotary table or the configuration; a shorter row has more room."""
+    model = varied(folder)
+    long, short = np.resize(PROMPT, 123), PROMPT
+    with pytest.warns(UserWarning, match="has positions for 128 tokens: a continuation ends"):
+        rows = model.generate([long, short], max_new_tokens=8, stop=[])
+    assert [*map(len, rows)] == [128, 13]
+    np.testing.assert_array_equal(rows[0], greedy(model, long, 5))
+    np.testing.assert_array_equal(rows[1], greedy(model, short, 8))
+    whole = jaxonnx.load(model.without_cache().to_onnx())  # no folder, no caches
+    if folder == GENAI:
+        with pytest.warns(UserWarning, match="has positions for 128 tokens: a continuation ends"):
+            rows = whole.generate([long, short], max_new_tokens=8, stop=[])
+        assert [*map(len, rows)] == [128, 13]
+        np.testing.assert_array_equal(rows[0], greedy(model, long, 5))
+    stop = int(rows[0][125])
+    model.generate(long, max_new_tokens=8, stop=stop)  # no warning: it ends before
+
+
 def test_drawn_tokens_depend_on_the_seed():
     model = varied(GENAI)
 
@@ -92,6 +153,8 @@ def test_drawn_tokens_depend_on_the_seed():
         ({"ids": np.zeros((1, 2))}, "tokens to continue are integers"),
         ({"max_new_tokens": 0}, "max_new_tokens must be a positive integer"),
         ({"temperature": -1}, "temperature must be at least 0"),
+        ({"stop": [1.5]}, "stop must be tokens, or texts for a model of a folder with a tokenizer"),
+        ({"stop": [5, ""]}, "stop must be tokens, or texts .*, got ''"),
     ],
 )
 def test_what_cannot_be_continued_is_said(arguments, message):
