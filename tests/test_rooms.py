@@ -61,7 +61,7 @@ FAMILIES = ("ops", "onnx_out.rules", "onnx_out.passes")
 
 
 BUDGETS = {
-    "ops": (6740, "250 operators of five domains, each as its specification writes it"),
+    "ops": (6750, "250 operators of five domains, each as its specification writes it"),
     "training": (4480, "step, loop, losses, metrics, checkpoints, reports"),
     "_arguments": (280, "the arguments of train, each declared once, and the names that they take"),
     "losses": (240, "those that optax lacks: of tokens, from other models, of pairs in a batch"),
@@ -73,7 +73,7 @@ BUDGETS = {
     "_data": (2245, "arrays, files, pictures, sequences and loaders, read as one kind of source"),
     "_run": (1650, "the evaluator, and what keeps hostile files from taking the machine"),
     "_io": (2115, "ModelProto, external data, pairs of files, npz, safetensors, adapters, packing"),
-    "model": (1895, "Model, and what makes another Model of one"),
+    "model": (1920, "Model, and what makes another Model of one"),
     "_rewrite": (2360, "files to files: heads, batches, outputs, rounding, QLinear*, adapters"),
     "training_info": (520, "the file's own training graphs, run and written"),
     "_step_files": (500, "exported steps, their manifest, the page for browsers"),

@@ -1,10 +1,15 @@
 """What jaxonnx adds to its compiled functions: to a call of a model, and to the steps of a run.
 
     python -m benchmarks.speed.overhead [--networks mlp lenet] [--rounds 15] [--calls 1000]
-                                  [--epochs 12] [--steps 100] [--chart FILE.png]
+                                  [--epochs 12] [--steps 100] [--chart FILE.png] [--small]
+                                  [--synchronous]
 
-First table: microseconds of a call `model(x)` of a tiny network, of the same function under a
-`jax.jit` of the caller, and the difference, for JAX and NumPy arrays. Second table: an epoch of
+The table of small networks (with --small the only one): microseconds of a call of three Gemms for
+one row, a NumPy array in and out, beside onnxruntime in its default session; they take turns. With
+--synchronous, `jax_cpu_enable_async_dispatch` is off: XLA computes in the calling thread.
+
+Second table: microseconds of a call `model(x)` of a tiny network, of the same function under a
+`jax.jit` of the caller, and the difference, for JAX and NumPy arrays. Third table: an epoch of
 `jaxonnx.train` over arrays in memory beside two loops of as many steps of the same compiled
 function on the same examples, one over batches that are ready on the device, one that collects them
 (`x[rows]`) and does nothing else; all take turns, epoch by epoch, in one process. Printed are
@@ -35,6 +40,8 @@ from jaxonnx.training import Batch
 
 TINY = Network(lambda layers, x: layers.dense(layers.relu(layers.dense(x, 16)), 4), (4, 8), 4)
 LOSS = "softmax_cross_entropy_with_integer_labels"
+SMALL = (17, 64, 64, 6), (64, 256, 256, 8), (128, 400, 400, 16)
+"""The sizes of small networks, such as policies of robots."""
 TARGETS = {"call": 20.0, "loop": 2.0}
 """In microseconds and per cent."""
 
@@ -69,6 +76,45 @@ def calls(path: Path, rounds: int, count: int) -> dict[str, np.ndarray]:
         pairs = [[seconds(system, count) for system in systems] for _ in range(rounds)]
         times[f"{kind} arrays"] = np.array(pairs) * 1e6
     return times
+
+
+def small(path: Path, rounds: int, count: int) -> Table:
+    """Time small networks beside onnxruntime, in microseconds: of the clock and of all threads."""
+    import onnxruntime
+
+    table = Table("sizes", "kB", "jaxonnx, us", "onnxruntime, us", "ratio", "CPU, us", "CPU ratio")
+    for sizes in SMALL:
+        first, *others = sizes
+
+        def network(layers, x, sizes=others):
+            for size in sizes[:-1]:
+                x = layers.relu(layers.dense(x, size))
+            return layers.dense(x, sizes[-1])
+
+        write(Network(network, (1, first), sizes[-1]), path)
+        model, session = jaxonnx.load(path), onnxruntime.InferenceSession(path)
+        x = np.random.default_rng(0).normal(size=(1, first)).astype(np.float32)
+        name = session.get_inputs()[0].name
+        systems = (
+            lambda model=model, x=x: np.asarray(model(x)),
+            lambda session=session, x=x, name=name: session.run(None, {name: x})[0],
+        )
+        np.testing.assert_allclose(*(np.asarray(call()) for call in systems), rtol=1e-3, atol=1e-4)
+        times = []
+        for _ in range(rounds):
+            for system in systems:
+                start = time.process_time()
+                clock = seconds(system, count)
+                times.append((clock, (time.process_time() - start) / count))
+        pairs = 1e6 * np.array(times).reshape(rounds, 2, 2)[1:]
+        (clock, cpu), (clock_ort, cpu_ort) = np.median(pairs, axis=0)
+        low, ratio, high = np.quantile(pairs[:, 0, 0] / pairs[:, 1, 0], (0.25, 0.5, 0.75))
+        row = f"{clock:.1f}", f"{clock_ort:.1f}", f"{ratio:.1f} ({low:.1f} to {high:.1f})"
+        title = "-".join(map(str, sizes))
+        kilobytes = f"{path.stat().st_size / 1000:.0f}"
+        processor = f"{cpu:.1f}, {cpu_ort:.1f}", f"{cpu / cpu_ort:.1f}"
+        table.add_row(title, kilobytes, *row, *processor)
+    return table
 
 
 def loops(path: Path, network: Network, epochs: int, steps: int) -> np.ndarray:
@@ -181,10 +227,17 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--steps", type=int, default=100, help="of an epoch")
     parser.add_argument("--chart", type=Path, help="png, svg or pdf")
+    parser.add_argument("--small", action="store_true", help="small networks only")
+    parser.add_argument("--synchronous", action="store_true", help="compute in the calling thread")
     options = parser.parse_args()
+    if options.synchronous:
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
     keep_pages()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "network.onnx"
+        Console(width=100).print(small(path, options.rounds, options.calls))
+        if options.small:
+            return
         times = calls(path, options.rounds, options.calls)
         results = {"call": {kind: summary(pairs, False) for kind, pairs in times.items()}}
         results["loop"] = {

@@ -8,7 +8,7 @@ is evaluated node by node on concrete values.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -289,6 +289,27 @@ class Program:
             return values
         known = {**data(inputs), **fixed, **dict(zip(parts.boundary, values, strict=True))}
         return self._run(parts.rest, params, state, key, known, training)
+
+    def find_compiled(self, changes: Changes, names: Iterable[str]) -> Callable | None:
+        """Return `f(params, state, inputs)`, a call like the last one without its checks.
+
+        None if the value of an input is fixed while compiling, or nodes run one by one.
+
+        Args:
+          changes: as for `__call__`.
+          names: the names of the inputs in order, all of which are arrays.
+        """
+        plan, names = self._plan, (*names,)
+        parts = plan.parts.get(make_key(changes, frozenset(), {}))
+        if parts is None or parts.rest is not None or plan.fixed:
+            return None
+        compiled = parts.compiled
+
+        def call(params, state, inputs):
+            arrays = map(_copy_array, inputs)
+            return compiled(params, state, None, dict(zip(names, arrays)), training=False)  # noqa: B905
+
+        return call
 
     def _run(
         self,

@@ -2,8 +2,12 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
+
+import jax
+import numpy as np
+from jax.core import Tracer
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -43,3 +47,16 @@ def inputs_first(method: Callable[P, R]) -> Callable[P, R]:
 def unmark_names(named: Mapping[str, Any]) -> dict[str, Any]:
     """Return the inputs that were passed by name, by their names in the file."""
     return {name.removesuffix(_INPUT): value for name, value in named.items()}
+
+
+def signature(inputs: Sequence[Any]) -> tuple | None:
+    """Return the types, shapes and dtypes of arrays, on which the checks of a call depend.
+
+    None if one of the inputs is not an array, or traced.
+    """
+    key: list[Any] = [jax.config.jax_enable_x64]  # type: ignore[attr-defined]
+    for x in inputs:
+        if type(x) is not np.ndarray and (not isinstance(x, jax.Array) or isinstance(x, Tracer)):
+            return None
+        key.append((type(x), x.shape, x.dtype))
+    return tuple(key)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -26,12 +26,13 @@ from jaxonnx._mesh.shardings import Shardings, shardings
 from jaxonnx._network import Network
 from jaxonnx._rewrite.head import Classes
 from jaxonnx._run.changes import CallForm
+from jaxonnx._run.failures import FOREIGN
 from jaxonnx._run.overlay import ratios
 from jaxonnx._text import Rendered, format_count
-from jaxonnx.errors import InputError
+from jaxonnx.errors import Error, InputError
 from jaxonnx.model import _transforms as transforms
 from jaxonnx.model._adapters import AdapterForm, merge_adapters
-from jaxonnx.model._call_arguments import inputs_first, unmark_names
+from jaxonnx.model._call_arguments import inputs_first, signature, unmark_names
 from jaxonnx.model._generate import Generator, generate
 from jaxonnx.model._predict import predictions, read_inputs
 from jaxonnx.model._quantized import is_quantized, open_quantized
@@ -89,10 +90,19 @@ class Model(Network, Rendered):
         Raises:
           InputError: the arguments do not fit the inputs.
         """
-        form, values = self._call_form, self._arguments(inputs, named)
+        form, key = self._call_form, None if named or rng is not None else signature(inputs)
+        if key in self._checked_calls:
+            try:
+                return _unpack_single(self._checked_calls[key](form.params, form.state, inputs))
+            except (*FOREIGN, Error):
+                del self._checked_calls[key]  # what follows repeats the call and explains its error
+        values = self._arguments(inputs, named)
         if form.reads.isdisjoint(values):
             arguments_of_form = form.params, form.state, rng, values
-            return _unpack_single(self.program(*arguments_of_form, changes=form.changes))
+            outputs = self.program(*arguments_of_form, changes=form.changes)
+            if key is not None and (compiled := self.program.find_compiled(form.changes, values)):
+                self._checked_calls[key] = compiled
+            return _unpack_single(outputs)
         # the caller replaces a tensor of which another one was made
         return _unpack_single(self.program(self.params, self.state, rng, values))
 
@@ -234,6 +244,11 @@ class Model(Network, Rendered):
 
     def _arguments(self, inputs: tuple, named: Mapping[str, Any]) -> dict[str, Any]:
         return arguments(self.inputs, self._defaults, inputs, unmark_names(named))
+
+    @cached_property
+    def _checked_calls(self) -> dict[tuple | None, Callable]:
+        """The compiled functions of past calls of arrays, by the signature of their inputs."""
+        return {}
 
     @cached_property
     def _call_form(self) -> CallForm:

@@ -2,12 +2,13 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._axes import matrix
 from jaxonnx.errors import NodeError
-from jaxonnx.lowering import MergedRows, in_file, merges, product, rows
+from jaxonnx.lowering import MergedRows, in_file, is_half, merges, product, rows
 from jaxonnx.registry import Factor, Rows, op
 
 FACTORS = {"a": matrix(first=True, transpose="transA"), "b": matrix(transpose="transB")}
@@ -37,9 +38,14 @@ def affine(x, w, bias=None):
 
 
 def _gemm(a, b, c, alpha, beta, transpose_a, transpose_b):
-    a, b = a.T if transpose_a else a, b.T if transpose_b else b
+    a = a.T if transpose_a else a
     single = alpha == 1 and (c is None or beta == 0)  # nothing is left to round
-    y = (a @ b).astype(a.dtype) if single else product(a, b)
+    if transpose_b and isinstance(b, jax.Array) and a.dtype == b.dtype and not is_half(b):
+        # for a single row, XLA:CPU vectorizes this but not the product with the transposed matrix
+        y = jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())))
+    else:
+        b = b.T if transpose_b else b
+        y = (a @ b).astype(a.dtype) if single else product(a, b)
     dtype = y.dtype
     if alpha != 1:
         y = (alpha * y).astype(dtype)
