@@ -13,6 +13,7 @@ from onnx import GraphProto, ModelProto, ValueInfoProto
 
 from jaxonnx._graph import exporter_hints
 from jaxonnx._graph.bind import Graph
+from jaxonnx._graph.gradients import find_without_gradient
 from jaxonnx._graph.tables import count_rows
 from jaxonnx._graph.values import Value, to_value
 from jaxonnx._graph.weight_names import Places
@@ -131,7 +132,8 @@ class Network:
     @cached_property
     def _warnings(self) -> tuple[str, ...]:
         texts = _file_warnings(self.proto.graph, self.program, self.tensors, self.outputs)
-        return tuple(filter(None, (*texts, _record_warning(self.proto))))
+        more = _gradient_warning(self), _record_warning(self.proto)
+        return tuple(filter(None, (*texts, *more)))
 
 
 def _file_warnings(
@@ -160,6 +162,20 @@ def _file_warnings(
     )
     yield from exporter_hints.notes(proto, drops)
     yield from integers.notes(program.graph, tensors)
+
+
+def _gradient_warning(model: Network) -> str:
+    """Return a warning of parameters that no gradient reaches; "" if there are none."""
+    names = () if model.program.adaption is not None else model.params
+    frozen = [f"'{name}'" for name in find_without_gradient(model.graph, names)]
+    trained = [f"'{name}'" for name in model.params if f"'{name}'" not in frozen]
+    if not frozen:
+        return ""
+    return (
+        f"no output has a gradient with respect to {list_some(frozen)}, as none has behind "
+        "operators on integers: training leaves them as they are, and trains "
+        f"{list_some(trained) or 'nothing'}"
+    )
 
 
 def _record_warning(proto: ModelProto) -> str:

@@ -27,7 +27,7 @@ from jaxonnx.training._head import complete_settings, with_heads
 from jaxonnx.training._losses import find
 from jaxonnx.training._mesh_step import MeshStep
 from jaxonnx.training._optimizers import is_planned
-from jaxonnx.training._select_parameters import select_parameters
+from jaxonnx.training._select_parameters import freeze_without_gradient, select_parameters
 from jaxonnx.training._sequences import read_whole_sequences
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._sparsity import remove_sparsity, sparsify
@@ -131,9 +131,10 @@ def _build_local_step(
     if settings.loss is None or settings.optimizer is None:
         _check_file_algorithm(settings)
         return TrainingInfoStep(model, objective.find(model, None, settings.metrics), settings)
+    model, frozen = freeze_without_gradient(model)
     weights: Any = settings.class_weights  # by number: `weights_of_classes`
     goal = objective.find(model, settings.loss, settings.metrics, weights)
-    goal = replace(goal, notes=(*notes, *goal.notes))
+    goal = replace(goal, notes=(*notes, *frozen, *goal.notes))
     optimizer: Any = settings.optimizer
     if is_planned(optimizer):
         optimizer = optimizer(steps=_updates(epochs, steps_per_epoch, settings.accumulate))

@@ -2,6 +2,8 @@
 
 import jax
 
+from jaxonnx._graph.gradients import find_without_gradient
+from jaxonnx._text import list_some
 from jaxonnx.errors import TrainingError
 from jaxonnx.lora import LoRA
 from jaxonnx.model import Model
@@ -38,3 +40,27 @@ def select_parameters(model: Model, settings: Settings) -> Model:
     if not model.params:
         raise TrainingError("no parameter is to be trained; print(model) shows what the model has")
     return model
+
+
+def freeze_without_gradient(model: Model) -> tuple[Model, list[str]]:
+    """Freeze the parameters that no gradient reaches; return the model, and notes on them.
+
+    Raises:
+      TrainingError: no parameter has a gradient.
+    """
+    names = () if model.program.adaption is not None else model.params
+    frozen = find_without_gradient(model.graph, names)
+    if not frozen:
+        return model, []
+    trained = [name for name in model.params if name not in frozen]
+    if not trained:
+        raise TrainingError(
+            f"no output has a gradient with respect to a parameter ({list_some(frozen)}), as none "
+            "has behind operators on integers: model.with_outputs(NAME) ends the graph before "
+            "these, and quantize= trains weights of quantized operators"
+        )
+    model = model.with_trainable(lambda name, _: name in trained)
+    return model, [
+        f"frozen, as no output has a gradient with respect to them: {list_some(frozen, '')}; "
+        f"trained: {list_some(trained, '')}"
+    ]
