@@ -85,7 +85,7 @@ def evaluate(
     padding, given = padding_of(settings.pad, settings.length_buckets, loss, net), data
     data, _, padding, _ = read_texts(data, None, net, settings.preprocess, padding)
     if data is given:
-        data, _, net = find_folders(data, None, net, settings.preprocess)
+        data, _, net = find_folders(data, None, net, settings.preprocess, False)
     examples = source(data, net.inputs, settings.batch_size, None, padding, target_names(net))
     goal = objective.find(net, loss, metrics)
     return evaluate_objective(goal, examples, images.preparation(net).labels, progress)

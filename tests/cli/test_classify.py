@@ -191,7 +191,7 @@ def test_train_on_pixels_then_classify(tmp_path, monkeypatch, capsys):
         ("net.onnx nothing.png", "'nothing.png' is not a file"),
         ("net.onnx text.png", "is not an image"),
         ("net.onnx half.png", "is not an image"),
-        ("net.onnx deep.png", "more than 8 bits"),
+        ("net.onnx deep.tiff", "pixels of 32 bits"),
         ("net.onnx good.png --labels two.txt", "2 labels for 3 classes"),
         ("net.onnx good.png --labels nothing.txt", "nothing.txt"),
         ("net.onnx good.png --mean 1,2", "mean"),
@@ -213,7 +213,7 @@ def test_what_is_wrong_is_said(arguments, message, tmp_path, monkeypatch, capsys
     data = (tmp_path / "good.png").read_bytes()
     (tmp_path / "half.png").write_bytes(data[: len(data) // 2])
     (tmp_path / "text.png").write_text("no pixels")
-    Image.fromarray(np.full((8, 8), 60000, np.uint16)).save("deep.png")
+    Image.fromarray(np.full((8, 8), 60000, np.int32)).save("deep.tiff")
     (tmp_path / "two.txt").write_text("a\nb\n")
     assert main(["classify", *arguments.split()]) == 2
     captured = capsys.readouterr()

@@ -475,6 +475,8 @@ BAD = {
     "no classes": (["1.png", "2.png"], {}, "no classes of pictures"),
     "hidden": ([".cache/1.png"], {}, "no classes of pictures"),
     "one class": (["cat/1.png"], {}, "has one class only, 'cat': a classifier needs two"),
+    "masks": (["Images/1.png", "masks/1.png"], {}, "for segmentation.* data=.pictures, masks"),
+    "labels of boxes": (["images/1.png", "labels/1.txt"], {}, "for segmentation"),
     "empty class": (["cat/1.png", "dog/1.txt"], {}, "has no pictures of 'dog'"),
     "three": (["a/1.png", "b/1.png", "c/1.png"], {}, r"3 classes \(a, b, c\), .* outputs have 2"),
     "keys": (["a/1.png", "b/1.png"], {"preprocess": {"means": 0}}, "any of scale, .* not 'means'"),
@@ -502,6 +504,44 @@ def test_refused(case, tmp_path):
             Image.fromarray(pixels(8, 6, False)).save(path)
     with pytest.raises(jaxonnx.Error, match=message):
         train(tmp_path, **wanted)
+
+
+def test_evaluate_takes_a_folder_of_one_class(photos, tmp_path):
+    (tmp_path / "light").symlink_to(photos / "light")
+    silent = model()
+    named = model(metadata={images.KEY: json.dumps({"scale": 1, "labels": ["dark", "light"]})})
+
+    def accuracy(net, **options):
+        return jaxonnx.evaluate(net, tmp_path, metrics=["accuracy"], **options)["accuracy"]
+
+    def share(net, number):
+        return pytest.approx(np.mean(net.predict(photos / "light").argmax(-1) == number))
+
+    assert accuracy(named) == share(named, 1)
+    assert accuracy(silent, preprocess={"labels": ["dark", "light"]}) == share(silent, 1)
+    with pytest.warns(UserWarning, match=r"'light', .* counts as class 0; .*'labels'"):
+        assert accuracy(silent) == share(silent, 0)
+
+
+def test_16_bits_are_scaled_to_8(tmp_path):
+    deep = RNG.integers(0, 2**16, (8, 6)).astype(np.uint16)
+    deep[0, :2] = 0, 2**16 - 1
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        Image.fromarray(deep).save(tmp_path / name / "1.png")
+        Image.fromarray(deep).save(tmp_path / name / "2.tiff")
+    gray = model(shape=["n", 1, 8, 6], metadata={images.KEY: '{"scale": 1}'})
+    exact = np.rint(deep / 257.0)
+    right = gray(exact[None, None].astype(np.float32))
+    np.testing.assert_allclose(gray.predict(tmp_path), np.repeat(right, 4, 0), rtol=1e-5)
+    data, _ = opened(tmp_path, net=gray)
+    for batch in data.batches(0):
+        np.testing.assert_array_equal(batch.inputs[0][:, 0], np.repeat(exact[None], 4, 0))
+    # the range of 32 bits is not known: training and prediction name the file
+    Image.fromarray(np.ones((8, 6), np.float32)).save(tmp_path / "a" / "3.tiff")
+    for use in (train, lambda data: model().predict(data)):
+        with pytest.raises(jaxonnx.UnsupportedError, match=r"3\.tiff' has pixels of 32 bits"):
+            use(tmp_path)
 
 
 def test_folders_that_go_with_nothing(photos):

@@ -21,6 +21,9 @@ from jaxonnx.errors import InputError, TrainingError
 SUFFIXES = {".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
 _LARGER = 4 / 3
 """The sides of a whole image that is read for random crops, in sides of the network's input."""
+_IMAGES = {"image", "images", "img", "imgs", "jpegimages"}
+_MASKS = {"annotations", "labels", "mask", "masks", "segmentationclass", "segmentations"}
+"""Names (in lower case) of the two folders of a data set for segmentation."""
 _LISTED = 8
 """The most names that a message lists."""
 
@@ -112,7 +115,11 @@ def is_folder(data: Any) -> bool:
 
 
 def find_folders(
-    data: Any, validation: Any, model: M, preprocess: Mapping[str, Any] | None
+    data: Any,
+    validation: Any,
+    model: M,
+    preprocess: Mapping[str, Any] | None,
+    training: bool = True,
 ) -> tuple[Any, Any, M]:
     """List the images of data and validation, if these are folders with one folder for each class.
 
@@ -120,6 +127,7 @@ def find_folders(
       data, validation: as `train` takes them; anything but folders is returned as it is.
       model: the network.
       preprocess: as `train` takes it.
+      training: whether the model is trained, which takes more than one class.
 
     Returns:
       Data and validation, as a `Folder` if it was one, and the model with the preprocessing and
@@ -139,7 +147,8 @@ def find_folders(
         return data, validation, model
     settings = _preprocess(model, preprocess or {})
     found, notes = _classes(data)
-    labels = _labels(data, found, settings.how.labels, model, "labels" in (preprocess or {}))
+    given = "labels" in (preprocess or {})
+    labels = _labels(data, found, settings.how.labels, model, given, training)
     settings = replace(settings, how=replace(settings.how, labels=labels))
     examples = _folder(data, found, settings, notes)
     if is_folder(validation):
@@ -240,7 +249,8 @@ def _classes(root: Any) -> tuple[dict[str, list[Path]], list[str]]:
     """Return the images of each subfolder by its name, and notes on files that were left out.
 
     Raises:
-      TrainingError: there are no images in subfolders, or a subfolder has none.
+      TrainingError: there are no images in subfolders, or a subfolder has none; or the folders
+        are those of images and masks.
     """
     found: dict[str, list[Path]] = {}
     others: Counter[str] = Counter()
@@ -250,6 +260,13 @@ def _classes(root: Any) -> tuple[dict[str, list[Path]], list[str]]:
         files = _files(os.path.join(root, name))
         found[name] = [path for path in files if _is_picture(path)]
         others.update(p.suffix.lower() or "no suffix" for p in files if not _is_picture(p))
+    names = {name.lower(): name for name in found}
+    if len(found) == 2 and names.keys() & _IMAGES and names.keys() & _MASKS:
+        raise TrainingError(
+            f"the folder '{root}' is a data set for segmentation: it has {_names(found)}. A folder "
+            "is read for classification only; pass arrays for segmentation, pictures "
+            "[n, channels, height, width] and masks [n, height, width]: data=(pictures, masks)"
+        )
     wanted = "pictures lie in one folder for each class, like photos/cat/1.jpg and photos/dog/2.jpg"
     if not any(found.values()):
         raise TrainingError(f"the folder '{root}' has no classes of pictures: {wanted}")
@@ -266,7 +283,12 @@ def _classes(root: Any) -> tuple[dict[str, list[Path]], list[str]]:
 
 
 def _labels(
-    root: Any, found: Mapping[str, Any], known: tuple[str, ...], model: Network, given: bool
+    root: Any,
+    found: Mapping[str, Any],
+    known: tuple[str, ...],
+    model: Network,
+    given: bool,
+    training: bool,
 ) -> tuple[str, ...]:
     """Return the names of all classes in the order of the outputs.
 
@@ -279,9 +301,10 @@ def _labels(
       known: the classes that the file or `preprocess` names.
       model: the network.
       given: whether `known` is from `preprocess`, which must then fit.
+      training: whether the model is trained.
 
     Raises:
-      TrainingError: given names lack a class, or there is only one class.
+      TrainingError: given names lack a class, or there is only one class to train.
     """
     repeated = [name for name in found if known.count(name) > 1]
     if given and (not found.keys() <= {*known} or repeated):
@@ -293,7 +316,13 @@ def _labels(
     fits = given or len(known) == shape[-1]
     if known and fits and found.keys() <= {*known} and not repeated:
         return known
-    if len(found) < 2:
+    if len(found) < 2 and not training:
+        warnings.warn(
+            f"the folder '{root}' has one class only, {_names(found)}, and the file does not name "
+            "its classes: it counts as class 0; preprocess={'labels': [...]} names all classes",
+            stacklevel=4,
+        )
+    elif len(found) < 2:
         raise TrainingError(
             f"the folder '{root}' has one class only, {_names(found)}: a classifier needs two, "
             "each in a folder of its own"

@@ -13,7 +13,7 @@ from onnx import ModelProto
 from jaxonnx._io import records
 from jaxonnx._io.protos import text
 from jaxonnx._network import Network
-from jaxonnx.errors import Error, InputError
+from jaxonnx.errors import Error, InputError, UnsupportedError
 
 M = TypeVar("M", bound=Network)
 
@@ -255,24 +255,38 @@ def _decode(path: Path, channels: int, side: float) -> Any:
         size if that is at least twice this, which is faster.
 
     Raises:
-      InputError: the file is not an image that Pillow reads, or has more than 8 bits.
+      InputError: the file is not an image that Pillow reads.
+      UnsupportedError: its pixels have 32 bits.
     """
     Image, ImageOps = _pillow()
     if not path.is_file():
         raise InputError(f"'{path}' is not a file")
     try:
         with Image.open(path) as image:
+            if image.mode.startswith("I;16") or (image.mode, image.format) == ("I", "PNG"):
+                image = _from_16_bits(image)
             if image.mode[0] in "IF":  # Pillow would clip these to 255
-                raise InputError(f"'{path}' has pixels of more than 8 bits: convert it first")
+                raise UnsupportedError(
+                    f"'{path}' has pixels of 32 bits, whose range is not known: convert it to 8 or "
+                    "16 bits first"
+                )
             image.draft(None, (round(2 * side), round(2 * side)))
             upright = ImageOps.exif_transpose(image)
             if "transparency" in upright.info and upright.mode == "P":
                 upright = upright.convert("RGBA")  # Pillow warns of the direct way
             return upright.convert("L" if channels == 1 else "RGB")
-    except InputError:
+    except UnsupportedError:
         raise
     except (*_BROKEN, Image.DecompressionBombError) as error:
         raise InputError(f"'{path}' is not an image that Pillow reads ({error})") from error
+
+
+def _from_16_bits(image: Any) -> Any:
+    """Scale a grey image of 16 bits to 8 bits: 65535 is 255."""
+    scaled = (np.asarray(image).astype(np.uint32) + 128) // 257  # rounded
+    result = _pillow()[0].fromarray(scaled.astype(np.uint8))
+    result.info = image.info
+    return result
 
 
 def _pillow() -> Any:
