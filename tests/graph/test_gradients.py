@@ -43,7 +43,7 @@ def network(body):
     tensors |= {"one": np.array([1]), "truth": np.array(True)}
     tensors["codes"] = np.arange(100, 109, dtype=np.uint8).reshape(3, 3)
     used = {name for node in proto.graph.node for name in node.input} | {"truth"}
-    for name in used & tensors.keys():
+    for name in sorted(used & tensors.keys()):
         value = np.asarray(tensors[name])
         proto.graph.initializer.append(onnx.numpy_helper.from_array(value, name))
     return proto
@@ -91,7 +91,7 @@ def test_what_a_gradient_reaches_is_trained(kind):
 
 def test_nothing_to_train():
     model = jaxonnx.load(network("f = ArgMax <axis = 1> (m) y = Cast <to = 1> (f)"))
-    with pytest.raises(jaxonnx.TrainingError, match=r"no .* gradient .*w, v.* model\.with_outputs"):
+    with pytest.raises(jaxonnx.TrainingError, match=r"no .* gradient .*v, w.* model\.with_outputs"):
         jaxonnx.train(model, (X, X[:, :1]), loss="squared_error", optimizer=optax.sgd(0.1))
     before = model.with_outputs("m")
     data = X, np.zeros((4, 3), np.float32)
