@@ -5,17 +5,19 @@ Each is a function of a step and its metrics, as any `on_log` may be, and severa
     train(..., on_log=[loggers.csv("log.csv"), loggers.tensorboard("runs/1")])
 
 A run that is resumed continues its files: what they have of steps after the checkpoint is dropped,
-because these steps are done again. A new run replaces them.
+because these steps are done again. A new run replaces them. What they have of steps before a
+checkpoint is on disk before the checkpoint is.
 """
 
 import csv as tables
 import json
 import math
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from jaxonnx._atomic_write import check_writable, write_atomically
 from jaxonnx.errors import Error
@@ -153,25 +155,39 @@ class _Lines(_Rows):
 class _Events:
     def __init__(self, folder: str | os.PathLike):
         try:
-            from tensorboardX import SummaryWriter
+            from tensorboardX import summary
+            from tensorboardX.event_file_writer import EventsWriter
+            from tensorboardX.proto import event_pb2
         except ImportError as error:
             raise Error(
                 "TensorBoard's files need tensorboardX: pip install 'jaxonnx[tensorboard]'"
             ) from error
-        self._make: Any = SummaryWriter
+        self._make, self._scalar, self._events = EventsWriter, summary.scalar, cast(Any, event_pb2)
         self._folder = Path(folder)
         self._writer: Any = None
         self._folder.mkdir(parents=True, exist_ok=True)
         check_writable(self._folder / "events")
 
     def __call__(self, step: int, metrics: Mapping[str, Any], /) -> None:
+        about = {"step": step, "wall_time": time.time()}
         if self._writer is None:
+            # a SummaryWriter would write in a thread, which lags behind checkpoints
+            self._writer = self._make(os.fspath(self._folder / "events"), f".{os.getpid()}")
             # TensorBoard hides what earlier files of the folder have from this step on
-            self._writer = self._make(os.fspath(self._folder), purge_step=step)
+            log = self._events.SessionLog
+            start = self._events.Event(**about, session_log=log(status=log.START))
+            self._writer.write_event(start)
         group = "epoch" if "epoch" in metrics else "step"
         for name, value in metrics.items():
             if isinstance(value, int | float) and name not in ("epoch", "step"):
-                self._writer.add_scalar(f"{group}/{name}", value, step)
+                summary = self._scalar(f"{group}/{name}", value)
+                self._writer.write_event(self._events.Event(**about, summary=summary))
+        if group == "epoch":
+            self.flush()
+
+    def flush(self) -> None:
+        if self._writer is not None:
+            self._writer.flush()
 
     def close(self) -> None:
         if self._writer is not None:

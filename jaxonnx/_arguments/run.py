@@ -85,7 +85,8 @@ class RunArguments(TypedDict, total=False):
 
     It gets the "loss" of each step, and the "rate" if `history.rates` has it. These arrive a few
     steps later, so that the device does not wait. It also gets the metrics of each epoch, as in
-    `history.epochs`. If the function has a method `close`, it is called at the end."""
+    `history.epochs`. If the function has a method `close`, it is called at the end; a method
+    `flush` is called before each checkpoint is written."""
     samples: Annotated[Sequence[Any] | None, Argument(form="names")]
     """Prompts to continue and print after each epoch: texts, tokens, or features of an encoder.
 

@@ -64,7 +64,7 @@ def run(
         bar = stack.enter_context(Bar(progress, epochs, examples.steps, len(history.losses)))
         skip, several = settings.nan == "skip", together.several
         reporter = Reporter(history, hooks, bar, interrupt, skip, several, at.sums)
-        stack.callback(reporter.close)
+        stack.callback(reporter.call_hooks, "close")
         snapshots = Snapshots(checkpoints, settings, reporter, step, state, interrupt, several)
         interrupt.begin()
         try:

@@ -111,11 +111,11 @@ class Reporter:
         self._log(row)
         self._bar.show(self.history)
 
-    def close(self) -> None:
-        """Close the hooks that have a `close` method."""
+    def call_hooks(self, name: str) -> None:
+        """Call the method `name`, "flush" or "close", of hooks that have it."""
         for hook in self._hooks:
-            if callable(close := getattr(hook, "close", None)):
-                close()
+            if callable(method := getattr(hook, name, None)):
+                method()
 
     def _read(self, keep: int) -> bool:
         if len(self._pending) > keep:

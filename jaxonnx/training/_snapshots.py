@@ -80,6 +80,7 @@ class Snapshots:
         if self._rollback:
             self._spare = copy(state)
         if self._checkpoints is not None:
+            self._record.call_hooks("flush")
             try:
                 tree = self._step.to_file(state), best
                 at = at._replace(sums=self._record.sums.tolist())

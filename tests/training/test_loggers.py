@@ -2,6 +2,9 @@
 
 import csv
 import json
+import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -84,19 +87,96 @@ def test_other_files_are_not_overwritten(tmp_path):
     assert path.read_text() == "x,y\n1,2\n"
 
 
-def test_tensorboard(tmp_path):
-    pytest.importorskip("tensorboardX")
-    from tensorboardX.event_file_writer import EventFileWriter
+def read_events(file):
+    """The events of a file of TensorBoard."""
     from tensorboardX.proto.event_pb2 import Event
 
-    assert EventFileWriter
-    result = train(epochs=2, on_log=loggers.tensorboard(tmp_path))
-    (file,) = tmp_path.glob("events*")
     data, events = file.read_bytes(), []
     while data:  # length, CRC, event, CRC
         size = int.from_bytes(data[:8], "little")
         events.append(Event.FromString(data[12 : 12 + size]))
         data = data[16 + size :]
+    return events
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from jaxonnx import loggers
+from tests.support.tiny_networks import train
+
+folder = Path(sys.argv[1])
+
+
+def kill(step, metrics):
+    if any((folder / "run" / name).exists() for name in ("8", "9", "10")):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+names = {"csv": "log.csv", "jsonl": "log.jsonl", "tensorboard": "events"}
+logs = [getattr(loggers, kind)(folder / name) for kind, name in names.items()]
+train(epochs=100, checkpoint_dir=folder / "run", checkpoint_every=4, on_log=[*logs, kill])
+"""
+
+
+def test_logs_of_a_killed_run_have_what_is_before_its_last_checkpoint(tmp_path):
+    pytest.importorskip("tensorboardX")
+    done = subprocess.run([sys.executable, "-c", KILLED, tmp_path], check=False)
+    assert done.returncode == -signal.SIGKILL
+    last = max(int(p.name) for p in (tmp_path / "run").iterdir() if p.name.isdigit())
+    assert last % 5  # within an epoch
+
+    def losses(folder):
+        """By step: what later files have of a step replaces what earlier ones have."""
+        events = [e for file in sorted(folder.iterdir()) for e in read_events(file)]
+        found = {}
+        for event in events:
+            if event.HasField("session_log"):
+                found = {step: x for step, x in found.items() if step < event.step}
+            for value in event.summary.value:
+                if value.tag == "step/loss":
+                    found[event.step] = value.simple_value
+        return found
+
+    assert {*range(1, last + 1)} <= losses(tmp_path / "events").keys()
+    lines = [json.loads(x) for x in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert {*range(1, last + 1)} <= {row["step"] for row in lines}
+    with (tmp_path / "log.csv").open() as file:
+        assert [int(row["step"]) for row in csv.DictReader(file)][: last // 5] == [
+            *range(5, last + 1, 5)
+        ]
+    resumed = train(
+        epochs=last // 5 + 2,
+        checkpoint_dir=tmp_path / "run",
+        checkpoint_every=4,
+        resume=True,
+        on_log=loggers.tensorboard(tmp_path / "events"),
+    )
+    values = losses(tmp_path / "events")
+    assert [*values] == [*range(1, len(resumed.history.losses) + 1)]
+    np.testing.assert_allclose([*values.values()], resumed.history.losses, rtol=1e-6)
+
+
+def test_hooks_are_flushed_before_a_checkpoint(tmp_path):
+    seen = []
+
+    class Log:
+        def __call__(self, step, metrics):
+            seen.append(step)
+
+        def flush(self):
+            kept = [int(p.name) for p in (tmp_path / "run").iterdir() if p.name.isdigit()]
+            seen.append(("flushed", seen[-1] not in kept))
+
+    train(checkpoint_dir=tmp_path / "run", checkpoint_every=2, on_log=Log())
+    assert seen == [1, 2, ("flushed", True), 3, 4, ("flushed", True), 5, 5, ("flushed", True)]
+
+
+def test_tensorboard(tmp_path):
+    pytest.importorskip("tensorboardX")
+    result = train(epochs=2, on_log=loggers.tensorboard(tmp_path))
+    (file,) = tmp_path.glob("events*")
+    events = read_events(file)
     found = [(e.step, v.tag, v.simple_value) for e in events for v in e.summary.value]
     losses = [(step, value) for step, tag, value in found if tag == "step/loss"]
     assert [step for step, _ in losses] == list(range(1, 11))
