@@ -104,6 +104,8 @@ def unlabeled(path: Path, model: Model, options: argparse.Namespace) -> tuple[An
     """Return the inputs of a file, or the path of a folder and the preparation of its pictures."""
     if path.is_dir():
         return path, {"preprocess": image_options(options) or None}
+    if is_text(path):
+        return path, {}
     values = inputs(path, model)
     pixels = _prepare_pixels(values, model, options)
     return values if pixels is None else pixels, {}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -19,6 +19,9 @@ from jaxonnx._graph.values import Value
 from jaxonnx._network import Network
 from jaxonnx._progress import track_batches
 from jaxonnx.errors import InputError
+from jaxonnx.model._transforms import without_cache
+
+M = TypeVar("M", bound=Network)
 
 
 def predictions(
@@ -68,6 +71,21 @@ def read_inputs(model: Network, data: Any, size: int | None, padding: Padding) -
     examples = examples_of(data, model.inputs, size, None, "data", False, padding)
     check_size(examples, size)
     return examples
+
+
+def hide_caches(model: M, data: Any) -> M:
+    """Return a decoder with empty caches, which are no inputs, unless data has values of them.
+
+    Args:
+      model: any model; one without caches is returned as it is.
+      data: a dict, a pair with one or a list of such, with names of inputs, or anything else.
+    """
+    whole = without_cache(model)
+    hidden = {value.name for value in model.inputs} - {value.name for value in whole.inputs}
+    first = data[0] if isinstance(data, tuple | list) and data else data
+    if isinstance(first, Mapping):
+        return whole if hidden.isdisjoint(first) else model
+    return model if isinstance(first, tuple) and len(first) == len(model.inputs) else whole
 
 
 def _real_rows(name: str, output: Any, real: np.ndarray) -> np.ndarray:

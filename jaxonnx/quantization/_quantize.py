@@ -17,8 +17,6 @@ import onnx.inliner
 from onnx import ModelProto
 
 from jaxonnx._data.batches import Source
-from jaxonnx._data.images.folder import list_folder
-from jaxonnx._data.ragged import PLAIN
 from jaxonnx._io.protos import opset_of
 from jaxonnx._rewrite.fold_norms import fold_norms, folded_outputs
 from jaxonnx._rewrite.fold_rounded_norms import flip_negative_scales
@@ -30,12 +28,11 @@ from jaxonnx.model import (
     is_quantized,
     load,
     open_quantized,
-    read_inputs,
     with_computed,
     with_file,
     without_schedule,
 )
-from jaxonnx.quantization._ranges import calibrate, fit_bias, weight_parameters
+from jaxonnx.quantization._ranges import calibrate, fit_bias, read_examples, weight_parameters
 from jaxonnx.quantization._rounding import learn_rounding
 from jaxonnx.quantization._scheme import Quantization, make_schedule
 from jaxonnx.quantization._sensitivity import choose_types, measure
@@ -72,7 +69,8 @@ def quantize(
 
     Args:
       model: a Model, or anything that `jaxonnx.load` accepts.
-      data: inputs in any form that `Model.predict` accepts. Targets are ignored.
+      data: inputs in any form that `Model.predict` accepts, or texts as in `jaxonnx.train`.
+        Targets are ignored. Caches of decoders that are not in the data are empty.
       scheme: "int8", "int4", ... or a `jaxonnx.Quantization`.
       batch_size: the number of examples per batch. Ignored for iterables.
       batches: the number of batches to calibrate on.
@@ -80,7 +78,7 @@ def quantize(
         arXiv:2004.10568). It minimizes the error of the outputs of each layer, and corrects the
         mean of the biases. The default rounds to the nearest value. "round" helps at four bits and
         fewer, but not for every network: compare both.
-      preprocess: as in `jaxonnx.train`, for folders of images.
+      preprocess: as in `jaxonnx.train`, for folders of images and texts.
 
     Returns:
       A model with the same inputs and outputs. Its parameters are those of `model`, after folding.
@@ -93,8 +91,9 @@ def quantize(
     if method not in (None, "round"):
         raise InputError(f"method is 'round' or None, and was {method!r}")
     net = model if isinstance(model, Model) else load(model)
-    source = read_inputs(net, list_folder(data, net, preprocess), batch_size, PLAIN)
-    return _insert(net, Quantization.of(scheme), source, batches, method)
+    whole, source = read_examples(net, data, batch_size, preprocess)
+    quantized = _insert(whole, Quantization.of(scheme), source, batches, method)
+    return quantized if net.program.caches is None else quantized.without_cache()
 
 
 def prepare(
@@ -242,7 +241,8 @@ def _insert(
     """Calibrate a model and insert QuantizeLinear and DequantizeLinear by a scheme.
 
     Args:
-      model: a model in floating point.
+      model: a model in floating point. If its caches are empty (`Model.without_cache`), they are so
+        for the calibration, and inputs and outputs of the result.
       scheme: what is quantized, and how.
       source: calibration data.
       batches: the most batches of it to use.
@@ -261,18 +261,21 @@ def _insert(
             "the model is quantized already: jaxonnx.load(path, dequantize=True) has it in "
             "floating point, and jaxonnx.train(..., quantize=) trains it at its own scales"
         )
-    unfolded = _with_opset(model, scheme.opset)
+    unfolded, hides_caches = _with_opset(model, scheme.opset), model.program.caches is not None
     model = _fold_norms(unfolded)
+    whole = model.without_cache() if hides_caches else model
     examples = [batch.inputs for batch in islice(source.batches(0), batches)]
     tensors = model.tensors
-    types = _value_types(model, examples[0])
-    sites = find_sites(model.graph, tensors, types, model._places, scheme, model._factors)
+    types = _value_types(whole, examples[0])
+    where = model.graph, tensors, types, model._places
+    left_out = model._factors, model.program.constants
+    sites = find_sites(*where, scheme, *left_out)
     schemes = dict.fromkeys(sites.weights, scheme)
     if scheme.bits == "auto":
-        schemes = _choose_types(model, sites.weights, examples, scheme)
+        schemes = _choose_types(whole, sites.weights, examples, scheme)
         chosen = replace(scheme, where=lambda name, _: name in schemes, skip=None)
-        sites = find_sites(model.graph, tensors, types, model._places, chosen, model._factors)
-    ranges = calibrate(model, sites.values, sites.shared, examples, scheme)
+        sites = find_sites(*where, chosen, *left_out)
+    ranges = calibrate(whole, sites.values, sites.shared, examples, scheme)
     # `calibrate` leaves attention masks out. A node that reads one stays in floating point with all
     # of its inputs: runtimes compute with integers only where every input is quantized
     masked = {output for (output, _), name in sites.reads.items() if name not in ranges}
@@ -302,7 +305,7 @@ def _insert(
     writer.quantize_outputs((n for n in sites.outputs if n in ranges), ranges)
     writer.store_biases((b.name, b.value, b.weight) for b in sites.biases if b.value in ranges)
     if method == "round":
-        values = learn_rounding(model, sites, scales, examples, schemes)
+        values = learn_rounding(whole, sites, scales, examples, schemes)
         learned = {name: jnp.asarray(value) for name, value in values.items()}
         model = model.replace(params={**model.params, **learned})
     return with_file(model, writer.finish(), writer.added)
@@ -403,6 +406,6 @@ def _with_opset(model: Model, opset: int) -> Model:
             f"the scheme needs opset {opset}, the file has {opset_of(model.proto)}, and ONNX's "
             f"converter does not take it: {error}"
         ) from error
-    net = load(proto)
+    net = replace(load(proto), folder=model.folder)
     inlined = net.params.keys() - model.tensors.keys()  # constants of functions have new names
     return net.with_trainable(lambda name, _: name in model.params or name in inlined)

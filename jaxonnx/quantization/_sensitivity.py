@@ -14,12 +14,10 @@ import numpy as np
 from onnx import ModelProto
 
 from jaxonnx import sparse
-from jaxonnx._data.images.folder import list_folder
-from jaxonnx._data.ragged import PLAIN
 from jaxonnx._figures import new_axes
 from jaxonnx.errors import InputError
-from jaxonnx.model import Model, load, read_inputs
-from jaxonnx.quantization._ranges import spread_scale, weight_parameters
+from jaxonnx.model import Model, load
+from jaxonnx.quantization._ranges import read_examples, spread_scale, weight_parameters
 from jaxonnx.quantization._scheme import TYPES, Quantization
 from jaxonnx.quantization._sites import WeightSite, find_weights
 
@@ -98,11 +96,11 @@ def sensitivity(
 
     Args:
       model: a Model, or anything that `jaxonnx.load` accepts.
-      data: inputs in any form that `Model.predict` accepts.
+      data: inputs in any form that `Model.predict` accepts, or texts as in `jaxonnx.train`.
       types: dtypes of weights like "int8", or sparsity patterns like "2:4".
       batch_size: the number of examples per batch. Ignored for iterables.
       batches: the number of batches to compare outputs on.
-      preprocess: as in `jaxonnx.train`, for folders of images.
+      preprocess: as in `jaxonnx.train`, for folders of images and texts.
 
     Returns:
       The errors of all weights of Conv, ConvTranspose, Gemm, MatMul, RNN, GRU and LSTM. The error
@@ -113,7 +111,7 @@ def sensitivity(
       TrainingError: the data do not fit the model.
     """
     net = model if isinstance(model, Model) else load(model)
-    source = read_inputs(net, list_folder(data, net, preprocess), batch_size, PLAIN)
+    net, source = read_examples(net, data, batch_size, preprocess)
     chosen = net.params.keys() - net._factors
     sites = {n: s for n, s in find_weights(net.graph, net.tensors).items() if n in chosen}
     if not sites:

@@ -78,6 +78,7 @@ def find_sites(
     places: Places,
     scheme: Quantization,
     factors: Collection[str] = (),
+    buffers: Collection[str] = (),
 ) -> Sites:
     """Find what a scheme quantizes in a graph.
 
@@ -89,12 +90,14 @@ def find_sites(
       scheme: what to quantize, and in the manner of which runtime (`dialect`).
       factors: weights that are left out unless `where` names them, and with them the sums that
         their products are added in.
+      buffers: tensors that no training would change, like the frequencies of rotary embeddings,
+        which stay in floating point.
 
     Raises:
       InputError: there is no weight to quantize, `where` or `skip` match nothing, or onnxruntime
         computes the product of an int2 weight wrongly.
     """
-    weights = find_weights(graph, tensors)
+    weights = {n: s for n, s in find_weights(graph, tensors).items() if n not in buffers}
     if scheme.where is not None or scheme.skip is not None or factors:
         known = {name: tensors[name] for name in weights}
         kind = "weight that can be quantized"

@@ -92,6 +92,7 @@ def step(
     model = read_whole_sequences(with_heads(model, settings), loss)
     if settings.quantize is not None:
         model, _ = prepare(model, settings.quantize, None, epochs, steps_per_epoch)
+        model = read_whole_sequences(model, loss)
     settings = replace(settings, class_weights=weights_of_classes(model, settings))
     return build_step(model, settings, epochs, steps_per_epoch)
 

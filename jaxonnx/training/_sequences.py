@@ -12,7 +12,7 @@ from jaxonnx._data.ragged import DECODER_TOKENS, Padding, Ragged, masks_and_posi
 from jaxonnx._run.packing import Packing, find_packing
 from jaxonnx.errors import TrainingError
 from jaxonnx.losses import shift_right
-from jaxonnx.model import Model
+from jaxonnx.model import Model, hide_caches
 from jaxonnx.training._losses import Loss, find
 
 LOGITS = "logits"
@@ -41,8 +41,7 @@ def read_whole_sequences(model: Model, loss: Any, data: Any = None) -> Model:
             "shifted ones: it would learn the token after next. loss='seq2seq_lm' does not shift "
             "labels; jaxonnx.losses.shift_right(labels, ...) makes the input of them"
         )
-    if not _has_caches(model, data):
-        model = model.without_cache()
+    model = hide_caches(model, data)
     names = [value.name for value in model.outputs]
     of_tokens = is_next_token(loss) or is_forcing(loss)
     if of_tokens and {*names} <= {*_FEATURES}:
@@ -146,14 +145,3 @@ def shift_labels(padding: Padding, model: Model, loss: Any) -> Padding:
         return Ragged(tokens, labels.starts)
 
     return replace(padding, pad={DECODER_TOKENS: fill, **padding.pad}, shift=shift)
-
-
-def _has_caches(model: Model, data: Any) -> bool:
-    """Return whether the inputs of data are more than those without caches."""
-    if not isinstance(data, Mapping):
-        inputs = data[0] if isinstance(data, tuple) and data else None
-        if not isinstance(inputs, Mapping):
-            return isinstance(inputs, tuple) and len(inputs) == len(model.inputs)
-        data = inputs
-    without = {value.name for value in model.without_cache().inputs}
-    return any(value.name in data for value in model.inputs if value.name not in without)

@@ -146,6 +146,7 @@ def train(
             net, *rounding = prepare(
                 net, settings.quantize, examples, settings.epochs, examples.steps
             )
+            net = read_whole_sequences(net, settings.loss, data)
         examples = augment_examples(examples, augment, settings.seed)
         step = build_step(net, settings, settings.epochs, examples.steps)
         if packed and step.model.program.packing is None:
