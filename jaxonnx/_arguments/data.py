@@ -88,7 +88,8 @@ class DataArguments(TypedDict, total=False):
     * "max_length": the maximum number of tokens per example. The default is 1024, or the number of
       positions of the model if that is smaller.
     * "long": "cut" truncates longer texts, "split" makes several examples of one, "refuse" raises.
-      By default plain texts are split and others are cut; `history.notes` has the counts.
+      Parts of which the loss counts no token are left out. By default plain texts are split and
+      others are cut; `history.notes` has the counts.
     * "loss": "completions" (the default) or "all": the tokens that the loss counts.
     * "pack": True joins texts to rows of at most "max_length" tokens. Texts in one row do not
       attend to each other. Raises if the file cannot express this."""

@@ -101,6 +101,8 @@ class _Reader:
       turns: the number of messages of the assistant in examples of their own ("other"), and
         without an end token in the template ("open").
       unread: the columns that nothing reads.
+      dropped: the number of examples, parts of texts that are split among them, of which the loss
+        counts no token: of a decoder the first one never counts.
     """
 
     tokenizer: Tokenizer
@@ -113,6 +115,7 @@ class _Reader:
     long: dict[str, int] = field(default_factory=lambda: {"cut": 0, "split": 0})
     turns: Counter[str] = field(default_factory=Counter)
     unread: dict[str, None] = field(default_factory=dict)
+    dropped: int = 0
 
     def read(self, rows: Sequence[tuple[str, Any]]) -> dict[str, list[Any]]:
         """Return the columns "tokens", "labels", "weight" of texts, as (name for errors, row)."""
@@ -125,6 +128,9 @@ class _Reader:
                 encoded = self._encode(where, row)
                 examples = [x for pair in encoded for x in self._fit(where, row, *pair)]
             for ids, labels in examples:
+                if (labels[not self.pairs :] == self.ignored).all():
+                    self.dropped += 1
+                    continue
                 columns["tokens"].append(ids)
                 columns["labels"].append(labels)
                 columns[KEY].append(weight)
@@ -133,6 +139,11 @@ class _Reader:
             read = {*_kind(row), KEY, *(variables if _is_chat(row) else ())}
             unread = (name for name in row if name not in read and row[name] is not None)
             self.unread |= dict.fromkeys(unread)
+        if not columns["tokens"]:
+            raise TrainingError(
+                "the loss counts no token of any example: preprocess={'loss': 'all'} counts all, "
+                "and a larger preprocess={'max_length': ...} cuts or splits fewer texts"
+            )
         return columns
 
     def _read_weight(self, where: str, row: Mapping[str, Any]) -> float:
@@ -305,6 +316,10 @@ class _Reader:
                 done,
                 f"texts of more than {self.limit} tokens: {' and '.join(done)} "
                 "(preprocess={'max_length': ..., 'long': 'cut', 'split' or 'refuse'})",
+            ),
+            (
+                self.dropped,
+                f"examples left out, of which the loss counts no token: {self.dropped}",
             ),
             (self.unread, f"columns that nothing reads: {', '.join(map(repr, self.unread))}"),
             (

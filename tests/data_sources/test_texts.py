@@ -4,6 +4,7 @@ import json
 import shutil
 
 import numpy as np
+import onnxruntime
 import optax
 import pytest
 
@@ -125,6 +126,52 @@ def test_long_texts_are_split_or_cut_and_counted(model, lines):
     # without max_length it is the table of positions, 128
     columns, *_ = read(model, lines({"text": "a list of lists " * 100}))
     assert max(map(len, columns["input_ids"])) == 128
+
+
+def test_parts_of_which_no_token_counts_make_no_step(model, lines):
+    """Nor do they change the loss, which is NumPy's in float64 of onnxruntime's logits."""
+    chats = [
+        [{"role": "user", "content": "abc def " * count}, {"role": "assistant", "content": answer}]
+        for count, answer in ((9, "yes"), (1, "no no"), (5, "ok " * 12))
+    ]
+    path = lines(*({"messages": chat} for chat in chats))
+    columns, *_ = read(model, path)
+    session = onnxruntime.InferenceSession(model.to_onnx().SerializeToString())
+    empty = np.zeros((1, 1, 0, 16), np.float32)
+    total, counted, parts, kept = 0.0, 0, 0, 0
+    for ids, labels in zip(*columns.values(), strict=True):
+        for start in range(0, len(ids) - 1, 16):
+            tokens, wanted = ids[None, start : start + 16], labels[start + 1 : start + 16]
+            feeds = {v.name: empty for v in session.get_inputs()}
+            feeds |= {"input_ids": tokens, "attention_mask": np.ones_like(tokens)}
+            scores = session.run(["logits"], feeds)[0][0].astype(np.float64)
+            scores -= np.log(np.exp(scores).sum(-1, keepdims=True))
+            places = np.flatnonzero(wanted >= 0)
+            total -= scores[places, wanted[places]].sum()
+            counted, parts, kept = counted + len(places), parts + 1, kept + bool(len(places))
+    assert 3 <= kept < parts
+    settings = {"loss": "causal_lm", "preprocess": {"max_length": 16, "long": "split"}}
+    still = jaxonnx.train(model, path, **settings, optimizer=optax.sgd(0.0), batch_size=1)
+    assert len(still.history.losses) == kept
+    assert min(still.history.losses) > 0
+    np.testing.assert_allclose(still.history.epochs[0]["loss"], total / counted, rtol=1e-4)
+    note = f"examples left out, of which the loss counts no token: {parts - kept}"
+    assert note in still.history.notes
+
+
+def test_texts_without_any_token_that_counts_are_refused(lines, tmp_path):
+    shutil.copytree(GENAI, tmp_path / "model")
+    template = (
+        "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}\n{% endfor %}"
+    )
+    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    for name in ("genai_config.json", "tokenizer_config.json"):  # no end token, which counts
+        path = tmp_path / "model" / name
+        path.write_text(path.read_text().replace('"eos_token', '"no_token'))
+    silent = lines({"messages": [CHAT[0], {"role": "assistant", "content": ""}]})
+    with pytest.raises(jaxonnx.TrainingError, match="the loss counts no token of any example"):
+        read(jaxonnx.load(tmp_path / "model"), silent)
 
 
 def test_two_widths_at_most(model, lines):
