@@ -6,11 +6,14 @@ The functions import `jaxonnx.sparse`, so that importing jaxonnx does not.
 import inspect
 import re
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
 import optax
+from onnx import ModelProto
 
+from jaxonnx._io import records
 from jaxonnx._mesh.rules import mesh_of
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model
@@ -190,5 +193,15 @@ def sparse_numbers(memory: Any) -> dict[str, Any]:
 
 
 def remove_sparsity(model: Model) -> Model:
-    """Return the model without the record of sparse weights, for dense training."""
-    return model.with_sparsity(None)
+    """Return the model without the record of the weights that dense training changes."""
+    if not records.has(model.proto, records.SPARSITY):
+        return model
+    from jaxonnx._io import packed
+
+    adaption, proto = model.program.adaption, ModelProto()
+    proto.CopyFrom(model.proto)
+    changed = {*model.params}
+    if adaption is not None:  # weights in few bits stay as they are beside their adapters
+        changed |= {*adaption.params} - {*adaption.stored}
+    packed.without(proto, changed)
+    return replace(model, proto=proto)

@@ -276,6 +276,15 @@ def test_quantized_files_keep_the_record_of_sparse_weights(kind, tmp_path):
             groups = np.moveaxis(numbers, axis, -1).reshape(-1, 4)
             assert (groups != 0).sum(1).max() == 2
     assert "2:4 transposable by mine, recorded in the file" in " ".join(str(loaded).split())
+    adapted = jaxonnx.train(
+        loaded,
+        (x[:64], np.zeros((64, 10), np.float32)),
+        lora=jaxonnx.LoRA(rank=2),
+        loss="squared_error",
+        optimizer=optax.adam(1e-2),
+    ).model
+    adapted.save(tmp_path / "adapted.onnx")  # beside weights that stay as they are
+    assert jaxonnx.load(tmp_path / "adapted.onnx").sparsity.layers == loaded.sparsity.layers
     dense = tensors_of(loaded.to_onnx())["body_weight_quantized"]
     dense = np.where(np.arange(dense.shape[1]) < 4, dense.max(), dense).astype(dense.dtype)
     constants = {**loaded.program.constants, "body_weight_quantized": dense}
