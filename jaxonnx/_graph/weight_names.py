@@ -19,7 +19,7 @@ from jaxonnx._graph.bind import Graph
 from jaxonnx._graph.roles import Roles, stored_names
 from jaxonnx._graph.uses import Use, weights
 from jaxonnx._io.encoder_decoder import own_name
-from jaxonnx._io.protos import modules
+from jaxonnx._io.protos import all_nodes, modules
 from jaxonnx._io.ties import tied_names
 
 Names = Mapping[str, Collection[str]]
@@ -27,7 +27,7 @@ Names = Mapping[str, Collection[str]]
 
 _NUMBERED = re.compile(
     r"((?:onnx::|_)?[A-Za-z]+(?:::[A-Za-z]+)?_\d+|\d+|/.*Constant(?:_\d+)?_output_0)"
-    r"((?:_(?:quantized|scales?|zero_points?|zp|transposed|Q\d\w*|DQ_Q\d\w*|qzeros))*)"
+    r"((?:_(?:quantized|scales?|zero_points?|zp|transposed|Q\d\w*|DQ_Q\d\w*|qzeros|merged_\d+))*)"
 )
 """A name that an exporter made of a number, and what a quantizer appended to it."""
 
@@ -69,15 +69,21 @@ class Places:
 
         Several weights of one module with the same part are numbered: attn.weight, attn.weight_1.
         """
-        scopes = {n.output[0]: modules(n) for n in self.proto.node if n.output}
+        scopes = {n.output[0]: modules(n) for n in all_nodes(self.proto) if n.output}
         taken = {*self.tensors}
+        owners = {name.rpartition(".")[0] for name in taken}
         found: dict[str, str] = {}
         for use in self.roles.used:
             match = _NUMBERED.fullmatch(own_name(use.name))
-            path = scopes.get(next(iter(use.outer.outputs), ""))
+            at = use.node if use.outer.op.name == "If" else use.outer
+            path = scopes.get(next(iter(at.outputs), ""))
             if match is None or not path or use.name not in self._weights or use.name in found:
                 continue
-            stem, end = f"{_OPERATOR.sub('', path[-1])}.{_part(use)}", match[2]
+            module = _OPERATOR.sub("", path[-1])
+            # scopes lack a module that is not called itself ("model" of OPT): its bias may have it
+            longer = [name for name in owners if name.endswith(f".{module}")]
+            module = longer[0] if len(longer) == 1 else module
+            stem, end = f"{module}.{_part(use)}", match[2]
             names = itertools.chain([stem + end], (f"{stem}_{i}{end}" for i in itertools.count(1)))
             found[use.name] = next(name for name in names if name not in taken)
             taken.add(found[use.name])
@@ -136,6 +142,11 @@ class Places:
             if use.name in at and use.outer.outputs:
                 read.setdefault(use.outer.outputs[0], []).extend(at[use.name])
         return read
+
+
+def is_numbered(name: str) -> bool:
+    """Check whether an exporter made the name of a weight of a number."""
+    return _NUMBERED.fullmatch(own_name(name)) is not None
 
 
 def _part(use: Use) -> str:

@@ -5,7 +5,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,9 +24,6 @@ _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 Change = tuple[np.ndarray, np.ndarray, np.ndarray | None]
 """A (rank, inputs), B (outputs, rank) and with DoRA the norms of the outputs."""
-Sizes = tuple[int, int, int]
-"""The outputs of queries, keys and values."""
-_PARTS = ("q_proj", "k_proj", "v_proj")
 _PREFIX = "base_model.model."
 """What PEFT puts before the names of modules."""
 _NORMS = "magnitude_vector"
@@ -42,23 +39,16 @@ def is_foreign(path: str | os.PathLike) -> bool:
 
 
 def read(
-    path: str | os.PathLike,
-    weights: Mapping[str, str],
-    packed: Mapping[str, Sizes] | None = None,
-) -> tuple[dict[str, np.ndarray], int, float]:
-    """Return the factors A (rank, inputs) and B (outputs, rank), their largest rank, and alpha.
-
-    With DoRA the arrays have the norms of the outputs, too, called "<weight>.lora_magnitude".
+    path: str | os.PathLike, modules: Collection[str]
+) -> tuple[dict[str, Change], dict[str, float]]:
+    """Return the changes by module (`plain_name`), and the scale of each.
 
     Args:
       path: an .onnx_adapter or a folder of PEFT.
-      weights: the weight of each module; the factors are called "<weight>.lora_A" and
-        "<weight>.lora_B". "self_attn" and "attn" count as one.
-      packed: weights with the outputs of q_proj, k_proj and v_proj in one, whose adapters become
-        one: the ranks of A beside each other, those of B in blocks.
+      modules: the modules that there are.
 
     Raises:
-      InputError: a module without a weight, or what is not LoRA.
+      InputError: a module that there is not, or what is not LoRA.
       ModelError: the file is damaged.
     """
     where, scale_of, config = f"'{os.fspath(path)}'", _scale_one, {}
@@ -67,105 +57,41 @@ def read(
     else:
         arrays, config = read_peft(path)
         scale_of = _scales(where, config)
-    modules = {_module(name): (weight, 0) for name, weight in weights.items()}
-    for name, weight in weights.items():
-        if weight in (packed or {}):
-            stem = _module(name).rpartition(".")[0]
-            parts = {f"{stem}.{part}": (weight, i) for i, part in enumerate(_PARTS)}
-            modules = parts | modules
-    found: dict[tuple[str, int], dict[str, np.ndarray]] = {}
-    scales: dict[tuple[str, int], float] = {}
-    split = set()
+    factors: dict[str, dict[str, np.ndarray]] = {}
+    scales: dict[str, float] = {}
     for key, value in arrays.items():
         stem, _, end = key.removeprefix(_PREFIX).rpartition(".lora_")
         end = end.removesuffix(".weight")
         if end not in _PARTS_OF_CHANGE or value.ndim < _PARTS_OF_CHANGE[end]:
             raise InputError(f"{where}: '{key}' is not a factor of LoRA")
-        if _module(stem) not in modules:
-            near = difflib.get_close_matches(_module(stem), modules, 3)
+        module = plain_name(stem)
+        if module not in modules:
+            near = difflib.get_close_matches(module, modules, 3)
             hint = f"near it are {', '.join(near)}" if near else "names= says what it is called"
             raise InputError(f"{where}: the model has no weight of a module '{stem}'; {hint}")
         if not np.isfinite(value).all():
             raise ModelError(f"{where}: '{key}' has values that are not finite")
         value = value.swapaxes(-1, -2) if transposed else value
-        place = modules[_module(stem)]
-        found.setdefault(place, {})[end] = value
+        factors.setdefault(module, {})[end] = value
         if end == "A":
-            scales[place] = scale_of(stem, value.shape[-2])
-        if _module(stem) not in map(_module, weights):
-            split.add(place[0])
-    for (weight, _), own in found.items():
-        if not own.keys() >= {"A", "B"} or own["A"].shape[-2] != own["B"].shape[-1]:
-            raise InputError(f"{where}: A and B for '{weight}' are missing, or of unequal ranks")
-        if (_NORMS in own) != bool(config.get("use_dora")):
+            scales[module] = scale_of(stem, value.shape[-2])
+    for module, parts in factors.items():
+        if not parts.keys() >= {"A", "B"} or parts["A"].shape[-2] != parts["B"].shape[-1]:
+            raise InputError(f"{where}: A and B for '{module}' are missing, or of unequal ranks")
+        if (_NORMS in parts) != bool(config.get("use_dora")):
             raise InputError(
-                f"{where}: use_dora is {bool(config.get('use_dora'))}, and '{weight}' has "
-                f"{'a' if _NORMS in own else 'no'} lora_magnitude_vector"
+                f"{where}: use_dora is {bool(config.get('use_dora'))}, and '{module}' has "
+                f"{'a' if _NORMS in parts else 'no'} lora_magnitude_vector"
             )
-    common = len({*scales.values()}) == 1
-    result: dict[str, np.ndarray] = {}
-    for weight in dict.fromkeys(weight for weight, _ in found):
-        parts = {i: found[weight, i] for i in range(3) if (weight, i) in found}
-        scaled = {i: p["B"] * (1 if common else scales[weight, i]) for i, p in parts.items()}
-        a, b = parts[min(parts)]["A"], scaled[min(parts)]
-        if weight in split and packed:
-            a, b = _join({i: (p["A"], scaled[i]) for i, p in parts.items()}, packed[weight])
-        result |= {f"{weight}.lora_A": a, f"{weight}.lora_B": b}
-        if norms := [p[_NORMS] for _, p in sorted(parts.items()) if _NORMS in p]:
-            if weight in split and packed and len(norms) < len(_PARTS):
-                raise InputError(
-                    f"{where} has magnitudes of some of {', '.join(_PARTS)}, which are one matrix "
-                    f"in the model ('{weight}'): give all three adapters"
-                )
-            result[f"{weight}.lora_magnitude"] = np.concatenate(norms)
-    if not result:
+    if not factors:
         raise InputError(f"{where} has no adapters")
-    rank = max(x.shape[-2] for name, x in result.items() if name.endswith(".lora_A"))
-    return result, rank, float(rank * (next(iter(scales.values())) if common else 1))
+    changes = {name: (x["A"], x["B"], x.get(_NORMS)) for name, x in factors.items()}
+    return changes, scales
 
 
-def _join(
-    parts: Mapping[int, tuple[np.ndarray, np.ndarray]], sizes: Sizes
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return one A and B for a matrix whose outputs are those of several, of some of which these
-    are the factors."""
-    rank = sum(len(a) for a, _ in parts.values())
-    whole, column = np.zeros((sum(sizes), rank), np.float32), 0
-    for i, (_, b) in parts.items():
-        if len(b) != sizes[i]:
-            raise InputError(
-                f"the adapters are of another model: {_PARTS[i]} has {sizes[i]} outputs in this "
-                f"one, {len(b)} in the adapters"
-            )
-        first = sum(sizes[:i])
-        whole[first : first + sizes[i], column : column + b.shape[1]] = b
-        column += b.shape[1]
-    return np.concatenate([a for a, _ in parts.values()]), whole
-
-
-def split_factors(
-    name: str, a: np.ndarray, b: np.ndarray, norms: np.ndarray | None, sizes: Sizes
-) -> dict[str, Change]:
-    """Return the changes of q_proj, k_proj and v_proj beside the module `name` that has all in one.
-
-    Each has the ranks that reach its outputs. One that none reaches is left out; with norms it has
-    one rank.
-    """
-    result, first = {}, 0
-    for part, size in zip(_PARTS, sizes, strict=True):
-        own = b[first : first + size]
-        used = own.any(axis=0)
-        used[0] |= norms is not None and not used.any()
-        if used.any():
-            scaled = None if norms is None else norms[first : first + size]
-            result[f"{name.rpartition('.')[0]}.{part}"] = a[used], own[:, used], scaled
-        first += size
-    return result
-
-
-def _module(name: str) -> str:
-    """Return the name of a module as onnxruntime-genai has it."""
-    return name.replace(".self_attn.", ".attn.").removeprefix("/").replace("/", ".")
+def plain_name(module: str) -> str:
+    """Return the name of a module as onnxruntime-genai has it: "self_attn" and "attn" are one."""
+    return module.replace(".self_attn.", ".attn.").removeprefix("/").replace("/", ".")
 
 
 def _scale_one(module: str, rank: int) -> float:
@@ -222,14 +148,15 @@ def write_peft(folder: str | os.PathLike, changes: Mapping[str, Change]) -> None
 
     The scale is in B, so that alpha is the rank.
     """
-    ranks = {name: len(a) for name, (a, *_) in changes.items()}
+    # PEFT looks for a name at the end of others: unless it is anchored, "q" is "block.q", too
+    ranks = {f"^{re.escape(name)}$": len(a) for name, (a, *_) in sorted(changes.items())}
     rank = max(ranks.values())
     odd = {name: r for name, r in ranks.items() if r != rank}
     config = {
         "peft_type": "LORA",
         "r": rank,
         "lora_alpha": rank,
-        "target_modules": sorted(changes),
+        "target_modules": "|".join(ranks),
         "rank_pattern": odd,
         "alpha_pattern": odd,
         "bias": "none",

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._axes import Matrix
-from jaxonnx._graph.packed_projections import find_packed_projections
 from jaxonnx._graph.roles import running_statistics
-from jaxonnx._graph.uses import uses, weights
+from jaxonnx._graph.uses import weights
 from jaxonnx._io import adapter_files
 from jaxonnx._rewrite.adapters import factor_names, magnitude_name, module_name
 from jaxonnx._safe_read import wrap_errors
 from jaxonnx.errors import InputError, ModelError
+from jaxonnx.lora import _peft_modules as peft_modules
 from jaxonnx.lora._merge import (
     Merge,
     check_magnitudes,
@@ -172,22 +172,25 @@ class Adapters:
             )
 
     def _to_modules(
-        self, names: Callable[[str], str], model: Model | None
+        self, names: Callable[[str], str] | None, model: Model | None
     ) -> dict[str, adapter_files.Change]:
         """Return A and B, with the scale in B, and magnitudes of each module of PEFT."""
         self._refuse_others()
         odd = [n for n, p in self.layouts.items() if p.kernel or p.batch or p.lookup]
         if odd:
             raise InputError(f"PEFT has no format for the adapter of '{odd[0]}'; save an .npz")
-        packed, result = {} if model is None else _find_packed_sizes(model), {}
+        changes = {}
         for name in self.layouts:
             a, b = (np.asarray(self.values[member], np.float32) for member in pair(name))
-            module, b = names(name), b * np.float32(self.alpha / self.rank)
             norms = self.values.get(magnitude(name))
-            change = a, b, None if norms is None else np.asarray(norms, np.float32)
-            sizes = packed.get(name)
-            split = {} if sizes is None else adapter_files.split_factors(module, *change, sizes)
-            result |= {module: change} if sizes is None else split
+            b = b * np.float32(self.alpha / self.rank)
+            changes[name] = a, b, None if norms is None else np.asarray(norms, np.float32)
+        rows = {name: len(b) for name, (_, b, _) in changes.items()}
+        blocks = peft_modules.choose_blocks(model, names, rows)
+        heights = {}
+        for block in blocks:
+            heights[block.target] = heights.get(block.target, 0) + block.rows
+        result = peft_modules.move_rows(changes, blocks, heights)
         if not result:
             raise InputError("all adapters are still zero: there is nothing to save for PEFT")
         return result
@@ -197,7 +200,7 @@ class Adapters:
         path: str | os.PathLike,
         model: Model | None = None,
         *,
-        names: Callable[[str], str] = module_name,
+        names: Callable[[str], str] | None = None,
     ) -> None:
         """Write the adapters to a small file, or to a folder as PEFT has it.
 
@@ -206,16 +209,19 @@ class Adapters:
             `onnxruntime.LoraAdapter` and a model saved with `adapters="inputs"`; or a folder (one
             that exists, or with a slash at its end) for `adapter_model.safetensors` and
             `adapter_config.json`.
-          model: whose matrices with queries, keys and values in one (GroupQueryAttention) PEFT has
-            apart: a folder gets q_proj, k_proj and v_proj, each with the ranks that reach it.
-          names: as in `to_inputs`, for the two latter.
+          model: the model of the weights, for a folder: it tells what the modules are called in
+            transformers, and which of them the file has in one matrix (qkv_proj) or apart. Each
+            gets the ranks that reach it. PEFT ignores names that it does not find; a warning says
+            if they are not certain.
+          names: as in `to_inputs`, for the two latter; by default, in a folder, transformers' name.
 
         Raises:
-          InputError: tensors were trained in full, or weights are no matrices: only .npz has them.
+          InputError: tensors were trained in full, or weights are no matrices: only .npz has them;
+            or the modules of a weight are not known.
           OSError: the path cannot be written; a file that was there stays.
         """
         if os.fspath(path).endswith(adapter_files.SUFFIX):
-            return adapter_files.write_onnx_adapter(path, self.to_inputs(names))
+            return adapter_files.write_onnx_adapter(path, self.to_inputs(names or module_name))
         if os.path.isdir(path) or os.fspath(path).endswith(("/", os.sep)):
             return adapter_files.write_peft(path, self._to_modules(names, model))
         about = json.dumps(self.about).encode()
@@ -252,15 +258,17 @@ class Adapters:
         path: str | os.PathLike,
         model: Model | None = None,
         *,
-        names: Callable[[str], str] = module_name,
+        names: Callable[[str], str] | None = None,
     ) -> Adapters:
         """Load the adapters that `save` wrote, or those of the newest checkpoint in a folder.
 
         Args:
           path: an .npz, a folder of checkpoints; or an .onnx_adapter, or a folder of PEFT.
           model: whose weights the two latter change. Adapters of q_proj, k_proj and v_proj become
-            one of a matrix that has these in one: their ranks add up.
-          names: as in `to_inputs`; "self_attn" and "attn" count as one.
+            one of a matrix that has these in one: their ranks add up. Those of Phi-3's gate_up_proj
+            become two where gate_proj and up_proj are apart.
+          names: as in `to_inputs`, beside the names in transformers; "self_attn" and "attn" count
+            as one.
 
         Raises:
           InputError: the adapters are of another model, or of a kind that is not LoRA.
@@ -269,14 +277,13 @@ class Adapters:
         if adapter_files.is_foreign(path):
             if model is None:
                 raise InputError(f"'{os.fspath(path)}' names modules: pass the model as well")
-            found = {
+            factors, rank, alpha = peft_modules.read(path, model, names)
+            meanings = weights(model.graph, model.tensors)
+            layouts = {
                 name: weight.matrix
-                for name, weight in weights(model.graph, model.tensors).items()
-                if weight.matrix and (is_float(model.tensors[name]) or weight.storage)
+                for name, weight in meanings.items()
+                if weight.matrix and pair(name)[0] in factors
             }
-            modules = {names(name): name for name in found}
-            factors, rank, alpha = adapter_files.read(path, modules, _find_packed_sizes(model))
-            layouts = {name: at for name, at in found.items() if pair(name)[0] in factors}
             arrays = {name: jnp.asarray(x, jnp.float32) for name, x in factors.items()}
             result = cls(rank, alpha, layouts, arrays)
             result._check(model)
@@ -325,9 +332,3 @@ class Adapters:
                 raise InputError(
                     f"the adapters are of another model: it has no '{name}' of shape {list(shape)}"
                 )
-
-
-def _find_packed_sizes(model: Model) -> dict[str, tuple[int, int, int]]:
-    tensors = model.tensors
-    found = weights(model.graph, tensors)
-    return find_packed_projections(model.graph, found, [*uses(model.graph, tensors)])

@@ -84,10 +84,7 @@ def write_checkpoint(architecture, folder):
     network = transformers.AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation="eager"
     ).eval()
-    with torch.no_grad():
-        for name, p in network.named_parameters():
-            scale = 0.1 if p.ndim == 1 else 0.3 if "embed" in name else p.shape[-1] ** -0.5
-            p.copy_(torch.randn_like(p) * scale + (p if p.ndim == 1 else 0))
+    randomize(network)
     if architecture == "gpt_oss":
         _store_float4(network)
     network.save_pretrained(folder)
@@ -100,6 +97,16 @@ def write_checkpoint(architecture, folder):
     )
     fast.save_pretrained(folder)
     return network
+
+
+def randomize(network):
+    """Give parameters random numbers of the size that keeps that of activations."""
+    import torch
+
+    with torch.no_grad():
+        for name, p in network.named_parameters():
+            scale = 0.1 if p.ndim == 1 else 0.3 if "embed" in name else p.shape[-1] ** -0.5
+            p.copy_(torch.randn_like(p) * scale + (p if p.ndim == 1 else 0))
 
 
 def _float4(names, shapes):
@@ -170,18 +177,51 @@ def build(checkpoint, target, precision, provider, options=()):
 
 
 def loss_of(network, ids):
-    """Return the loss of next tokens, of the network as the builder writes it.
+    """Return the loss of next tokens, of the network as the builder writes it."""
+    import torch
 
-    Of OLMo's norms it leaves out that they subtract the mean.
-    """
+    change_norms(network)
+    with torch.no_grad():
+        return network(input_ids=torch.tensor(ids), labels=torch.tensor(ids)).loss.item()
+
+
+def change_norms(network):
+    """Make norms those of the builder: an epsilon of 1e-6, and OLMo's do not subtract the mean."""
     import torch
 
     for module in network.modules():
+        if isinstance(module, torch.nn.LayerNorm):
+            module.eps = 1e-6
         if type(module).__name__ == "OlmoLayerNorm":
             shape = module.normalized_shape
-            module.forward = lambda x, shape=shape: torch.nn.functional.rms_norm(x, shape, eps=1e-5)
+            module.forward = lambda x, shape=shape: torch.nn.functional.rms_norm(x, shape, eps=1e-6)
+
+
+def list_matrices(network):
+    """Return the names of the linear layers, without the head."""
+    import torch
+
+    linear = [n for n, m in network.named_modules() if isinstance(m, torch.nn.Linear)]
+    return sorted(name for name in linear if name != "lm_head")
+
+
+def write_peft(network, ids):
+    """Write adapters of PEFT with random numbers, and the logits with them, into `FOLDER`."""
+    import numpy as np
+    import peft
+    import torch
+
+    config = peft.LoraConfig(r=2, lora_alpha=3, target_modules="all-linear")
+    adapted = peft.get_peft_model(network, config).eval()
+    torch.manual_seed(1)
     with torch.no_grad():
-        return network(input_ids=torch.tensor(ids), labels=torch.tensor(ids)).loss.item()
+        for name, value in adapted.named_parameters():
+            if "lora_" in name:
+                torch.nn.init.normal_(value, std=0.3)
+        logits = adapted(input_ids=torch.tensor(ids)).logits.numpy()
+    adapted.save_pretrained(FOLDER / "peft")
+    (FOLDER / "peft" / "README.md").unlink()
+    np.save(FOLDER / "peft" / "logits.npy", logits)
 
 
 def main():
@@ -189,16 +229,20 @@ def main():
 
     FOLDER.mkdir(parents=True, exist_ok=True)
     ids = np.random.default_rng(0).integers(3, VOCABULARY, (2, 12)).tolist()
-    losses = {}
+    losses, modules = {}, {}
     with tempfile.TemporaryDirectory() as place:
         for name, (precision, provider, options) in STORED.items():
             checkpoint, target = Path(place) / name, Path(place) / f"{name}-file"
             network = write_checkpoint(name, checkpoint)
             losses[name] = loss_of(network, ids)
+            modules[name] = list_matrices(network)
+            if name == "gemma3_text":
+                write_peft(network, ids)
             path = build(checkpoint, target, precision, provider, options)
             onnx.save(onnx.load(path), FOLDER / f"{name}.onnx")
             shutil.rmtree(target)
     (FOLDER / "losses.json").write_text(json.dumps({"ids": ids, "losses": losses}) + "\n")
+    (FOLDER / "modules.json").write_text(json.dumps(modules, indent=0) + "\n")
 
 
 if __name__ == "__main__":

@@ -182,7 +182,8 @@ def test_queries_keys_and_values_apart_in_peft(file, tmp_path):
     for name in [name for name in values if name.endswith("lora_B")]:
         values[name] = values[name].at[:32].set(0)  # queries
     adapters = jaxonnx.Adapters(RANK, ALPHA, adapters.layouts, values)
-    adapters.save(f"{tmp_path}/peft/", model)
+    with pytest.warns(UserWarning, match="names of modules are not known for this model type"):
+        adapters.save(f"{tmp_path}/peft/", model)
     again = jaxonnx.Adapters.load(tmp_path / "peft", model)
     assert again.rank == 1 + 2 * RANK
     for name in adapters.layouts:
@@ -196,7 +197,7 @@ def test_queries_keys_and_values_apart_in_peft(file, tmp_path):
     path = tmp_path / "peft" / "adapter_model.safetensors"
     arrays = numpy.load_file(path)
     numpy.save_file({n: x for n, x in arrays.items() if ".k_proj." not in n}, path)
-    with pytest.raises(jaxonnx.InputError, match="give all three adapters"):
+    with pytest.raises(jaxonnx.InputError, match="magnitudes of all its parts"):
         jaxonnx.Adapters.load(tmp_path / "peft", model)
 
 
@@ -221,7 +222,7 @@ def test_files_of_adapters(base, tmp_path):
     assert_near(runtime(str(tmp_path / "nodes.onnx"))(x=x), adapted(x))
     adapters, folder = jaxonnx.Adapters.of(adapted), f"{tmp_path}/peft/"
     adapters.save(tmp_path / "a.npz")
-    adapters.save(folder)
+    adapters.save(folder, names=lambda name: name.partition(".MatMul")[0])
     for again in (
         jaxonnx.Adapters.load(tmp_path / "a.npz"),
         jaxonnx.Adapters.load(folder, model),

@@ -1,0 +1,159 @@
+"""Names of modules in folders of PEFT: those of transformers, whoever wrote the file.
+
+`tests.support.genai_builder` stores adapters that PEFT saved, its logits with them, and the names
+of transformers' modules; `tests/oracles/test_peft.py` asks PEFT itself.
+"""
+
+import json
+import re
+import shutil
+import warnings
+
+import numpy as np
+import onnx
+import pytest
+from onnx.helper import make_node, make_operatorsetid
+from safetensors.numpy import load_file
+
+import jaxonnx
+from tests.model.test_adapter_files import changed, peft_folder
+from tests.model.test_packed import network, normal
+from tests.support.genai_builder import FOLDER, STORED
+
+IDS = np.array(json.loads((FOLDER / "losses.json").read_text())["ids"])
+MODULES = json.loads((FOLDER / "modules.json").read_text())
+PEFT = FOLDER / "peft"
+
+
+def load_family(name, folder, family=None):
+    """A stored file in a folder that tells its model type."""
+    folder.mkdir(exist_ok=True)
+    shutil.copy(FOLDER / f"{name}.onnx", folder / "model.onnx")
+    about = {"model": {"type": family or name, "decoder": {"filename": "model.onnx"}}}
+    (folder / "genai_config.json").write_text(json.dumps(about))
+    return jaxonnx.load(folder)
+
+
+def saved(adapters, folder, *model, **named):
+    """The arrays by name, and the configuration."""
+    adapters.save(f"{folder}/", *model, **named)
+    arrays = load_file(folder / "adapter_model.safetensors")
+    return arrays, json.loads((folder / "adapter_config.json").read_text())
+
+
+def product(adapters, name):
+    a, b = (np.asarray(adapters.values[f"{name}.lora_{end}"]) for end in "AB")
+    return adapters.alpha / adapters.rank * b @ a
+
+
+def test_a_folder_of_peft_on_a_decoder_with_norms_of_queries_and_keys(tmp_path):
+    """Split, Reshape and norms stand between qkv_proj and the attention of Gemma 3."""
+    model = load_family("gemma3_text", tmp_path / "model")
+    adapters = jaxonnx.Adapters.load(PEFT, model)
+    named = {"input_ids": IDS, "attention_mask": np.ones_like(IDS)}
+
+    def logits(adapters):
+        return adapters.attach(model).without_cache().predict(named)
+
+    wanted = np.load(PEFT / "logits.npy")
+    np.testing.assert_allclose(logits(adapters), wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+    arrays, _ = saved(adapters, tmp_path / "back", model)
+    theirs = load_file(PEFT / "adapter_model.safetensors")
+    assert {name: x.shape for name, x in arrays.items()} == {n: x.shape for n, x in theirs.items()}
+    again = jaxonnx.Adapters.load(tmp_path / "back", model)
+    np.testing.assert_allclose(logits(again), wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_modules_are_those_of_transformers(name, tmp_path):
+    model = load_family(name, tmp_path / "model", {"gpt_oss": "gptoss"}.get(name))
+    where = {"gpt_oss": "attention", "lfm2": ["*_proj*"]}.get(name, "all-linear")
+    arrays, _ = saved(jaxonnx.Adapters.of(changed(model, 2, where)), tmp_path / "peft", model)
+    stems = {re.sub(r"^base_model\.model\.|\.lora_[AB]\.weight$", "", key) for key in arrays}
+    assert sorted(stems) == MODULES[name]
+
+
+def test_modules_of_phi_3_are_joined_or_split(tmp_path):
+    """transformers has gate_up_proj and qkv_proj, the builder's file gate_proj, up_proj and qkv."""
+    model = load_family("phi3", tmp_path / "model")
+    layer = "model.layers.1"
+    factors = {
+        f"{layer}.self_attn.qkv_proj": {"A": normal(2, 32), "B": normal(96, 2)},
+        f"{layer}.mlp.gate_up_proj": {"A": normal(2, 32), "B": normal(192, 2)},
+    }
+    arrays = peft_folder(tmp_path / "peft", factors)
+    wanted = {name: 2 * pair["B"] @ pair["A"] for name, pair in factors.items()}
+    for reader in (model, jaxonnx.load(FOLDER / "phi3.onnx")):  # the folder tells the family
+        adapters = jaxonnx.Adapters.load(tmp_path / "peft", reader)
+        gate, up, qkv = (
+            next(name for name in adapters.layouts if part in name)
+            for part in ("gate_proj", "up_proj.", "qkv_proj")
+        )
+        halves = np.concatenate([product(adapters, gate), product(adapters, up)])
+        np.testing.assert_allclose(halves, wanted[f"{layer}.mlp.gate_up_proj"], rtol=1e-5)
+        qkv = product(adapters, qkv)
+        np.testing.assert_allclose(qkv, wanted[f"{layer}.self_attn.qkv_proj"], rtol=1e-5)
+    back, _ = saved(adapters, tmp_path / "back", model)
+    assert back.keys() == arrays.keys()
+    for name, change in wanted.items():
+        a, b = (back[f"base_model.model.{name}.lora_{end}.weight"] for end in "AB")
+        np.testing.assert_allclose(b @ a, change, rtol=1e-4, atol=1e-5)
+    fresh = {name: pair | {"B": 0 * pair["B"]} for name, pair in factors.items()}
+    peft_folder(tmp_path / "fresh", fresh)
+    assert {*jaxonnx.Adapters.load(tmp_path / "fresh", model).layouts} == {*adapters.layouts}
+
+
+def test_names_that_are_not_certain_are_said(tmp_path):
+    """PEFT ignores what it does not find."""
+    model = jaxonnx.load(FOLDER / "llama.onnx")
+    adapters = jaxonnx.Adapters.of(changed(model, 2, "attention"))
+    with pytest.warns(UserWarning, match=r"model type, which the file does not tell.*self_attn"):
+        adapters.save(f"{tmp_path}/unknown/", model)
+    with pytest.warns(UserWarning, match="model type 'glm'.*named_modules"):
+        adapters.save(f"{tmp_path}/unknown/", load_family("llama", tmp_path / "model", "glm"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        adapters.save(f"{tmp_path}/known/", load_family("llama", tmp_path / "model"))
+        adapters.save(f"{tmp_path}/named/", model, names=lambda name: name)
+    with pytest.raises(jaxonnx.InputError, match=r"one matrix for several modules.*pass the model"):
+        adapters.save(f"{tmp_path}/alone/")
+
+
+def test_a_weight_without_a_module_is_refused(tmp_path):
+    nodes = [make_node("MatMul", ["x", "onnx::MatMul_7"], ["y"])]
+    weight = {"onnx::MatMul_7": normal(32, 32)}
+    proto = network(nodes, ("x", onnx.TensorProto.FLOAT, ["n", 32]), **weight)
+    model = jaxonnx.load(proto)
+    adapters = jaxonnx.Adapters.of(changed(model, 2, "onnx*"))
+    with pytest.raises(jaxonnx.InputError, match=r"module of 'onnx::MatMul_7'.*pass names="):
+        adapters.save(f"{tmp_path}/peft/", model)
+    arrays, _ = saved(adapters, tmp_path / "peft", model, names=lambda name: "head")
+    assert {*arrays} == {f"base_model.model.head.lora_{end}.weight" for end in "AB"}
+    proto.graph.node[0].name = "/encoder/layers.0/linear1/MatMul"
+    model = jaxonnx.load(proto)
+    arrays, _ = saved(jaxonnx.Adapters.of(changed(model, 2, "onnx*")), tmp_path / "named", model)
+    assert min(arrays) == "base_model.model.encoder.layers.0.linear1.lora_A.weight"
+
+
+def test_names_are_anchored_since_peft_matches_their_ends(tmp_path):
+    names = ("q", "blk.q", "out.q")
+    nodes = [
+        make_node("MatMul", [x, f"{name}.weight"], [y])
+        for name, x, y in zip(names, ("x", "h", "i"), ("h", "i", "y"), strict=True)
+    ]
+    weight = {f"{name}.weight": normal(16, 16) for name in names}
+    proto = network(nodes, ("x", onnx.TensorProto.FLOAT, ["n", 16]), **weight)
+    proto.opset_import.append(make_operatorsetid("com.microsoft", 1))
+    ranks = {"q": 2, "blk.q": 3}
+    factors = {n: {"A": normal(r, 16), "B": normal(16, r)} for n, r in ranks.items()}
+    peft_folder(tmp_path / "theirs", factors, r=3, rank_pattern={"^q": 2})
+    model = jaxonnx.load(proto)
+    adapters = jaxonnx.Adapters.load(tmp_path / "theirs", model)
+    _, config = saved(adapters, tmp_path / "peft", model)
+    # as PEFT 0.21 matches: check_target_module_exists, get_pattern_key
+    targets = {name for name in names if re.fullmatch(config["target_modules"], name)}
+    assert targets == {"q", "blk.q"}
+    for name, rank in ranks.items():
+        for pattern in (config["rank_pattern"], config["alpha_pattern"]):
+            keys = [key for key in pattern if re.match(rf"(.*\.)?({key})$", name)]
+            assert (pattern[keys[0]] if keys else config["r"]) == rank

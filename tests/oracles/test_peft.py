@@ -1,0 +1,180 @@
+"""Folders of PEFT in both directions: its logits are those of the file with the same adapters.
+
+Needs peft, torch and transformers, and what writes the files: onnxruntime-genai and mobius (with
+transformers 5), or optimum. CI has none of them.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import optax
+import pytest
+
+import jaxonnx
+from tests.support import genai_builder
+from tests.support.genai_builder import ARCHITECTURES, LAYERS, SIZES
+
+peft = pytest.importorskip("peft")
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+pytestmark = [pytest.mark.deep, pytest.mark.filterwarnings("ignore")]
+
+IDS = np.random.default_rng(0).integers(3, 60, (2, 9))
+LLAMA = SIZES | {"num_key_value_heads": 1, "tie_word_embeddings": False}
+MOBIUS = {
+    "llama": {},
+    "mistral": {},
+    "qwen3": {"head_dim": 16},
+    "gemma3_text": {
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+        "hidden_size": 16,
+        "layer_types": ["sliding_attention"] * LAYERS,
+    },
+    "olmo2": {},
+    "phi": {"partial_rotary_factor": 1.0},
+    "phi3": ARCHITECTURES["phi3"],
+    "gpt_oss": {
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}
+OPTIMUM = {
+    "llama": {},
+    "mistral": {"head_dim": 16},
+    "qwen3": {"head_dim": 16},
+    "gemma3_text": {"head_dim": 16, "layer_types": ["full_attention"] * LAYERS},
+    "olmo2": {},
+    "phi3": ARCHITECTURES["phi3"],
+    "gpt2": {"n_embd": 32, "n_layer": LAYERS, "n_head": 2, "n_positions": 64},
+    "gpt_neox": {},
+    "bloom": {"n_head": 2, "n_layer": LAYERS},
+    "falcon": {},
+    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32},
+    "t5": {
+        "d_model": 16,
+        "d_kv": 8,
+        "d_ff": 24,
+        "num_layers": 1,
+        "num_heads": 2,
+        "decoder_start_token_id": 2,
+    },
+}
+
+
+def write_network(architecture, settings, folder):
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(architecture, **(LLAMA | settings))
+    network = kind_of(config).from_config(config).eval()
+    genai_builder.randomize(network)
+    network.save_pretrained(folder)
+
+
+def kind_of(config):
+    pairs = transformers.AutoModelForSeq2SeqLM
+    return pairs if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+
+
+def read_network(folder):
+    kind = kind_of(transformers.AutoConfig.from_pretrained(folder))
+    return kind.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def read_with_changed_norms(folder):
+    network = read_network(folder)
+    genai_builder.change_norms(network)
+    return network
+
+
+def run_network(network):
+    ids = torch.from_numpy(IDS)
+    named = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    named |= {"decoder_input_ids": ids} if network.config.is_encoder_decoder else {}
+    with torch.no_grad():
+        return network(**named).logits.numpy()
+
+
+def run_model(model):
+    whole, named = model.without_cache(), {"input_ids": IDS, "attention_mask": np.ones_like(IDS)}
+    named["decoder_input_ids"] = IDS
+    named["position_ids"] = np.broadcast_to(np.arange(IDS.shape[1]), IDS.shape)
+    result = whole(**{value.name: named[value.name] for value in whole.inputs})
+    return np.asarray(result[0] if isinstance(result, tuple) else result)
+
+
+def check_both_directions(checkpoint, model, folder, read_network=read_network, dora=False):
+    """Load what PEFT saved, and let PEFT load what was trained and saved here."""
+    base = run_network(read_network(checkpoint))
+    atol = 1e-5 * max(1, np.abs(base).max())
+    np.testing.assert_allclose(run_model(model), base, rtol=0, atol=atol)
+
+    settings = {"r": 3, "lora_alpha": 5, "target_modules": "all-linear", "use_rslora": True}
+    settings |= {"use_dora": dora}
+    theirs = peft.get_peft_model(read_network(checkpoint), peft.LoraConfig(**settings)).eval()
+    torch.manual_seed(1)
+    for name, value in theirs.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(value, std=0.2)
+    theirs.save_pretrained(folder / "theirs")
+    adapters = jaxonnx.Adapters.load(folder / "theirs", model)
+    wanted = run_network(theirs)
+    assert np.abs(wanted - base).max() > 0.01 * np.abs(base).max()
+    np.testing.assert_allclose(run_model(adapters.attach(model)), wanted, rtol=0, atol=atol)
+
+    pairs = bool(model.folder and model.folder.encoder)
+    lora = jaxonnx.LoRA(rank=4, alpha=8, dora=dora, where=[*adapters.layouts])
+    trained = jaxonnx.train(
+        model,
+        {"input_ids": IDS} | ({"labels": IDS} if pairs else {}),
+        loss="seq2seq_lm" if pairs else "causal_lm",
+        optimizer=optax.adam(1e-1),
+        epochs=3,
+        lora=lora,
+        progress=False,
+    ).lora
+    for ours, name in ((trained, "ours"), (adapters, "again")):
+        ours.save(f"{folder}/{name}/", model)
+        logits = run_network(
+            peft.PeftModel.from_pretrained(read_network(checkpoint), folder / name).eval()
+        )
+        wanted = run_model(ours.attach(model))
+        assert np.abs(wanted - base).max() > 0.01 * np.abs(base).max()
+        np.testing.assert_allclose(logits, wanted, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_files_of_the_builder(architecture, tmp_path):
+    pytest.importorskip("onnxruntime_genai")
+    checkpoint, target = tmp_path / "hf", tmp_path / "onnx"
+    genai_builder.write_checkpoint(architecture, checkpoint)
+    genai_builder.build(checkpoint, target, "fp32", "cpu")
+    dora = architecture in ("qwen3", "phi3")
+    model = jaxonnx.load(target)
+    check_both_directions(checkpoint, model, tmp_path, read_with_changed_norms, dora)
+
+
+@pytest.mark.parametrize("provider", ["default", "cpu"])
+@pytest.mark.parametrize("architecture", MOBIUS)
+def test_files_of_mobius(architecture, provider, tmp_path):
+    pytest.importorskip("mobius")
+    checkpoint, target = tmp_path / "hf", tmp_path / "onnx"
+    write_network(architecture, MOBIUS[architecture], checkpoint)
+    mobius = Path(sys.executable).with_name("mobius")
+    folders = ["--config", checkpoint, "--ep", provider, target]
+    subprocess.run([mobius, "build", *folders], check=True, capture_output=True)
+    check_both_directions(checkpoint, jaxonnx.load(target / "model.onnx"), tmp_path)
+
+
+@pytest.mark.parametrize("architecture", OPTIMUM)
+def test_files_of_optimum(architecture, tmp_path):
+    export = pytest.importorskip("optimum.exporters.onnx").main_export
+    checkpoint, target = tmp_path / "hf", tmp_path / "onnx"
+    write_network(architecture, OPTIMUM[architecture], checkpoint)
+    kind = "text2text" if architecture == "t5" else "text"
+    settings = {"task": f"{kind}-generation-with-past", "do_validation": False}
+    export(str(checkpoint), target, library_name="transformers", **settings)
+    check_both_directions(checkpoint, jaxonnx.load(target), tmp_path)
