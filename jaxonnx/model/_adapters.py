@@ -74,10 +74,12 @@ def _describe_losses(losses: Mapping[str, rounding.Loss]) -> str:
     """Describe the error of rounding with adapters, the worst matrices first."""
     worst = sorted(losses, key=lambda name: -losses[name].matrix)
     lines = [f"{n} {losses[n].matrix:.2g} ({losses[n].change:.2g})" for n in worst]
+    lost = sum(loss.change > 0.5 for loss in losses.values())
+    told = f"; most of the adapter of {format_count(lost, 'weight')} is lost" if lost else ""
     return (
         f"{format_count(len(losses), 'weight')} in few bits {'are' if len(losses) > 1 else 'is'} "
         "rounded anew with the adapters, with a relative error of the matrix (of its change) of "
-        f"{list_some(lines, '')}; adapters='nodes' loses nothing"
+        f"{list_some(lines, '')}{told}; adapters='nodes' loses nothing"
     )
 
 

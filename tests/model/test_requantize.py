@@ -177,3 +177,31 @@ def test_rows_of_a_packed_table_merged(tmp_path):
     ids, wanted = np.arange(50), np.asarray(adapted(np.arange(50)))
     error = np.linalg.norm(runtime(path)(ids=ids) - wanted) / np.linalg.norm(wanted)
     assert error < 0.15
+
+
+@pytest.mark.parametrize(("steps", "lost"), [(0.3, True), (3.0, False)])
+def test_a_lost_adapter_is_said(steps, lost, tmp_path):
+    """A change of less than half a step of int4, in onnxruntime."""
+    proto = two_layers()
+    model = jaxonnx.load(proto)
+    attached = jaxonnx.LoRA(rank=1, where="*q_proj*").attach(model, jax.random.key(0))
+    (scales,) = (np.asarray(x) for n, x in model.tensors.items() if "q_proj" in n and "scales" in n)
+    b = steps * np.abs(scales).mean(axis=1, keepdims=True)
+    values = {n: np.ones(v.shape) if n.endswith("A") else b for n, v in attached.params.items()}
+    adapted = attached.replace(params={n: v.astype(np.float32) for n, v in values.items()})
+    path = str(tmp_path / "merged.onnx")
+    with pytest.warns(UserWarning, match="rounded anew") as record:
+        adapted.save(path, adapters="merged")
+    (message,) = (str(entry.message) for entry in record)
+    assert ("most of the adapter of 1 weight is lost" in message) == lost
+
+    def project(file):
+        """The matrix of q_proj alone."""
+        file.graph.output[0].name = "h"
+        del file.graph.node[1:]
+        return matrix_of(file, 32)
+
+    change = np.ones((32, 1)) @ b.T
+    error = np.linalg.norm(project(onnx.load(path)) - project(proto) - change)
+    error /= np.linalg.norm(change)
+    assert (error > 0.5) == lost
