@@ -187,7 +187,10 @@ def split_inputs(
         rest = iter(x)
         x = tuple(None if name in missing else next(rest) for name in names)
     if len(x) != len(names):
-        raise TrainingError(f"{what} has {len(x)} inputs; the model has {len(names)}: {names}")
+        raise TrainingError(
+            f"{what} has {len(x)} inputs; the model has {len(names)}: {names} "
+            "(fixed={name: value} gives one a value for all examples)"
+        )
     return x, y
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from onnx import TypeProto
 
 from jaxonnx._graph.bind import Graph, Node
+from jaxonnx._graph.operands import STARTS
 from jaxonnx._graph.values import Value
 from jaxonnx.errors import InputError
 
@@ -132,6 +133,25 @@ def find_caches(graph: Graph, inputs: Sequence[Value]) -> Caches | None:
     joined = _find_joined(graph, {value.name: value for value in values}, sizes)
     omissible = _find_omissible(graph, pairs)
     return Caches(pairs, sizes, values, switches, omissible, frozenset(unread & floats), joined)
+
+
+def find_states(graph: Graph, inputs: Sequence[Value]) -> dict[str, str]:
+    """Find the inputs that recurrent operators start from and outputs continue, with the outputs.
+
+    Args:
+      graph: the bound graph.
+      inputs: its inputs, as the file declares them.
+    """
+    carried = _follow(graph, {v.name: v.name for v in inputs if len(v.shape or ()) > 1})
+    ends = {
+        node.outputs[i + 1]: carried[node.inputs[position]]
+        for node in graph.nodes
+        for i, position in enumerate(STARTS.get(node.op.name, ()))
+        if i + 1 < len(node.outputs) and position < len(node.inputs)
+        if node.inputs[position] in carried
+    }
+    continued = _follow(graph, ends)
+    return {continued[name]: name for name in graph.outputs if name in continued}
 
 
 def _find_joined(

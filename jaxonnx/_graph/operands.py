@@ -14,7 +14,7 @@ from jaxonnx._graph.positions import LARGE, counts, is_sinusoid
 from jaxonnx._graph.uses import Use
 
 _ARITHMETIC = ("Add", "Div", "Max", "Min", "Mul", "Sub", "Where")
-_STARTS = {"GRU": (5,), "LSTM": (5, 6), "RNN": (5,)}
+STARTS = {"GRU": (5,), "LSTM": (5, 6), "RNN": (5,)}
 """The positions of initial states among the inputs of recurrent operators."""
 _SAMPLE = 256
 """The most elements of a tensor that `is_varied` compares."""
@@ -35,7 +35,7 @@ def is_varied(value: np.ndarray) -> bool:
 
 def is_start(use: Use) -> bool:
     """Check whether a tensor is the initial state of a recurrent operator."""
-    return not use.node.op.domain and use.position in _STARTS.get(use.node.op.name, ())
+    return not use.node.op.domain and use.position in STARTS.get(use.node.op.name, ())
 
 
 class Operands:

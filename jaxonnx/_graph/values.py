@@ -51,24 +51,29 @@ class FixedInput:
 
     array: np.ndarray
     """The value."""
-    each: bool
-    """Whether the value is of one example, and the input has a batch axis in front."""
+    axis: int | None
+    """The batch axis of the input, if the value is of one example."""
+    source: int = 0
+    """The batch axis of the first input that is not fixed."""
 
     def repeat(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Return the value for a batch as large as the first axis of `shape`, of another input."""
-        return np.repeat(self.array[None], shape[0], 0) if self.each else self.array
+        """Return the value for the batch of the first input that is not fixed, of this shape."""
+        if self.axis is None:
+            return self.array
+        return np.repeat(np.expand_dims(self.array, self.axis), shape[self.source], self.axis)
 
 
 def fix_inputs(values: Iterable[Value], given: Mapping[str, Any]) -> dict[str, FixedInput]:
     """Convert the values of fixed inputs to the types of the file.
 
-    A value with one axis less than its input, whose first dimension is symbolic, is the value of
-    each example.
+    A value with one axis less than its input, which has a symbolic dimension, is the value of each
+    example. The first symbolic dimension is the batch.
 
     Raises:
       InputError: there is no such input, or a value does not fit it.
     """
     declared, found = {value.name: value for value in values}, {}
+    batched = next((v.shape or () for v in declared.values() if v.name not in given), ())
     for name, array in given.items():
         if name not in declared:
             raise InputError(
@@ -80,11 +85,15 @@ def fix_inputs(values: Iterable[Value], given: Mapping[str, Any]) -> dict[str, F
             array = fit(replace(value, shape=None), array, {})
         array = np.asarray(array)
         shape = value.shape
-        each = shape is not None and len(shape) == array.ndim + 1 and not isinstance(shape[0], int)
+        axis = next((i for i, n in enumerate(shape or ()) if not isinstance(n, int)), None)
+        axis = axis if len(shape or ()) == array.ndim + 1 else None
         if shape is not None and array.size == 1 and all(size == 1 for size in shape):
             array = array.reshape(len(shape) * (1,))  # a number, whatever the rank
-        one = replace(value, shape=shape[1:]) if each and shape is not None else value
-        found[name] = FixedInput(np.asarray(fit(one, array, {})), each)
+        source = 0
+        if axis is not None and shape is not None:
+            source = batched.index(shape[axis]) if shape[axis] in batched else 0
+            value = replace(value, shape=(*shape[:axis], *shape[axis + 1 :]))
+        found[name] = FixedInput(np.asarray(fit(value, array, {})), axis, source)
     return found
 
 

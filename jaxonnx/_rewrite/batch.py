@@ -20,6 +20,7 @@ from jax.core import Tracer
 from onnx import GraphProto, ModelProto, TensorProto, helper
 
 from jaxonnx import _limits as limits
+from jaxonnx._graph.ancestors import ancestors
 from jaxonnx._graph.bind import Graph, Node, bind
 from jaxonnx._graph.values import Value, hint_at_image, to_value
 from jaxonnx._rewrite.rows import Row, find_rows
@@ -73,9 +74,14 @@ def free_batch(
         raise InputError(f"the first axes of the inputs are not one batch: {sizes}; {_WAY_OUT}")
     (size,) = {*sizes.values()}
     # inputs that the program fixes to one value are not among the weights of the graph
-    fixed = {n: x.array for n, x in program.fixed.items() if not x.each}
+    fixed = {n: x.array for n, x in program.fixed.items() if x.axis is None}
     tensors = {**program.constants, **fixed, **state, **params}
     changes = _find_changes(program.graph, inputs, tensors, size)
+    nodes, outputs = program.graph.nodes, program.graph.outputs
+    left = ancestors([*map(changes.apply, nodes)], outputs)
+    if lost := {*fixed} & ancestors(nodes, outputs) - left:  # states that are zeros
+        listed = ", ".join(f"'{name}'" for name in sorted(lost))
+        raise InputError(f"fixed inputs have the batch in their values: {listed}; {_WAY_OUT}")
     result = ModelProto()
     result.CopyFrom(proto)
     _write_changes(result.graph, [*sizes], changes, size)

@@ -1,9 +1,16 @@
 """Fit a model to the batches: fixed inputs, a batch axis, a variable batch size."""
 
 import warnings
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from jaxonnx._data.forms import lacks_batch_axis
+from jaxonnx._graph.caches import find_states
+from jaxonnx._graph.values import list_values
+from jaxonnx._text import list_some
 from jaxonnx.errors import InputError, TrainingError
 from jaxonnx.model import Model, batch_norms, with_any_batch, with_whole_inputs
 from jaxonnx.training._settings import Settings
@@ -21,16 +28,57 @@ def fit_to_batches(model: Model, settings: Settings, data: Any) -> tuple[Model, 
     """
     model = model.with_fixed_inputs(settings.fixed or {})
     model = with_whole_inputs(model, settings.batching) if settings.batching else model
+    model, notes = _start_at_zeros(model, data)
     if not lacks_batch_axis(data, model.inputs):
-        return model, []
+        return model, notes
     if settings.statistics != "frozen" and batch_norms(model):
         raise TrainingError(
             "the file takes one example, without a batch, and its BatchNormalization would see one "
             "example at a time: pass statistics='frozen', or export it with a batch axis"
         )
     return model.with_batch_axis(), [
+        *notes,
         "the file takes one example, without a batch: batches are mapped over it (jax.vmap), and "
-        "the saved file takes one example as before"
+        "the saved file takes one example as before",
+    ]
+
+
+def _start_at_zeros(model: Model, data: Any) -> tuple[Model, list[str]]:
+    """Return a model whose recurrent states start at zeros if the data lacks them, and notes.
+
+    The outputs that continue the states are left out.
+
+    Raises:
+      TrainingError: the first axis of the sequences is not the batch, which the states have.
+    """
+    states = find_states(model.graph, model.inputs)
+    x = data[0] if isinstance(data, tuple) and len(data) in (2, 3) else data
+    count = len(x) if isinstance(x, tuple) else int(hasattr(x, "shape"))
+    lacks = count == len(model.inputs) - len(states)
+    if isinstance(x, Mapping):
+        lacks = states.keys().isdisjoint(x)
+    if not states or not lacks:
+        return model, []
+    values = [v for v in model.inputs if v.name in states]
+    sizes = {n for v in values for n in v.shape or ()}
+    started = model.with_fixed_inputs(
+        {
+            v.name: np.zeros([n for n in v.shape or () if isinstance(n, int)], v.dtype)
+            for v in values
+        }
+    )
+    kept = {*model.graph.outputs} - {*states.values()}
+    started = replace(started, program=started.program.with_outputs(kept))
+    first, *_ = started.inputs
+    batch = (first.shape or (1,))[0]
+    if not (isinstance(batch, int) or batch in sizes or lacks_batch_axis(data, started.inputs)):
+        raise TrainingError(
+            f"the first axis of input {first} is not the batch, as the states "
+            f"{list_values(values)} show: pass examples with one more axis in front of these"
+        )
+    return started, [
+        f"the data lacks the states {list_some(states, '')}: they are zeros at the start of each "
+        "example. The saved file has them as before"
     ]
 
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import onnx.parser
+import onnxruntime
 import optax
 import pytest
 
@@ -179,3 +180,95 @@ def test_numbers_by_flag(tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     assert jaxonnx.cli.main(f"train {model} d.npz -o t.onnx {flags} --explain".split()) == 0
     assert "fixed={'fmin': 50, 'fmax': 800}" in capsys.readouterr().out.replace('"', "'")
+
+
+def recurrent(x, states, nodes):
+    """A file with a GRU or LSTM of four units that takes and gives its states."""
+    kinds = ", ".join(f"float[{states}] {name}" for name in "hc")
+    nodes = nodes.replace("ROWS", "i, W, R, B, , h, c")
+    proto = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["": 17]>
+    g (float[{x}] x, {kinds}) => (y, float[{states}] hn, float[{states}] cn)
+    <int64[1] one = {{1}}> {{ {nodes} }}""")
+    random = np.random.default_rng(3)
+    sizes = {"W": (1, 16, 5), "R": (1, 16, 4), "B": (1, 32), "O": (4, 3)}
+    for name, shape in sizes.items():
+        value = random.normal(size=shape).astype(np.float32) / 2
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(value, name))
+    proto.graph.output[0].type.tensor_type.elem_type = 1
+    return proto
+
+
+LSTM = "r, hn, cn = LSTM <hidden_size = 4> (ROWS) s = Squeeze(r, one) m = MatMul(s, O)"
+FIRST = f"i = Transpose <perm = [1, 0, 2]> (x) {LSTM} y = Transpose <perm = [1, 0, 2]> (m)"
+X = np.random.default_rng(4).normal(size=(6, 7, 5)).astype(np.float32)
+TARGETS = np.random.default_rng(5).normal(size=(6, 7, 3)).astype(np.float32)
+RECURRENT = {
+    "batch first": ("b, t, 5", "1, b, 4", FIRST, X, TARGETS),
+    "one example": ("1, 7, 5", "1, 1, 4", FIRST, X, TARGETS),
+    "steps first": (
+        *("t, b, 5", "1, b, 4", f"i = Identity(x) {LSTM} y = Identity(m)"),
+        *(X.reshape(3, 2, 7, 5).swapaxes(1, 2), TARGETS.reshape(3, 2, 7, 3).swapaxes(1, 2)),
+    ),
+    "no batch": (
+        *("frames, 5", "1, 1, 4", f"i = Unsqueeze(x, one) {LSTM} y = Squeeze(m, one)"),
+        *(X, TARGETS),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_states_start_at_zeros(name):
+    """The loss and the step of SGD are those of onnxruntime with states of zeros."""
+    shape, states, nodes, x, targets = RECURRENT[name]
+    proto = recurrent(shape, states, nodes)
+    model, single = jaxonnx.load(proto), name == "one example"
+    given = {"x": x, "target": targets} if name == "steps first" else (x, targets)
+    settings = {"loss": "squared_error", "optimizer": optax.sgd(1.0), "epochs": 1}
+    settings |= {"accumulate": len(x), "batch_size": 1} if single else {"batch_size": len(x)}
+    result = jaxonnx.train(model, given, progress=False, **settings)
+    assert any("the data lacks the states h, c: they are zeros" in n for n in result.history.notes)
+    saved = result.model.to_onnx()
+    assert [v.name for v in saved.graph.input] == ["x", "h", "c"]
+    assert [v.name for v in saved.graph.output] == ["y", "hn", "cn"]
+
+    def loss(params):
+        """The mean squared error, with one call of onnxruntime for each example or batch."""
+        file = model.replace(params=params).to_onnx().SerializeToString()
+        session = onnxruntime.InferenceSession(file)
+        whole = name == "batch first"
+        parts = [x] if whole else [r[None] if single else r for r in x]
+        zeros = np.zeros((1, {"batch first": 6, "steps first": 2}.get(name, 1), 4), np.float32)
+        calls = [session.run(["y"], {"x": r, "h": zeros, "c": zeros})[0] for r in parts]
+        y = calls[0] if whole else np.stack([r[0] if single else r for r in calls])
+        return np.square(y.astype(np.float64) - targets).mean()
+
+    assert np.mean(result.history.losses) == pytest.approx(loss(model.params), rel=1e-5)
+    step = {n: np.asarray(v - result.model.params[n]) for n, v in model.params.items()}
+    random = np.random.default_rng(6)
+    along = {n: random.normal(size=v.shape).astype(np.float32) for n, v in step.items()}
+    ends = [loss({n: v + e * along[n] for n, v in model.params.items()}) for e in (1e-2, -1e-2)]
+    slope = sum(np.vdot(step[n], along[n]) for n in step)
+    assert slope == pytest.approx((ends[0] - ends[1]) / 2e-2, rel=1e-2, abs=1e-4)
+
+
+def test_states_and_sequences_that_do_not_fit():
+    loss = {"loss": "squared_error", **SGD}
+    steps_first = jaxonnx.load(recurrent(*RECURRENT["steps first"][:3]))
+    with pytest.raises(
+        jaxonnx.TrainingError, match=r"x: .* is not the batch, as the states h: .*c: "
+    ):
+        jaxonnx.train(steps_first, (X, TARGETS), **loss)
+    single = jaxonnx.load(recurrent(*RECURRENT["one example"][:3]))
+    with pytest.raises(jaxonnx.TrainingError, match=r"cannot be opened: .* values: 'c', 'h'"):
+        jaxonnx.train(single, (X, TARGETS), batch_size=2, **loss)  # the file would lose them
+    first = jaxonnx.load(recurrent(*RECURRENT["batch first"][:3]))
+    with pytest.raises(jaxonnx.TrainingError, match=r"2 inputs; the model has 3: .*fixed={name:"):
+        jaxonnx.train(first, ((X, X), TARGETS), batch_size=1, **loss)
+    whole = {
+        n: np.zeros((1, 4), np.float32) for n in "hc"
+    }  # of each example, wherever the batch is
+    result = jaxonnx.train(
+        first, (X, {"y": TARGETS}), fixed=whole, **SGD, loss={"y": "squared_error"}
+    )
+    zeros = jaxonnx.train(first, (X, TARGETS), **loss)
+    np.testing.assert_allclose(result.history.losses, zeros.history.losses, rtol=1e-6)
