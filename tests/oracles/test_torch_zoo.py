@@ -43,6 +43,7 @@ def test_what_is_trained_is_what_pytorch_trains(name):
 def test_outputs_gradients_and_five_steps_are_those_of_pytorch(name):
     content, golden = read(name)
     assert len(golden.losses) == 5
+    assert len(golden.accumulated) == 10
     assert [*compare(content, golden)] == []
 
 
@@ -86,8 +87,9 @@ def test_wrong_outputs_gradients_and_losses_are_found():
     content, golden = read("vector")
     changed = {**golden.gradients}
     changed["1.0.weight"] = changed["1.0.weight"] * 1.01
-    found = [*compare(content, replace(golden, gradients=changed, losses=golden.losses * 1.01))]
-    assert kinds(found) == {("gradient", "1.0.weight"), ("adam", "")}
+    wrong = {"losses": golden.losses * 1.01, "accumulated": golden.accumulated * 1.01}
+    found = [*compare(content, replace(golden, gradients=changed, **wrong))]
+    assert kinds(found) == {("gradient", "1.0.weight"), ("adam", ""), ("accumulated", "")}
     found = [*compare(content, replace(golden, output=golden.output + 1))]
     assert ("outputs", "") in kinds(found)
 

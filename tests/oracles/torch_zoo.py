@@ -2,7 +2,8 @@
 
 Random networks of PyTorch, exported by both of its exporters, trained by jaxonnx and by PyTorch. Of
 each: the outputs; the set of trained tensors is `named_parameters()`, by value, with ties as ties;
-the gradient of every parameter; five steps of Adam; what an untouched save keeps. A network that
+the gradient of every parameter; five steps of Adam, of one batch and of two that
+count unequally; what an untouched save keeps. A network that
 differs is made smaller until each block is needed; the table counts the differences by block.
 `--transformers` takes the architectures of transformers with tiny configurations instead.
 Needs torch and onnxscript (and transformers); what compares is `zoo_compare`, which does not.
@@ -10,6 +11,7 @@ Needs torch and onnxscript (and transformers); what compares is `zoo_compare`, w
 
 import argparse
 import contextlib
+import copy
 import io
 import itertools
 import logging
@@ -32,7 +34,7 @@ from torch import nn
 
 from tests.oracles import zoo_blocks, zoo_recurrent, zoo_sequences, zoo_vectors
 from tests.oracles.zoo_blocks import LENGTH, SIDE, C
-from tests.oracles.zoo_compare import LEARNING_RATE, STEPS, Finding, Golden, compare
+from tests.oracles.zoo_compare import LEARNING_RATE, STEPS, Finding, Golden, compare, unequal
 
 BATCH = 3
 WORDS = 19
@@ -191,8 +193,10 @@ def golden(net: nn.Module, inputs: tuple[torch.Tensor, ...], steps: bool) -> Gol
     loss = nn.functional.mse_loss(output, target)
     found = torch.autograd.grad(loss, [*params.values()], allow_unused=True)
     gradients = {n: g.numpy() for n, g in zip(params, found, strict=True) if g is not None}
-    losses = []
+    losses, accumulated = [], []
     if steps:
+        if len(output) == len(inputs[0]):
+            accumulated = accumulate(copy.deepcopy(net), inputs, target.numpy())
         net.train()
         optimizer = torch.optim.Adam(net.parameters(), LEARNING_RATE)
         for _ in range(STEPS):
@@ -210,7 +214,34 @@ def golden(net: nn.Module, inputs: tuple[torch.Tensor, ...], steps: bool) -> Gol
         buffers,
         gradients,
         np.array(losses),
+        np.array(accumulated),
     )
+
+
+def accumulate(net: nn.Module, inputs: tuple[torch.Tensor, ...], target: np.ndarray) -> list[float]:
+    """Return the losses of steps of Adam on sums over two batches that are divided once."""
+    net.train()
+    optimizer, losses = torch.optim.Adam(net.parameters(), LEARNING_RATE), []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        counts = []
+        for number in (0, 1):
+            wanted, weight = map(torch.from_numpy, unequal(target, number))
+            output = first(net(*inputs))
+            if target.ndim == 3:
+                flat = output.flatten(0, 1), wanted.flatten()
+                total, count = nn.functional.cross_entropy(*flat, reduction="sum"), wanted >= 0
+            else:
+                total = ((output - wanted).square().flatten(1).mean(1) * weight).sum()
+                count = weight
+            total.backward()
+            counts.append(count.sum().item())
+            losses.append(total.item() / counts[-1])
+        for p in net.parameters():
+            if p.grad is not None:
+                p.grad /= sum(counts)
+        optimizer.step()
+    return losses
 
 
 def examine(spec: Spec, steps: bool = False, run: bool = True) -> list[Finding] | None:
@@ -261,7 +292,7 @@ def shrink(spec: Spec, kind: str) -> Spec:
     place = 0
     while place < len(spec.blocks):
         smaller = spec._replace(blocks=spec.blocks[:place] + spec.blocks[place + 1 :])
-        found = examine(smaller, kind == "adam", kind not in STATIC)
+        found = examine(smaller, kind in ("adam", "accumulated"), kind not in STATIC)
         if any(f.kind == kind for f in unexplained(found)):
             spec = smaller
         else:

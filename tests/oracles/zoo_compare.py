@@ -39,8 +39,8 @@ class Finding(NamedTuple):
     """A difference, or one that is explained.
 
     Attributes:
-      kind: "load", "run", "save", "size", "frozen", "trained", "untied", "outputs", "gradient" or
-        "adam".
+      kind: "load", "run", "save", "size", "frozen", "trained", "untied", "outputs", "gradient",
+        "adam" or "accumulated".
       tensor: PyTorch's name of the parameter or buffer concerned; "" if it is not one.
       detail: what differs.
       why: the explanation; "" if there is none.
@@ -65,6 +65,8 @@ class Golden:
       buffers: as `named_buffers()`.
       gradients: of the parameters that have one.
       losses: of the first steps of Adam; empty if they were not taken.
+      accumulated: of the batches of as many steps, each of two batches of the same inputs, which
+        `unequal` weighs; empty likewise.
     """
 
     inputs: dict[str, np.ndarray]
@@ -74,6 +76,7 @@ class Golden:
     buffers: dict[str, np.ndarray] = field(default_factory=dict)
     gradients: dict[str, np.ndarray] = field(default_factory=dict)
     losses: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    accumulated: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
     def save(self, path: Path) -> None:
         arrays = {}
@@ -168,6 +171,8 @@ def compare(content: bytes, golden: Golden, run: bool = True) -> Iterator[Findin
         yield from compare_gradients(model, golden)
         if len(golden.losses) and not wrong:
             yield from compare_steps(model, golden)
+        if len(golden.accumulated) and not wrong:
+            yield from compare_accumulated(model, golden)
     except jaxonnx.Error as error:
         yield Finding("run", "", f"{type(error).__name__}: {error}")
 
@@ -315,6 +320,41 @@ def compare_steps(model: jaxonnx.Model, golden: Golden) -> Iterator[Finding]:
     losses = np.asarray(result.history.losses)
     if not np.allclose(losses, golden.losses, rtol=2e-3, atol=1e-7):
         yield Finding("adam", "", f"losses {losses} instead of {golden.losses}")
+
+
+def unequal(target: np.ndarray, number: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the targets of batch 0 or 1 of a step, and the weights of its examples.
+
+    Of tokens (batch, length, words) the targets are labels, -100 where they do not count: all count
+    in batch 0, and one of each row in batch 1.
+    """
+    if target.ndim == 3:
+        labels = target.argmax(-1)
+        labels[:, 1:] = np.where(number, -100, labels[:, 1:])
+        return labels, np.ones(len(target), np.float32)
+    return target, np.resize(np.float32([[1, 0.25, 4], [16, 1, 8]][number]), len(target))
+
+
+def compare_accumulated(model: jaxonnx.Model, golden: Golden) -> Iterator[Finding]:
+    """Yield how the losses of steps of Adam over two unequal batches differ."""
+
+    def mean_squares(output: Any, target: Any) -> jax.Array:
+        first = output[0] if isinstance(output, tuple) else output
+        return jnp.square(first - target).reshape(len(target), -1).mean(1)
+
+    tokens = jaxonnx.losses.cross_entropy(axis=-1, ignore_index=-100)
+    batches = [(golden.inputs, *unequal(golden.target, number)) for number in (0, 1)]
+    result = jaxonnx.train(
+        model,
+        batches * STEPS,
+        loss=tokens if golden.target.ndim == 3 else mean_squares,
+        optimizer=optax.adam(LEARNING_RATE),
+        statistics="batch",
+        accumulate=2,
+    )
+    losses = np.asarray(result.history.losses)
+    if not np.allclose(losses, golden.accumulated, rtol=2e-3, atol=1e-7):
+        yield Finding("accumulated", "", f"losses {losses} instead of {golden.accumulated}")
 
 
 def _distance(ours: Any, theirs: Any) -> float:

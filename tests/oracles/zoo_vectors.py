@@ -18,6 +18,21 @@ def linear(draw):
 
 
 @BLOCKS.add
+def fake_quantized(draw):
+    """As quantization-aware training has it: weights by channel, inputs as a whole."""
+    layer, scale = nn.Linear(C, C), torch.full((C,), 0.01)
+
+    def run(m, x):
+        zeros = torch.zeros(C, dtype=torch.int32)
+        weight = torch.fake_quantize_per_channel_affine(
+            m.layer.weight, m.scale, zeros, 0, -128, 127
+        )
+        return F.linear(torch.fake_quantize_per_tensor_affine(x, 0.05, 0, -128, 127), weight)
+
+    return Apply(run, {"scale": scale}, layer=layer)
+
+
+@BLOCKS.add
 def perceptron(draw):
     return nn.Sequential(nn.Linear(C, 13), act(draw), nn.LayerNorm(13), nn.Linear(13, C))
 
