@@ -3,6 +3,7 @@
 from jaxonnx.lowering._attention_layout import separate_heads
 from jaxonnx.lowering._contract import contract_p
 from jaxonnx.lowering._conv import Conv, convolution, transposed_convolution
+from jaxonnx.lowering._divide import divide
 from jaxonnx.lowering._elementwise_proof import is_elementwise
 from jaxonnx.lowering._integer import FAST_INT8, integer_convolution, integer_product
 from jaxonnx.lowering._layout import (
@@ -49,6 +50,7 @@ __all__ = [
     "Transposition",
     "contract_p",
     "convolution",
+    "divide",
     "elementwise",
     "first_max",
     "first_winner",

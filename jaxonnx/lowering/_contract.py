@@ -89,7 +89,7 @@ contract_p = Primitive("contract")
 contract_p.plain = lambda u, v, *, form, out: form.plain(out, u, v)  # type: ignore[attr-defined]
 
 
-def named_primitive(name: str, function: Callable, static: str) -> Primitive:
+def named_primitive(name: str, function: Callable, static: str | tuple[()] = ()) -> Primitive:
     """Return a primitive that stands for a function of arrays in a jaxpr.
 
     Readers of a jaxpr, such as the export to ONNX, see it as one equation with a name; XLA gets the
@@ -98,7 +98,7 @@ def named_primitive(name: str, function: Callable, static: str) -> Primitive:
     Args:
       name: of the primitive.
       function: of arrays and one static parameter; it is also the primitive's `plain` attribute.
-      static: the name of the static parameter.
+      static: the name of the static parameter; () if there is none.
     """
     primitive = Primitive(name)
 

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import onnx
 
+from jaxonnx import lowering
 from jaxonnx.errors import NodeError
-from jaxonnx.registry import symbolic
+from jaxonnx.registry import is_known, symbolic
 
 INDEX = np.dtype(np.int64)
 """The element type of shapes and indices; `canonical(INDEX)` for traced ones."""
@@ -41,6 +42,11 @@ def cast(x, dtype):
 def widen(x, dtype: Any = np.float32) -> jax.Array:
     """Convert `x` to a JAX array of `dtype`, or of its own dtype if that is wider."""
     return jnp.asarray(x).astype(jnp.promote_types(x.dtype, dtype))
+
+
+def divide(x, y) -> Any:
+    """Return x / y in floating point, rounded once: what steps read, such as Floor, stays exact."""
+    return x / y if is_known(x, y) else lowering.divide(x, y)
 
 
 def axis_of(axis: int, rank: int) -> int:

@@ -12,6 +12,7 @@ from jaxonnx._axes import convolution
 from jaxonnx._constraints import Positive
 from jaxonnx._limits import check_size
 from jaxonnx.errors import NodeError
+from jaxonnx.ops.common import divide
 from jaxonnx.ops.windows import (
     Convolved,
     Taps,
@@ -171,7 +172,7 @@ def qlinear_conv(
     """ConvInteger plus an int32 bias, rescaled, rounded to even and saturated to y's type."""
     y = conv_integer(x, w, x_zero_point, w_zero_point, group=group, channels=channels, **window)
     y = y if b is None else y + _channels(b, y.ndim, channels)
-    scale = x_scale * w_scale / y_scale
+    scale = divide(x_scale * w_scale, y_scale)
     scale = _channels(scale, x.ndim, channels) if scale.size > 1 else scale.reshape(())
     limits = np.iinfo(y_zero_point.dtype)
     rounded = jnp.round(y * scale) + y_zero_point.astype(np.float32).reshape(())

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx.errors import NodeError
-from jaxonnx.ops.common import axis_of, canonical
+from jaxonnx.ops.common import axis_of, canonical, divide
 from jaxonnx.registry import Starts, is_known, op, symbolic, xp
 
 # operator -> first opset, name of the function in numpy and in jax.numpy
@@ -113,7 +113,7 @@ def div(a, b):
     if is_integer(a):
         # `a` less the remainder of C divides exactly, so nothing is rounded
         return (a - xp(a, b).fmod(a, b)) // b
-    return xp(a, b).true_divide(a, b)
+    return divide(a, b)
 
 
 @jax.custom_jvp
@@ -192,7 +192,7 @@ def sum_(*xs):
 
 @op("Mean", since=1, pointwise=True)
 def mean(*xs):
-    return functools.reduce(jnp.add, map(jnp.asarray, xs)) / len(xs)
+    return divide(functools.reduce(jnp.add, map(jnp.asarray, xs)), xs[0].dtype.type(len(xs)))
 
 
 @op("Where", since=9, pointwise=True)

@@ -10,7 +10,7 @@ from jax import lax
 from jaxonnx import lowering
 from jaxonnx._limits import check_size
 from jaxonnx.errors import NodeError
-from jaxonnx.ops.common import INDEX, canonical
+from jaxonnx.ops.common import INDEX, canonical, divide
 from jaxonnx.ops.elementwise import absolute
 from jaxonnx.ops.windows import (
     Pooled,
@@ -47,8 +47,7 @@ def average_pool(x, *, count_include_pad=0, channels: Channels = 1, **window: Un
     own = sum(zip(*windows.pads, strict=True), ()) if is_automatic else window.get("pads")
     number = np.maximum(counts(windows, size, own if count_include_pad else None), 1)
     number = number if channels == 1 else number[..., None]
-    mean = lowering.window_sum(_wide(x), windows, channels) / number
-    return mean.astype(x.dtype)
+    return divide(lowering.window_sum(_wide(x), windows, channels), number).astype(x.dtype)
 
 
 @op("MaxPool", since=1, shapes=IMAGES, without=("ceil_mode", "dilations", "storage_order"))
@@ -111,10 +110,8 @@ def lp_pool(x, *, p: float = 2, **window: Unpack[Pooled]):
 
 @op("GlobalAveragePool", since=1, shapes=IMAGES)
 def global_average_pool(x, *, channels: Channels = 1):
-    # Divided before the sum: XLA would fuse a division after it with a subtraction that follows, as
-    # in Softmax, whose maximum would then be that of differently rounded numbers.
-    share = _wide(x) * (1 / max(1, math.prod(spatial(x.shape, channels))))
-    return share.sum(_axes(x, channels), keepdims=True).astype(x.dtype)
+    total = _wide(x).sum(_axes(x, channels), keepdims=True)
+    return divide(total, math.prod(spatial(x.shape, channels))).astype(x.dtype)
 
 
 @op("GlobalMaxPool", since=1, shapes=IMAGES)

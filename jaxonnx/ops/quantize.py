@@ -18,7 +18,7 @@ from jaxonnx._constraints import NotNegative
 from jaxonnx.errors import NodeError
 from jaxonnx.lowering import SMALL, ChangedWeight, LowRank, Packed, integer_product
 from jaxonnx.ops.cast import convert
-from jaxonnx.ops.common import axis_of, element_dtype
+from jaxonnx.ops.common import axis_of, divide, element_dtype
 from jaxonnx.registry import Factor, PerAxis, Rounded, Through, is_known, op, xp
 
 
@@ -130,7 +130,7 @@ def quantize_linear(
         raise NodeError(f"precision must be of a floating-point type, and is {wide}")
     scale = _granular(scale, x, axis, block_size).astype(wide)
     zero_point = _zero_point(zero_point, x, axis, block_size)
-    ratio = x.astype(wide) / scale
+    ratio = divide(x.astype(wide), scale)
     return _straight_through(quantize(ratio, zero_point, dtype, saturate), ratio, zero_point)
 
 
@@ -239,10 +239,11 @@ def dynamic_quantize_linear(x):
     np_ = xp(x)
     low, high = np_.minimum(x.min(), np.float32(0)), np_.maximum(x.max(), np.float32(0))
     width = np_.where(high == low, np.float32(1), high - low)
-    scale = width / np.float32(255)
-    zero_point = np_.rint(np_.clip(-low / scale, np.float32(0), np.float32(255))).astype(np.uint8)
-    y = quantize(x / scale, zero_point, np.dtype(np.uint8))
-    return _straight_through(y, x / scale, zero_point), scale, zero_point
+    scale = divide(width, np.float32(255))
+    shift = np_.clip(divide(-low, scale), np.float32(0), np.float32(255))
+    zero_point, ratio = np_.rint(shift).astype(np.uint8), divide(x, scale)
+    y = quantize(ratio, zero_point, np.dtype(np.uint8))
+    return _straight_through(y, ratio, zero_point), scale, zero_point
 
 
 def _rows(value, column):
@@ -268,5 +269,5 @@ def qlinear_matmul(a, a_scale, a_zero_point, b, b_scale, b_zero_point, y_scale, 
     """The product of two quantized matrices, quantized again; exact up to the last rounding."""
     product = matmul_integer(a, b, a_zero_point, b_zero_point).astype(np.float32)
     scales = _rows(a_scale, False).astype(np.float32), b_scale.astype(np.float32)
-    factor = scales[0] * scales[1] / _rows(y_scale, False).astype(np.float32)
+    factor = divide(scales[0] * scales[1], _rows(y_scale, False).astype(np.float32))
     return quantize(product * factor, _rows(y_zero_point, False), y_zero_point.dtype)

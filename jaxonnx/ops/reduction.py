@@ -17,7 +17,7 @@ import numpy as np
 from jaxonnx._axes import einsum as summed
 from jaxonnx.errors import NodeError
 from jaxonnx.lowering import is_half
-from jaxonnx.ops.common import INDEX, axes_of, axis_of, cast
+from jaxonnx.ops.common import INDEX, axes_of, axis_of, cast, divide
 from jaxonnx.ops.elementwise import absolute, div, is_integer
 from jaxonnx.registry import Static, is_known, op, symbolic, xp
 
@@ -43,10 +43,11 @@ def reduce_prod(x, axis, keepdims):
 
 
 def reduce_mean(x, axis, keepdims):
+    count = math.prod(x.shape[i] for i in axis)
     if is_integer(x):
-        count = math.prod(x.shape[i] for i in axis)
         return div(reduce_sum(x, axis, keepdims), np.asarray(count).astype(x.dtype))
-    return jnp.mean(x, axis=axis, keepdims=keepdims)
+    total = jnp.sum(x, axis=axis, keepdims=keepdims, dtype=_accumulator(x))
+    return divide(total, count).astype(x.dtype)
 
 
 def _initial_of_empty(x, sign: int) -> dict[str, Any]:

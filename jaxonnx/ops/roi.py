@@ -10,7 +10,7 @@ from jax import lax
 from jaxonnx import lowering
 from jaxonnx._constraints import NotNegative, Positive
 from jaxonnx._limits import check_size
-from jaxonnx.ops.common import index_of
+from jaxonnx.ops.common import divide, index_of
 from jaxonnx.registry import is_known, op, xp
 
 ROIS_AT_ONCE = 16
@@ -41,7 +41,7 @@ def max_roi_pool(x, rois, *, pooled_shape, spatial_scale=1.0):
     def bins(first, last, count, size):
         """Return which pixels each bin covers, (count, size)."""
         first, last = (_round(v * spatial_scale) for v in (first, last))
-        step = jnp.maximum(last - first + 1, 1) / count
+        step = divide(jnp.maximum(last - first + 1, 1), count)
         number = jnp.arange(count)
         begin = jnp.floor(number * step) + first
         end = jnp.ceil((number + 1) * step) + first
@@ -154,12 +154,12 @@ def _samples(start, extent, bins, size, max_samples, ratio):
       exist (bins, max_samples); the number of samples of a bin; and whether there are samples
       beyond `max_samples`, which lie off the image and are 0.
     """
-    step = extent / bins
+    step = divide(extent, bins)
     count = jnp.asarray(ratio, extent.dtype) if ratio else jnp.ceil(step)
-    spacing = step / jnp.maximum(count, 1)
+    spacing = divide(step, jnp.maximum(count, 1))
     begin = start + jnp.arange(bins) * step
     # the first sample that can lie at -1 or after it; none is skipped when all of them fit
-    first = jnp.ceil((-1 - begin) / jnp.where(spacing > 0, spacing, 1) - 0.5)
+    first = jnp.ceil(divide(-1 - begin, jnp.where(spacing > 0, spacing, 1)) - 0.5)
     first = lax.stop_gradient(jnp.clip(first, 0, jnp.maximum(count - max_samples, 0)))
     number = first[:, None] + jnp.arange(max_samples)
     exists = number < count

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from jaxonnx import sparse
 from jaxonnx.errors import SparsityError
+from jaxonnx.lowering import divide
 from jaxonnx.sparse._pattern import default_axes
 from jaxonnx.sparse._walk import Walk
 
@@ -346,3 +347,8 @@ def test_damaged_files_are_refused(saved, tmp_path):
             sparse.load(path)
     with pytest.raises(FileNotFoundError):
         sparse.load(tmp_path / "none.npz")
+
+
+def test_a_quotient_by_a_scale_keeps_the_zeros():
+    pruned = sparse.prune({"w": W})
+    assert products(lambda p, x: x @ divide(p["w"], jnp.float32(3)), pruned, X)

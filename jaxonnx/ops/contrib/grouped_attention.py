@@ -15,7 +15,7 @@ from jaxonnx._limits import check_size
 from jaxonnx.errors import NodeError, StaticError
 from jaxonnx.ops.attention import merge_heads, rotate, split_heads
 from jaxonnx.ops.attention_softmax import Window, attend, weigh
-from jaxonnx.ops.common import INDEX
+from jaxonnx.ops.common import INDEX, divide
 from jaxonnx.ops.contrib.fused import DOMAIN, rms_norm
 from jaxonnx.ops.quantize import dequantize_linear, quantize, quantize_linear
 from jaxonnx.registry import Omissible, Outputs, op
@@ -50,7 +50,7 @@ class _Codes(NamedTuple):
 
     def write(self, x):
         """Return the codes of numbers that `round` has rounded, packed for int4."""
-        codes = quantize(x.astype(np.float32) / self._scale(x.shape[1]), None, self.dtype)
+        codes = quantize(divide(x.astype(np.float32), self._scale(x.shape[1])), None, self.dtype)
         if self.dtype != INT4:
             return codes
         low, high = ((codes[..., i::2].astype(np.int8) + 8).astype(np.uint8) for i in (0, 1))

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 from jax import lax
 
-from jaxonnx.ops.common import element_dtype
+from jaxonnx.ops.common import divide, element_dtype
 from jaxonnx.registry import Training, op, xp
 
 DOMAIN = "jaxonnx"
@@ -40,9 +40,9 @@ def range_parameters(low, high, dtype, symmetric):
     np_ = xp(low, high)
     least, middle, most = limits_of(dtype)
     width = np_.maximum(-low, high) if symmetric else high - low
-    scale = width / (most - middle if symmetric else most - least)
+    scale = divide(width, low.dtype.type(most - middle if symmetric else most - least))
     scale = np_.where(width > 0, np_.maximum(scale, np.finfo(np.float32).tiny), 1)
-    point = np_.rint(least - low / scale)
+    point = np_.rint(least - divide(low, scale))
     point = np_.full(np_.shape(low), middle) if symmetric else np_.clip(point, least, most)
     return scale.astype(low.dtype), point.astype(dtype)
 

@@ -25,6 +25,7 @@ from jaxonnx.ops.quantize import (
     quantize_linear,
     with_gradient_of,
 )
+from jaxonnx.ops.reduction import reduce_mean
 from jaxonnx.registry import Factor, Omissible, Rounded, Through, op
 
 
@@ -77,7 +78,7 @@ def qlinear_global_average_pool(
 ):
     y = dequantize_linear(x, x_scale, x_zero_point)
     axes = tuple(range(1, y.ndim - 1) if channels_last else range(2, y.ndim))
-    return quantize_linear(y.mean(axis=axes, keepdims=True), y_scale, y_zero_point)
+    return quantize_linear(reduce_mean(y, axes, True), y_scale, y_zero_point)
 
 
 @op("QLinearConcat", since=1, domain=DOMAIN)
@@ -109,7 +110,10 @@ def _scaled_product(a, a_scale, a_zero_point, b, b_scale, b_zero_point, bias, x=
 
 
 def _row(zero_point):
-    return zero_point if zero_point is None or zero_point.size > 1 else zero_point.reshape(())
+    """Return a zero point as a scalar or a vector; that of a matrix may be a row (1, N)."""
+    if zero_point is None or zero_point.ndim > 2 or zero_point.shape[:-1] not in ((), (1,)):
+        return zero_point
+    return zero_point.reshape(() if zero_point.size == 1 else -1)
 
 
 @op("DynamicQuantizeMatMul", since=1, domain=DOMAIN, weights={"b": matrix()}, params=("bias",))

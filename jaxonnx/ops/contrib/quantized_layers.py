@@ -13,7 +13,7 @@ from jaxonnx._constraints import NotNegative
 from jaxonnx.errors import NodeError
 from jaxonnx.lowering import product
 from jaxonnx.ops.activation import leaky_relu, sigmoid, softmax
-from jaxonnx.ops.common import axis_of
+from jaxonnx.ops.common import axis_of, divide
 from jaxonnx.ops.contrib.attention import refuse, self_attention
 from jaxonnx.ops.contrib.fused import DOMAIN, layer_norm
 from jaxonnx.ops.conv import qlinear_conv
@@ -180,7 +180,7 @@ def qgemm(
         y = y + c.astype(y.dtype) * (alpha * a_scale * b_scale)
     if y_zero_point is not None:
         return quantize_linear(y, y_scale, y_zero_point)
-    return y if y_scale is None else y / y_scale  # as onnxruntime has it
+    return y if y_scale is None else divide(y, y_scale)  # as onnxruntime has it
 
 
 @op("QAttention", since=1, domain=DOMAIN, params=("bias",))
