@@ -216,3 +216,36 @@ def test_parts_of_a_group_that_others_read(tmp_path):
     found = session(cut.to_onnx().SerializeToString()).run(None, {"x": x})
     for one, other in zip(cut(x), found, strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-2 * np.abs(other).max())
+
+
+@pytest.mark.parametrize("batch", [(), (3,)])
+@pytest.mark.parametrize("shape", [(), (1,), (HIDDEN,), (1, HIDDEN)])
+@pytest.mark.parametrize("kind", ["group", "DynamicQuantizeMatMul", "MatMulIntegerToFloat"])
+def test_parameters_of_columns_may_be_rows(kind, shape, batch):
+    """Scales and zero points of shape (1, N), which onnxruntime takes as those of shape (N)."""
+    draw = np.random.default_rng(1)
+    zeros = draw.integers(90, 160, shape).astype(np.uint8)
+    scales = draw.uniform(0.002, 0.02, shape).astype(np.float32)
+    tensors = {"w": draw.integers(0, 256, (SIZE, HIDDEN)).astype(np.uint8), "s": scales, "z": zeros}
+    bodies = {
+        "group": """q, a, p = DynamicQuantizeLinear(x) i = MatMulInteger(q, w, p, z)
+                    f = Cast <to = 1> (i) b = Mul(a, s) y = Mul(f, b)""",
+        "DynamicQuantizeMatMul": "y = com.microsoft.DynamicQuantizeMatMul(x, w, s, z)",
+        "MatMulIntegerToFloat": """q, a, p = DynamicQuantizeLinear(x)
+                                   y = com.microsoft.MatMulIntegerToFloat(q, w, a, s, p, z)""",
+    }
+    free = "n,t" if batch else "n"
+    proto = onnx.parser.parse_model(
+        f"""<ir_version: 9, opset_import: ["": 17, "com.microsoft": 1]>
+        g (float[{free},{SIZE}] x) => (float[{free},{HIDDEN}] y) {{ {bodies[kind]} }}"""
+    )
+    proto.graph.initializer.extend(numpy_helper.from_array(v, n) for n, v in tensors.items())
+    x, model = normal(*batch, 4, SIZE), jaxonnx.load(proto)
+    (expected,) = session(proto.SerializeToString()).run(None, {"x": x})
+    np.testing.assert_allclose(model(x), expected, rtol=1e-6, atol=1e-6)
+    adapted = adapt(model)
+    a, b = (next(v for n, v in adapted.params.items() if n.endswith(end)) for end in ("_A", "_B"))
+    if kind != "MatMulIntegerToFloat":
+        change = x @ np.asarray(a).T @ np.asarray(b).T
+        np.testing.assert_allclose(adapted(x), expected + change, rtol=1e-4, atol=1e-4)
+    assert jnp.isfinite(jax.grad(lambda x: model(x).sum())(jnp.asarray(x))).all()

@@ -174,6 +174,23 @@ def test_dropout_in_training(opset):
     assert np.asarray(mask).all()
 
 
+@pytest.mark.parametrize("opset", [7, 9, 10, 11, 12, 13, 22])
+def test_the_mask_of_inference_drops_nothing(opset):
+    """The output is data * mask in inference too; onnxruntime has 0 there before opset 12."""
+    kind = "float" if opset < 10 else "bool"
+    model = onnx.parser.parse_model(
+        f'<ir_version: 7, opset_import: ["": {opset}]> g (float[3] x) => (float[3] y, {kind}[3] m) '
+        "{ y, m = Dropout(x) }"
+    )
+    x = np.float32([1, -2, 3])
+    y, mask = jaxonnx.load(model)(x)
+    assert mask.dtype == (np.float32 if opset < 10 else np.bool_)
+    np.testing.assert_array_equal(y, x * np.asarray(mask))
+    if opset >= 12:
+        expected = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x": x})
+        np.testing.assert_array_equal(mask, expected[1])
+
+
 def test_dropout_listens_to_its_inputs_and_seed():
     dropout = operator("Dropout")
     key = lambda seed=None: jax.random.key(7 if seed is None else seed)  # noqa: E731
