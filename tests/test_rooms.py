@@ -77,7 +77,7 @@ BUDGETS = {
     "_rewrite": (2365, "files to files: heads, batches, outputs, rounding, QLinear*, adapters"),
     "training_info": (520, "the file's own training graphs, run and written"),
     "_step_files": (500, "exported steps, their manifest, the page for browsers"),
-    "quantization": (1190, "schemes, sites, ranges and layers of quantized networks"),
+    "quantization": (1210, "schemes, sites, ranges and layers of quantized networks"),
     "_mesh": (450, "rules, shardings and processes"),
     "lora": (690, "adapters, for each form of a weight, and the modules that PEFT names"),
     "registry": (210, "what an operator declares of its inputs and attributes"),

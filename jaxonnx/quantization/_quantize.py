@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -40,6 +41,8 @@ from jaxonnx.quantization._sites import Sites, WeightSite, find_sites
 
 _BATCHES = 16
 """The batches that ranges are measured on."""
+_COMPARED, _NOISE = 4, 1.25
+"""The batches that calibrations are compared on, and the ratio of errors that is no noise."""
 
 
 def quantize(
@@ -92,7 +95,9 @@ def quantize(
         raise InputError(f"method is 'round' or None, and was {method!r}")
     net = model if isinstance(model, Model) else load(model)
     whole, source = read_examples(net, data, batch_size, preprocess)
-    quantized = _insert(whole, Quantization.of(scheme), source, batches, method)
+    examples = [batch.inputs for batch in islice(source.batches(0), batches)]
+    quantized = _insert(whole, Quantization.of(scheme), examples, method)
+    _compare_with_minmax(whole, quantized, Quantization.of(scheme), examples)
     return quantized if net.program.caches is None else quantized.without_cache()
 
 
@@ -138,7 +143,8 @@ def prepare(
             raise InputError(
                 "reduce_range is for jaxonnx.quantize: weights that are trained leave the range"
             )
-        model = _insert(model, scheme, source, _BATCHES, keep_norms=True)
+        examples = [batch.inputs for batch in islice(source.batches(0), _BATCHES)]
+        model = _insert(model, scheme, examples, keep_norms=True)
         entry = _record(model)
         weights = len(entry.names)
         activations = "no activations"
@@ -232,8 +238,7 @@ def _describe_types(scheme: Quantization) -> str:
 def _insert(
     model: Model,
     scheme: Quantization,
-    source: Source,
-    batches: int,
+    examples: Sequence[Sequence[Any]],
     method: str | None = None,
     *,
     keep_norms: bool = False,
@@ -244,8 +249,7 @@ def _insert(
       model: a model in floating point. If its caches are empty (`Model.without_cache`), they are so
         for the calibration, and inputs and outputs of the result.
       scheme: what is quantized, and how.
-      source: calibration data.
-      batches: the most batches of it to use.
+      examples: calibration data, batches of inputs in the order of the model's.
       method: "round" to learn the rounding of weights (`learn_rounding`), or None.
       keep_norms: keep a BatchNormalization, for training, if the weight of the convolution before
         it has a scale for each output channel; `fold` writes it into these scales. All others are
@@ -264,7 +268,6 @@ def _insert(
     unfolded, hides_caches = _with_opset(model, scheme.opset), model.program.caches is not None
     model = _fold_norms(unfolded)
     whole = model.without_cache() if hides_caches else model
-    examples = [batch.inputs for batch in islice(source.batches(0), batches)]
     tensors = model.tensors
     types = _value_types(whole, examples[0])
     where = model.graph, tensors, types, model._places
@@ -309,6 +312,39 @@ def _insert(
         learned = {name: jnp.asarray(value) for name, value in values.items()}
         model = model.replace(params={**model.params, **learned})
     return with_file(model, writer.finish(), writer.added)
+
+
+def _compare_with_minmax(
+    model: Model, quantized: Model, scheme: Quantization, examples: Sequence[Sequence[Any]]
+) -> None:
+    """Warn if a calibration that clips has outputs further from the float ones than "minmax"."""
+    if scheme.activations is None or scheme.calibration in ("minmax", "mse"):
+        return
+    plain = _insert(model, replace(scheme, calibration="minmax"), examples)
+    used = examples[:_COMPARED]
+    found, least = (_measure_distances(model, net, used) for net in (quantized, plain))
+    if (found > _NOISE * least).all():
+        warnings.warn(
+            f"calibration={scheme.calibration!r} changes the outputs on the calibration data by "
+            f"{found.mean():.2%}, 'minmax' by {least.mean():.2%} (root mean square, of that of "
+            "the outputs): pass calibration='minmax' or 'mse'",
+            stacklevel=3,
+        )
+
+
+def _measure_distances(
+    model: Model, quantized: Model, examples: Sequence[Sequence[Any]]
+) -> np.ndarray:
+    """Measure the change of floating-point outputs of each batch, relative to their size."""
+    other = quantized if model.program.caches is None else quantized.without_cache()
+    distances = []
+    for inputs in examples:
+        pairs = [*zip(*(jax.tree.leaves(net(*inputs)) for net in (model, other)), strict=True)]
+        floats = [(x, y) for x, y in pairs if jnp.issubdtype(x.dtype, jnp.floating)]
+        change = sum(float(jnp.square(x - y).sum()) for x, y in floats)
+        size = sum(float(jnp.square(x).sum()) for x, _ in floats)
+        distances.append(np.sqrt(change / size) if size else 0.0)
+    return np.array(distances)
 
 
 def _scales_channels(sites: Sites, weight: str, schemes: Mapping[str, Quantization]) -> bool:

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -509,7 +510,7 @@ def test_learned_rounding_has_less_error_than_the_nearest_numbers():
 
 
 def test_calibration_needs_data():
-    with pytest.raises(jaxonnx.TrainingError, match="no batches"):
+    with pytest.raises(jaxonnx.TrainingError, match="no examples"):
         jaxonnx.quantize(demo.model(), [])
 
 
@@ -688,6 +689,39 @@ def test_functions_are_inlined_where_the_opset_is_raised(opset):
     (theirs,) = session(model.to_onnx(), optimized=False).run(None, {"x": x})
     np.testing.assert_allclose(model(x), theirs, rtol=1e-5, atol=1e-5)
     assert np.abs(theirs - floats).max() < 0.15 * np.abs(floats).max()
+
+
+@pytest.mark.parametrize("calibration", ["entropy", "percentile"])
+def test_a_calibration_that_clips_what_matters_warns(calibration):
+    """The errors of the message are those of onnxruntime with both files."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(1024, 32)).astype(np.float32)
+    x[0, 0] = 2000  # one number, but most of the outputs' squares
+    w = numpy_helper.from_array(rng.normal(size=(32, 8)).astype(np.float32), "w")
+    ends = [
+        helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["n", size])
+        for name, size in (("x", 32), ("y", 8))
+    ]
+    node = helper.make_node("MatMul", ["x", "w"], ["y"])
+    graph = helper.make_graph([node], "g", ends[:1], ends[1:], [w])
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    (floats,) = session(proto).run(None, {"x": x})
+    errors = []
+    for name in (calibration, "minmax"):
+        scheme = Quantization(calibration=name)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            file = jaxonnx.quantize(proto, x, scheme, batch_size=1024).to_onnx()
+        (theirs,) = session(file).run(None, {"x": x})
+        errors.append(np.sqrt(np.square(theirs - floats).sum() / np.square(floats).sum()))
+        said = [str(one.message) for one in caught]
+        assert len(said) == (name == calibration)
+        if said:
+            message = said[0]
+    percents = [float(number) / 100 for number in re.findall(r"([\d.]+)%", message)]
+    np.testing.assert_allclose(percents, errors, rtol=0.02, atol=1e-4)
+    assert f"calibration={calibration!r}" in message
+    assert errors[0] > 4 * errors[1]
 
 
 def test_an_argument_that_does_not_exist_is_refused():
