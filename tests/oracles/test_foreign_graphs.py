@@ -1,0 +1,258 @@
+"""Graphs that nobody here wrote: a folder of .onnx files of other projects, beside onnxruntime.
+
+    JAXONNX_FOREIGN=FOLDER python -m pytest -n 2 -q -m deep tests/oracles/test_foreign_graphs.py
+
+Files lie as onnxruntime, ONNX and MIGraphX keep them: a graph with `test_data_set_*` beside it
+(`input_0.pb`), or alone (burn-onnx, PINTO's), which then gets random inputs. For each file that
+onnxruntime runs: outputs agree at two batch sizes, integers exactly; an untouched save has the
+tensors of the file bit for bit; gradients of the parameters are finite where outputs are.
+"""
+
+import os
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import onnx
+import onnx.parser
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+import jaxonnx
+from jaxonnx._io.protos import all_nodes
+from tests.fuzz.compare import RANDOM
+
+FOLDER = os.environ.get("JAXONNX_FOREIGN", "")
+BATCHES = (2, 3)
+REASONS: dict[str, str] = {}
+"""Why a file differs, by the end of its path."""
+
+
+def find_files(folder):
+    return sorted(Path(folder).rglob("*.onnx")) if folder else []
+
+
+def run_onnxruntime(source, feeds, optimize=True):
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = 1
+    if not optimize:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+    return session.run(None, feeds)
+
+
+def draw(value, batch, random):
+    """Draw a value for an input; None for what is not a tensor of numbers."""
+    tensor = value.type.tensor_type
+    if not value.type.HasField("tensor_type") or tensor.elem_type == TensorProto.STRING:
+        return None
+    shape = [d.dim_value if d.HasField("dim_value") else batch for d in tensor.shape.dim]
+    dtype = helper.tensor_dtype_to_np_dtype(tensor.elem_type)
+    if dtype.kind == "b":
+        return random.random(shape) < 0.5
+    if dtype.kind in "iu":  # also valid as indices and sizes, mostly
+        return random.integers(0, 2, shape).astype(dtype)
+    return random.normal(size=shape).astype(dtype)
+
+
+def find_feeds(path, proto):
+    """Yield the inputs of each call: those that lie beside the file, else random ones."""
+    stored = {t.name for t in proto.graph.initializer}
+    inputs = [value for value in proto.graph.input if value.name not in stored]
+    sets = [folder for folder in sorted(path.parent.glob("test_data*")) if folder.is_dir()]
+    for folder in sets if len([*path.parent.glob("*.onnx")]) == 1 else ():
+        arrays = []
+        for i in range(len(inputs)):
+            data = folder / f"input_{i}.pb"
+            arrays.append(numpy_helper.to_array(onnx.load_tensor(data)) if data.exists() else None)
+        if all(array is not None for array in arrays):
+            yield {value.name: array for value, array in zip(inputs, arrays, strict=True)}
+    random = np.random.default_rng(0)
+    for batch in BATCHES:
+        feeds = {value.name: draw(value, batch, random) for value in inputs}
+        if all(array is not None for array in feeds.values()):
+            yield feeds
+
+
+def assert_close(ours, theirs):
+    """Compare integers exactly, and numbers to the rounding of sums taken in another order."""
+    if isinstance(theirs, list | dict):
+        assert len(ours) == len(theirs)
+        pairs = zip(ours, theirs, strict=True) if isinstance(theirs, list) else ()
+        for a, b in pairs:
+            assert_close(a, b)
+        return
+    if ours is None or theirs is None:
+        assert ours is theirs
+        return
+    a, b = np.asarray(ours), np.asarray(theirs)
+    assert a.shape == b.shape
+    if b.dtype.kind in "OUS":
+        assert a.tolist() == b.tolist()
+    elif b.dtype.kind in "biu" and b.dtype != np.uint16:
+        np.testing.assert_array_equal(a, b)
+    elif b.dtype.kind == "f":
+        half = 5e-3 if b.dtype.itemsize == 2 else 1e-4
+        finite = b[np.isfinite(b)].astype(np.float64)
+        scale = np.abs(finite).max() if finite.size else 0
+        np.testing.assert_allclose(a.astype(np.float64), b, rtol=half, atol=half * (scale + 0.01))
+
+
+def compare(path):
+    """Compare a file with onnxruntime; return what it did.
+
+    Returns:
+      "agree", "both refuse", "random", or "data" if no inputs could be made.
+
+    Raises:
+      AssertionError: results differ.
+      jaxonnx.Error: onnxruntime runs the file, and jaxonnx does not.
+    """
+    try:
+        proto = onnx.load(path)
+    except Exception:  # noqa: BLE001 - protobuf's errors have no common class
+        return "both refuse"
+    if any(node.op_type.startswith(RANDOM) for node in all_nodes(proto.graph)):
+        return "random"
+    ran = called = False
+    model = None
+    for feeds in find_feeds(path, proto):
+        called = True
+        try:
+            theirs = run_onnxruntime(path, feeds)
+        except Exception:  # noqa: BLE001 - onnxruntime's errors have no common class
+            continue
+        if model is None:
+            model = jaxonnx.load(path)
+        ours = model(**{f"{name}": array for name, array in feeds.items()})
+        ours = ours if isinstance(ours, tuple) else (ours,)
+        try:
+            assert_close([*ours], theirs)
+        except AssertionError:  # its optimizations may be what is wrong
+            assert_close([*ours], run_onnxruntime(path, feeds, optimize=False))
+        if not ran:
+            check_save(model, proto)
+            check_gradient(model, feeds, ours)
+        ran = True
+    return "agree" if ran else "both refuse" if called else "data"
+
+
+def check_save(model, proto):
+    """Check that an untouched save has the nodes and tensors of the file."""
+    saved = model.to_onnx()
+    before = {t.name: numpy_helper.to_array(t) for t in proto.graph.initializer}
+    after = {t.name: numpy_helper.to_array(t) for t in saved.graph.initializer}
+    assert before.keys() == after.keys()
+    for name, array in before.items():
+        assert array.dtype == after[name].dtype, name
+        assert array.tobytes() == after[name].tobytes(), name
+
+    def nodes(file):
+        return sorted((n.op_type, [*n.input], [*n.output]) for n in file.graph.node)
+
+    assert nodes(saved) == nodes(proto)
+
+
+def check_gradient(model, feeds, outputs):
+    """Check that gradients are finite where outputs are."""
+    real = [i for i, y in enumerate(outputs) if np.asarray(y).dtype.kind == "f"]
+    if not model.params or not model.program.compiled or not real:
+        return
+    if not all(np.isfinite(outputs[i]).all() for i in real):
+        return
+
+    def total(params):
+        results = model.apply(params, **feeds)
+        results = results if isinstance(results, tuple) else (results,)
+        return sum(jnp.sum(results[i].astype(jnp.float32)) for i in real)
+
+    for name, slope in jax.grad(total)(model.params).items():
+        assert np.isfinite(np.asarray(slope)).all(), f"the gradient of {name}"
+
+
+def explain(path):
+    """Return the reason why a file differs; "" if it must not."""
+    return next((why for end, why in REASONS.items() if path.as_posix().endswith(end)), "")
+
+
+@pytest.mark.deep
+@pytest.mark.skipif(not FOLDER, reason="JAXONNX_FOREIGN names no folder of .onnx files")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("path", find_files(FOLDER), ids=lambda path: str(path)[len(FOLDER) :])
+def test_foreign_graphs(path):
+    if reason := explain(path):
+        pytest.skip(reason)
+    compare(path)
+
+
+ADD = """<ir_version: 8, opset_import: ["": 17]>
+g (float[n, 2] x) => (float[n, 2] y) <float[2] b = {1, 2}> { y = Add(x, b) }"""
+INTEGERS = """<ir_version: 8, opset_import: ["": 17]>
+g (int64[n, 3] x) => (int64[n] y) { y = ArgMax <axis = 1, keepdims = 0> (x) }"""
+REFUSED = """<ir_version: 8, opset_import: ["": 17]>
+g (float[n, 2] x) => (float[n, 2] y) <float[3] b = {1, 2, 3}> { y = Add(x, b) }"""
+
+
+def write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    onnx.save(onnx.parser.parse_model(text), path)
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Three graphs: one with data, as ONNX and onnxruntime keep them, and two alone."""
+    path = write(tmp_path / "add" / "model.onnx", ADD)
+    data = path.parent / "test_data_set_0"
+    data.mkdir()
+    x = numpy_helper.from_array(np.array([[1, 2]], np.float32), "x")
+    (data / "input_0.pb").write_bytes(x.SerializeToString())
+    write(tmp_path / "burn" / "argmax.onnx", INTEGERS)
+    write(tmp_path / "burn" / "refused.onnx", REFUSED)
+    return tmp_path
+
+
+def test_files_are_found_with_their_data(folder):
+    paths = find_files(folder)
+    assert [path.name for path in paths] == ["model.onnx", "argmax.onnx", "refused.onnx"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # 64-bit outputs
+        assert [*map(compare, paths)] == ["agree", "agree", "both refuse"]
+    first, *others = find_feeds(paths[0], onnx.load(paths[0]))
+    np.testing.assert_array_equal(first["x"], [[1, 2]])
+    assert [feeds["x"].shape for feeds in others] == [(2, 2), (3, 2)]
+
+
+@pytest.mark.parametrize("wrong", [{"y": 1e-2}, {"i": 1}], ids=["numbers", "integers"])
+def test_what_differs_fails(wrong):
+    right = {"y": np.ones(3, np.float32), "i": np.arange(3)}
+    assert_close([right["y"], right["i"]], [right["y"], right["i"]])
+    other = {name: value + wrong.get(name, 0) for name, value in right.items()}
+    with pytest.raises(AssertionError):
+        assert_close([*other.values()], [*right.values()])
+
+
+def test_a_file_that_jaxonnx_computes_otherwise_is_named(folder, monkeypatch):
+    monkeypatch.setattr(jaxonnx.Model, "__call__", lambda self, x: x)
+    with pytest.raises(AssertionError):
+        compare(folder / "add" / "model.onnx")
+
+
+def test_a_changed_save_is_named(folder):
+    model = jaxonnx.load(folder / "add" / "model.onnx")
+    other = onnx.parser.parse_model(ADD.replace("{1, 2}", "{1, 3}"))
+    with pytest.raises(AssertionError, match="b"):
+        check_save(model, other)
+
+
+def test_gradients_that_are_not_finite_are_named(tmp_path):
+    text = ADD.replace("Add(x, b)", "Sqrt(z)").replace("{ y", "{ z = Mul(x, b) y")
+    model = jaxonnx.load(onnx.parser.parse_model(text)).with_trainable(["b"])
+    x = np.zeros((2, 2), np.float32)
+    y = model(x)
+    with pytest.raises(AssertionError, match="the gradient of b"):
+        check_gradient(model, {"x": x}, (y,))
