@@ -41,6 +41,11 @@ def distill(
 
     def loss(outputs: jax.Array, targets: Any) -> jax.Array:
         teacher, labels = targets if isinstance(targets, tuple | list) else (targets, None)
+        if not hasattr(teacher, "astype"):
+            raise TrainingError(
+                "distill: targets must be the teacher's logits, or a pair of these and labels, got "
+                f"{type(teacher).__name__}"
+            )
         student = jax.nn.log_softmax(outputs.astype(jnp.float32) / temperature)
         teacher = jax.nn.log_softmax(teacher.astype(jnp.float32) / temperature)
         values = temperature**2 * (jnp.exp(teacher) * (teacher - student)).sum(-1)

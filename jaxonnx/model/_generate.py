@@ -442,6 +442,11 @@ def generate(
     """Return the continuation of one prompt or several, as `Model.generate` does."""
     model = generator.model
     ids = ids if isinstance(ids, list) else np.asarray(ids)
+    if not np.ndim(ids):
+        raise InputError(
+            "ids must be a prompt of tokens, [length], or several; the tokenizer in the model's "
+            f"folder makes them of a text, got {ids.dtype} of rank 0"
+        )
     single = np.ndim(ids[0]) == generator.rank_of_prompts - 1 if len(ids) else False
     several: list[Any] = [*stop] if isinstance(stop, list | tuple) else [stop]
     ends = stop_tokens(model) if stop is None else several

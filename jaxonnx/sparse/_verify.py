@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx.errors import SparsityError
+from jaxonnx.errors import InputError, SparsityError
 from jaxonnx.sparse._layers import (
     Goal,
     Layer,
@@ -114,6 +114,11 @@ def verify(
         is summed over something other than its groups, or is found in no product at all (because
         something was added to it, say). The message has the table.
     """
+    if params is None and not hasattr(function, "inputs"):
+        raise InputError(
+            "verify takes a model, or a function and its parameters, got "
+            f"{type(function).__name__}; jaxonnx.load(path) makes a model of a file"
+        )
     aliases = getattr(function, "aliases", {})
     function = getattr(function, "with_float_weights", lambda: function)()
     recorded = getattr(function, "sparsity", None) if layers is None and pattern is None else None
