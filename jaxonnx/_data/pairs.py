@@ -60,6 +60,9 @@ def as_pair(
     )
     if padding.shift is not None and labels:
         inputs = _with_shifted(inputs, targets, names, padding.shift, what)
+    if all(array is None for array in inputs):
+        lacks = "none of the inputs of the model" if names else "no use: the model has no inputs"
+        raise TrainingError(f"{what} has {lacks}")
     inputs = with_derived(inputs, values)
     if labels and padding.next_token and not jax.tree.leaves(targets):
         targets = next_tokens(inputs, values, padding.ignored, what)
