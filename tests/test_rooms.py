@@ -66,7 +66,7 @@ BUDGETS = {
     "_arguments": (280, "the arguments of train, each declared once, and the names that they take"),
     "losses": (240, "those that optax lacks: of tokens, from other models, of pairs in a batch"),
     "onnx_out": (3300, "a rule for each JAX primitive, and what makes graphs quick in runtimes"),
-    "_graph": (2900, "binding, and which tensor is a weight, by the habits of exporters"),
+    "_graph": (2930, "binding, and which tensor is a weight, by the habits of exporters"),
     "cli": (1805, "twelve commands; their flags are declared where the arguments are"),
     "sparse": (2065, "patterns, the search of masks, training, packing, products and their proof"),
     "lowering": (1740, "forms that XLA is quick with, for each of which a benchmark has a row"),

@@ -23,8 +23,7 @@ def keep_all_steps(graph: Graph, output: str, constants: Mapping[str, np.ndarray
       output: the output, with axes (batch, steps, ...).
       constants: values of constants, in addition to the graph's initializers.
     """
-    known = {**graph.initializers, **constants}
-    producers = {name: node for node in graph.nodes for name in node.outputs}
+    known, producers = {**graph.initializers, **constants}, graph.producers
     read = ancestors(graph.nodes, [output])
     for node in reversed(graph.nodes):
         source = None if read.isdisjoint(node.outputs) else _find_source(node, known, producers)

@@ -7,9 +7,10 @@ or unknown attributes, names without a value, recursion.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
 import onnx
@@ -22,6 +23,10 @@ from jaxonnx._io.protos import names_of_constants
 from jaxonnx._io.tensors import to_array, to_dense
 from jaxonnx.errors import ModelError, UnsupportedError
 from jaxonnx.registry import Op, lookup
+
+T = TypeVar("T")
+_ANALYSES = 16
+"""The most results that `Graph.recall` keeps, those for other tensors of the same graph."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,34 @@ class Graph:
     """In a function's body: local names whose values come from outside, to names in the model."""
     input_types: tuple[onnx.TypeProto | None, ...] = ()
     """The declared types of the inputs."""
+
+    # The index of the graph, which is immutable: computed once, when first asked for.
+
+    @cached_property
+    def producers(self) -> Mapping[str, Node]:
+        """The node that computes each value."""
+        return {name: node for node in self.nodes for name in node.outputs if name}
+
+    @cached_property
+    def readers(self) -> Mapping[str, Sequence[Node]]:
+        """The nodes that read each value, also in their subgraphs, in order."""
+        readers: dict[str, list[Node]] = {}
+        for node in self.nodes:
+            for name in node.reads:
+                readers.setdefault(name, []).append(node)
+        return readers
+
+    def recall(self, key: Hashable, analyze: Callable[[], T]) -> T:
+        """Return the result of an analysis of this graph, made anew if the key is a new one."""
+        if key not in self._analyses:
+            for old in [*self._analyses][: 1 - _ANALYSES]:
+                self._analyses.pop(old, None)
+            self._analyses[key] = analyze()
+        return self._analyses[key]
+
+    @cached_property
+    def _analyses(self) -> dict[Hashable, Any]:
+        return {}
 
 
 @dataclass(frozen=True)

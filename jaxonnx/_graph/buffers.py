@@ -62,12 +62,7 @@ class Buffers:
         self._before = ancestors(graph.nodes, (name for node in nodes for name in node.reads))
         self._fed = behind(graph.nodes, graph.inputs)
         self._operands = Operands(graph, self._fed)
-        self._makers = {name: node for node in graph.nodes for name in node.outputs}
-        self._readers: dict[str, list[Node]] = {}
         self._plain = {node.index: node for node in graph.nodes if self._is_plain(node)}
-        for node in graph.nodes:
-            for name in node.reads:
-                self._readers.setdefault(name, []).append(node)
 
     def is_learned(self, use: Use, value: np.ndarray) -> bool:
         """Check whether a tensor is learned, at an input for which the operator has no weight."""
@@ -113,8 +108,9 @@ class Buffers:
             return False
         if self._before.isdisjoint(use.node.outputs):
             return False
-        makers = [self._makers[name] for name in others if name in self._makers]
-        broadcast = any(maker.op.name in ("Expand", "Reshape", "Unsqueeze") for maker in makers)
+        producers = (self._graph.producers.get(name) for name in others)
+        moved = ("Expand", "Reshape", "Unsqueeze")
+        broadcast = any(p is not None and p.op.name in moved for p in producers)
         if broadcast and sum(n != 1 for n in np.shape(value)) > 1:
             return False
         sized = [node for node in self._graph.nodes if node.op.name not in ("Shape", "Size")]
@@ -139,13 +135,14 @@ class Buffers:
             return False
         value, operators = node.outputs[0], {node.op.name}
         while value not in self._graph.outputs:
-            readers = self._readers.get(value, [])
+            readers = self._graph.readers.get(value, ())
             if len(readers) != 1 or readers[0].op.name not in ("Add", "Clip", "Identity", "Mul"):
                 return False
             value = readers[0].outputs[0]
         while node.op.name in ("Add", "Mul"):
             operators.add(node.op.name)
-            before = [self._makers[name] for name in node.inputs if name in self._makers]
+            producers = map(self._graph.producers.get, node.inputs)
+            before = [producer for producer in producers if producer is not None]
             if len(before) != 1:
                 return False
             (node,) = before
@@ -178,7 +175,7 @@ class Buffers:
 
         Its own scales are ones and its own biases zeros.
         """
-        maker = self._makers.get(node.inputs[0])
+        maker = self._graph.producers.get(node.inputs[0])
         scale, bias = (np.asarray(self._value(name, tensors)) for name in node.inputs[1:3])
         reshaped = maker is not None and maker.op.name == "Reshape"
         return reshaped and bool((scale == 1).all() and (bias == 0).all())

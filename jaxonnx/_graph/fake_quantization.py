@@ -42,11 +42,7 @@ class _Chains:
 
     def __init__(self, graph: Graph, tensors: Mapping[str, Any]):
         self._tensors = tensors
-        self._makers = {name: node for node in graph.nodes for name in node.outputs}
-        self._readers: dict[str, list[Node]] = {}
-        for node in graph.nodes:
-            for name in node.inputs:
-                self._readers.setdefault(name, []).append(node)
+        self._graph = graph
 
     def is_fake(self, node: Node) -> bool:
         """Check whether what is rounded was divided by the scale that multiplies it later."""
@@ -77,10 +73,11 @@ class _Chains:
         return found
 
     def _before(self, node: Node) -> list[Node]:
-        return [self._makers[name] for name in node.inputs if name in self._makers]
+        producers = self._graph.producers
+        return [producers[name] for name in node.inputs if name in producers]
 
     def _behind(self, node: Node) -> list[Node]:
-        return [reader for name in node.outputs for reader in self._readers.get(name, ())]
+        return [reader for name in node.outputs for reader in self._graph.readers.get(name, ())]
 
     def _are_same(self, first: str, second: str) -> bool:
         """Check whether two names are of one value, or of tensors with equal values."""

@@ -43,8 +43,7 @@ def fuse_integer_products(graph: Graph, tensors: Collection[str]) -> Graph:
     """
     if not any(node.op.name == "DynamicQuantizeLinear" for node in graph.nodes):
         return graph
-    producers = {name: node for node in graph.nodes for name in node.outputs}
-    candidates = (_find_group(node, producers, tensors) for node in graph.nodes)
+    candidates = (_find_group(node, graph.producers, tensors) for node in graph.nodes)
     groups = {group.last.index: group for group in candidates if group is not None}
     nodes = [_fuse(groups[n.index]) if n.index in groups else n for n in graph.nodes]
     parts = {node.index for group in groups.values() for node in group.parts}

@@ -48,11 +48,7 @@ class Operands:
 
     def __init__(self, graph: Graph, fed: Set[str]):
         self._fed = fed
-        self._makers = {name: node for node in graph.nodes for name in node.outputs}
-        self._readers: dict[str, list[Node]] = {}
-        for node in graph.nodes:
-            for name in node.reads:
-                self._readers.setdefault(name, []).append(node)
+        self._producers, self._readers = graph.producers, graph.readers
         types = (kind for kind in graph.output_types if kind is not None)
         shapes = (kind.tensor_type.shape.dim for kind in types)
         self._batches = {dims[0].dim_value for dims in shapes if dims}
@@ -107,7 +103,7 @@ class Operands:
         if node.op.name == "Sub":
             beside = [r for name in node.outputs for r in self._readers.get(name, ())]
         else:
-            beside = [self._makers[name] for name in node.inputs[:1] if name in self._makers]
+            beside = [self._producers[name] for name in node.inputs[:1] if name in self._producers]
         partner = "Div" if node.op.name == "Sub" else "Sub"
         return any(n.op.name == partner and n.inputs[1] not in self._fed for n in beside)
 

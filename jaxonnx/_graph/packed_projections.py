@@ -24,10 +24,6 @@ def find_packed_projections(
       The numbers of outputs for each part (queries, keys and values, in this order, of an
       attention), by the name of the matrix.
     """
-    readers: dict[str, list[Node]] = {}
-    for node in graph.nodes:
-        for name in node.inputs:
-            readers.setdefault(name, []).append(node)
     result = {}
     for use in used:
         place = found[use.name].matrix
@@ -36,7 +32,7 @@ def find_packed_projections(
         rows, _ = place.sizes(found[use.name].shape)
         values: list[str] = [use.node.outputs[0]]
         while values and use.name not in result:
-            for node in readers.get(values.pop(), ()):
+            for node in graph.readers.get(values.pop(), ()):
                 if node.op.name in ("Add", "Cast", "Identity"):
                     values.append(node.outputs[0])
                 if sizes := _part_sizes(node, rows, tensors):

@@ -96,15 +96,15 @@ class _Edges:
     def __init__(self, graph: Graph, weighted: Collection[int]):
         self._nodes = graph.nodes
         self._weighted = weighted
-        made = {name: node.index for node in graph.nodes for name in node.outputs if name}
         self.sources: dict[int, set[int]] = {node.index: set() for node in graph.nodes}
         self.readers: dict[int, set[int]] = {node.index: set() for node in graph.nodes}
         for node in graph.nodes:
             if node.op.name in ("Shape", "Size"):  # these read no features
                 continue
-            for source in {made[name] for name in node.reads if name in made}:
-                self.sources[node.index].add(source)
-                self.readers[source].add(node.index)
+            for name in node.reads:
+                if source := graph.producers.get(name):
+                    self.sources[node.index].add(source.index)
+                    self.readers[source.index].add(node.index)
 
     def reach(self, start: Collection[int], edges: Mapping[int, set[int]]) -> set[int]:
         """Return the nodes that can be reached along `edges` without passing through a projection.
@@ -136,10 +136,9 @@ class _Edges:
 
 def _find_head(graph: Graph, weighted: set[int]) -> set[int]:
     """Return the projections whose result reaches an output through `_KEEPS_LOGITS` alone."""
-    made = {name: node for node in graph.nodes for name in node.outputs if name}
     found, waiting, seen = set(), [*graph.outputs], set()
     while waiting:
-        node = made.get(waiting.pop())
+        node = graph.producers.get(waiting.pop())
         if node is None or node.index in seen:
             continue
         seen.add(node.index)

@@ -2,7 +2,7 @@
 
 import math
 from collections import ChainMap
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -107,10 +107,12 @@ class Use:
         return "a grouped convolution" if place.grouped else ""
 
 
-def uses(graph: Graph, tensors: Mapping[str, Any], computed: Collection[str] = ()) -> Iterator[Use]:
-    """Yield every use of the named tensors, in the order of the nodes.
+def uses(
+    graph: Graph, tensors: Mapping[str, Any], computed: Collection[str] = ()
+) -> tuple[Use, ...]:
+    """Return every use of the named tensors, in the order of the nodes.
 
-    Subgraphs and the bodies of functions are included.
+    Subgraphs and the bodies of functions are included. The graph keeps the result.
 
     Args:
       graph: the bound main graph.
@@ -119,8 +121,25 @@ def uses(graph: Graph, tensors: Mapping[str, Any], computed: Collection[str] = (
       computed: those of `tensors` that are not tensors of the file but results of nodes of the main
         graph.
     """
+    key = "uses", _describe(tensors), frozenset(computed)
 
-    return _walk(graph, ChainMap(), {*graph.inputs}, None, tensors, computed)
+    def walk() -> tuple[Use, ...]:
+        return (*_walk(graph, ChainMap(), {*graph.inputs}, None, tensors, computed),)
+
+    return graph.recall(key, walk)
+
+
+def _describe(tensors: Mapping[str, Any]) -> Hashable:
+    """Return all that the analyses here read of tensors: types, shapes, and values of targets."""
+    return frozenset(
+        (name, x.dtype, tuple(x.shape), _target(x) if isinstance(x, np.ndarray) else None)
+        for name, x in tensors.items()
+    )
+
+
+def _target(x: np.ndarray) -> bytes:
+    """Return the value of an array that can be the target of a Reshape, an index or the like."""
+    return x.tobytes() if x.ndim < 2 and x.dtype.kind == "i" else b""
 
 
 def _walk(
@@ -336,8 +355,13 @@ class Weight:
 def weights(graph: Graph, tensors: Mapping[str, Any]) -> dict[str, Weight]:
     """Return the meaning of each tensor to the operators that read it, in the order of first use.
 
-    LoRA, `reinitialize`, sparsity and the summary are based on it.
+    LoRA, `reinitialize`, sparsity and the summary are based on it. The graph keeps the result.
     """
+    key = "weights", (*tensors,), _describe(tensors)
+    return {**graph.recall(key, lambda: _find_weights(graph, tensors))}
+
+
+def _find_weights(graph: Graph, tensors: Mapping[str, Any]) -> dict[str, Weight]:
     read: dict[str, list[Use]] = {}
     for use in uses(graph, tensors):
         read.setdefault(use.name, []).extend([] if use.node.body is not None else [use])

@@ -36,11 +36,10 @@ def flip_negative_scales(
       tensors: the values of its named tensors.
     """
     times = Counter(read_names(graph))
-    makers = {node.outputs[0]: node for node in graph.nodes if node.outputs}
     values = {}
     for name in norms:
-        _, scale, _, mean, _ = makers[name].inputs[:5]
-        conv = makers[makers[name].inputs[0]]
+        x, scale, _, mean, _ = graph.producers[name].inputs[:5]
+        conv = graph.producers[x]
         names = (scale, mean, *conv.inputs[1:])
         sign = np.where(np.asarray(tensors[scale]) < 0, -1, 1)
         if any(times[each] > 1 for each in names):

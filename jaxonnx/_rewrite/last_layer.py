@@ -122,7 +122,7 @@ def _trace_back(
     Raises:
       InputError: a node on the way mixes several values or cannot take other classes.
     """
-    producers = {name: node for node in graph.nodes for name in node.outputs}
+    producers = graph.producers
     # values in `known` depend on nothing but the shapes of inputs: they are not data
     traced = behind(graph.nodes, graph.inputs, known)
     path: list[tuple[Node, int]] = []

@@ -64,7 +64,6 @@ class HeadChange:
         outputs = [value.name for graph in all_graphs(self.proto.graph) for value in graph.output]
         self._reads = Counter([*outputs, *(name for node in nodes for name in node.input)])
         self._used = {*names(self.proto.graph), *self.tensors}
-        self._producers = {name: node for node in self.graph.nodes for name in node.outputs}
         # 64-bit tensors have the type of the file, not that of JAX
         self._types = {name: value.dtype for name, value in self.tensors.items()} | {
             tensor.name: helper.tensor_dtype_to_np_dtype(tensor.data_type)
@@ -164,7 +163,7 @@ class HeadChange:
             if name in self.tensors:
                 real = jnp.issubdtype(self.tensors[name].dtype, jnp.floating)
                 return (name, axis) if real else None
-            node = self._producers[name]
+            node = self.graph.producers[name]
             if node.op.name not in ("Cast", "Identity", "Transpose"):
                 return None
             if node.op.name == "Transpose":

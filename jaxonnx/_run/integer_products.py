@@ -39,7 +39,7 @@ def integer_products(
       (those of biases) whose values the decision depends on.
     """
     arrays = ChainMap({**tensors}, {**known})
-    times, producers = Counter(read_names(graph)), _by_output(graph)
+    times, producers = Counter(read_names(graph)), graph.producers
     indices, decisive = set(), set()
     for node in graph.nodes if FAST_INT8 else ():
         product = producers.get(node.inputs[0]) if node.op.name == "QuantizeLinear" else None
@@ -51,11 +51,6 @@ def integer_products(
             indices.add(node.index)
             decisive.update(name for d in sources[2:] if d is not None for name in d.inputs)
     return frozenset(indices), frozenset(decisive)
-
-
-def _by_output(graph: Graph) -> dict[str, Node]:
-    """Return the nodes by their first outputs."""
-    return {node.outputs[0]: node for node in graph.nodes if node.outputs}
 
 
 def _is_integer(
@@ -112,7 +107,7 @@ def fuse_products(graph: Graph, indices: Collection[int]) -> Graph:
     """Replace the QuantizeLinear nodes with the integer products that `integer_products` found."""
     if not indices:
         return graph
-    producers, nodes, parts = _by_output(graph), [], set()
+    producers, nodes, parts = graph.producers, [], set()
     for node in graph.nodes:
         if node.index in indices:
             product = producers[node.inputs[0]]

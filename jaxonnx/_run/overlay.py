@@ -64,7 +64,7 @@ def ratios(
     """
     if isinstance(ratio, Mapping):
         new = {resolve(proto, name): _check_ratio(value) for name, value in ratio.items()}
-        for name in new.keys() - {name for node in graph.nodes for name in node.outputs}:
+        for name in new.keys() - graph.producers.keys():
             raise InputError(f"dropout={{'{name}': ...}}: it is a weight, not a value to drop from")
         return {**overlay.dropout, **new}
     names = [node.outputs[0] for node in graph.nodes if node.op.name == "Dropout" and node.outputs]

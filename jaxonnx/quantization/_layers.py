@@ -63,11 +63,11 @@ def list_layers(model: Network, inputs: Sequence[Any] | None = None) -> list[Lay
         activations are counted; by default they are not.
     """
     nodes = model.graph.nodes
-    makers = {output: node for node in nodes for output in node.outputs}
+    producers = model.graph.producers
     quantizers_of = {}
     for node in nodes:
         if not node.op.view:
-            sources = [_find_quantizer(name, makers) for name in node.inputs]
+            sources = [_find_quantizer(name, producers) for name in node.inputs]
             if any(q is not None for q in sources):
                 quantizers_of[node.outputs[0]] = [q for q in sources if q is not None]
     quantizers = {q.outputs[0]: q for sources in quantizers_of.values() for q in sources}
@@ -79,7 +79,7 @@ def list_layers(model: Network, inputs: Sequence[Any] | None = None) -> list[Lay
         weights = [n for n in parts if quantizers[n].inputs[0] in model.tensors]
         activations = tuple(rounded[n] for n in parts if n not in weights)
         weight = rounded[weights[0]] if weights else None
-        layers.append(Layer(names[output], makers[output].op.name, weight, activations))
+        layers.append(Layer(names[output], producers[output].op.name, weight, activations))
     return layers
 
 
@@ -89,19 +89,19 @@ def _name(node: NodeProto) -> str:
     return path[-1] if path else node.name or node.output[0]
 
 
-def _find_quantizer(name: str, makers: Mapping[str, Node]) -> Node | None:
+def _find_quantizer(name: str, producers: Mapping[str, Node]) -> Node | None:
     """Return the QuantizeLinear of the QDQ pair that computes a value, through views of it.
 
     Args:
       name: the value.
-      makers: the node that computes each value.
+      producers: the node that computes each value.
     """
-    node = makers.get(name)
+    node = producers.get(name)
     while node is not None and node.op.view and node.op.name not in _PAIR:
-        node = makers.get(node.inputs[0])
+        node = producers.get(node.inputs[0])
     if node is None or node.op.name != "DequantizeLinear":
         return None
-    node = makers.get(node.inputs[0])
+    node = producers.get(node.inputs[0])
     return node if node is not None and node.op.name == "QuantizeLinear" else None
 
 

@@ -158,8 +158,7 @@ def find_sites(
     )
     outputs: tuple[str, ...] = ()
     if scheme.dialect == "qnn":
-        made = {name for node in graph.nodes for name in node.outputs}
-        outputs = tuple(name for name in graph.outputs if name in made and is_activation(name))
+        outputs = tuple(n for n in graph.outputs if n in graph.producers and is_activation(n))
     values = {*reads.values(), *outputs}
     shared = {
         node.outputs[0]: node.inputs[0]
