@@ -79,7 +79,7 @@ BUDGETS = {
     "_step_files": (500, "exported steps, their manifest, the page for browsers"),
     "quantization": (1210, "schemes, sites, ranges and layers of quantized networks"),
     "_mesh": (450, "rules, shardings and processes"),
-    "lora": (690, "adapters, for each form of a weight, and the modules that PEFT names"),
+    "lora": (710, "adapters, for each form of a weight, and the modules that PEFT names"),
     "registry": (210, "what an operator declares of its inputs and attributes"),
     "_constraints": (200, "what a specification demands of arguments, and how it is said"),
     "demo": (200, "the digits network that the first command trains"),

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxonnx._atomic_write import write_atomically
-from jaxonnx._io.formats import read_weights, write_safetensors
+from jaxonnx._io.formats import read_metadata, read_weights, write_safetensors
 from jaxonnx._safe_read import wrap_errors
 from jaxonnx.errors import Error, InputError, ModelError
 
@@ -27,6 +27,8 @@ Change = tuple[np.ndarray, np.ndarray, np.ndarray | None]
 _PREFIX = "base_model.model."
 """What PEFT puts before the names of modules."""
 _NORMS = "magnitude_vector"
+_BASE = "base"
+"""The metadata with a checksum of the adapted weights."""
 _PARTS_OF_CHANGE = {"A": 2, "B": 2, _NORMS: 1}
 """By the end of a name, the least rank."""
 _UNKNOWN = ("modules_to_save", "lora_bias")
@@ -143,10 +145,11 @@ def read_onnx_adapter(path: str | os.PathLike) -> dict[str, np.ndarray]:
         return {name: np.array(value.numpy()) for name, value in found.items()}
 
 
-def write_peft(folder: str | os.PathLike, changes: Mapping[str, Change]) -> None:
+def write_peft(folder: str | os.PathLike, changes: Mapping[str, Change], base: str = "") -> None:
     """Write `adapter_model.safetensors` and `adapter_config.json` of changes by module.
 
-    The scale is in B, so that alpha is the rank.
+    The scale is in B, so that alpha is the rank. The checksum of the base goes into the metadata of
+    the first, since PEFT warns of settings that it does not know.
     """
     # PEFT looks for a name at the end of others: unless it is anchored, "q" is "block.q", too
     ranks = {f"^{re.escape(name)}$": len(a) for name, (a, *_) in sorted(changes.items())}
@@ -171,7 +174,7 @@ def write_peft(folder: str | os.PathLike, changes: Mapping[str, Change]) -> None
         if x is not None
     }
     Path(folder).mkdir(parents=True, exist_ok=True)
-    write_safetensors(Path(folder, _WEIGHTS), arrays)
+    write_safetensors(Path(folder, _WEIGHTS), arrays, {_BASE: base})
     with write_atomically(Path(folder, _CONFIG)) as written:
         written.write_text(json.dumps(config, indent=2) + "\n")
 
@@ -189,6 +192,12 @@ def read_peft(folder: str | os.PathLike) -> tuple[dict[str, np.ndarray], dict[st
     arrays = read_weights(Path(folder, _WEIGHTS))
     half = ml_dtypes.bfloat16
     return {n: x.astype(np.float32) if x.dtype == half else x for n, x in arrays.items()}, config
+
+
+def read_base(path: str | os.PathLike) -> str:
+    """Return the checksum of the base that a folder of PEFT has adapters of; "" if it has none."""
+    weights = Path(path, _WEIGHTS)
+    return read_metadata(weights).get(_BASE, "") if weights.is_file() else ""
 
 
 def _onnxruntime() -> ModuleType:

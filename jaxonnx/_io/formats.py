@@ -170,18 +170,26 @@ def read_weights(path: Path) -> dict[str, np.ndarray]:
         return safetensors.numpy.load_file(path)
 
 
+def read_metadata(path: Path) -> dict[str, str]:
+    """Return the texts in a safetensors file."""
+    with _safetensors().safe_open(path, framework="numpy") as file:
+        return file.metadata() or {}
+
+
 def _write_safetensors(path: Path, _: Graph, weights: Weights) -> None:
     write_safetensors(path, weights())
 
 
-def write_safetensors(path: Path, weights: Mapping[str, np.ndarray]) -> None:
-    """Write arrays by name."""
+def write_safetensors(
+    path: Path, weights: Mapping[str, np.ndarray], about: Mapping[str, str] | None = None
+) -> None:
+    """Write arrays by name, and texts about them."""
     safetensors = _safetensors()
     # the package would write the memory of a transposed array in the order that it lies in
     arrays = {name: np.require(w, requirements="C") for name, w in weights.items()}
     try:
         with write_atomically(path) as written:
-            safetensors.numpy.save_file(arrays, written)
+            safetensors.numpy.save_file(arrays, written, about and {**about})
     except safetensors.SafetensorError as error:
         raise InputError(f"safetensors cannot hold these weights: {error}") from error
 

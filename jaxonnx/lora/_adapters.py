@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ from jaxonnx.lora._merge import (
     Merge,
     check_magnitudes,
     check_scale,
+    checksum,
     is_float,
     magnitude,
     pair,
@@ -47,12 +49,14 @@ class Adapters:
       values: by name: A ("<weight>.lora_A", rank x inputs) and B ("<weight>.lora_B", outputs x
         rank) of each weight, with DoRA the norms of its outputs ("<weight>.lora_magnitude"),
         tensors that were trained in full, and running statistics.
+      base: a checksum of the weights that they were trained for; "" if it is not known.
     """
 
     rank: int
     alpha: float
     layouts: Mapping[str, Matrix]
     values: Mapping[str, jax.Array]
+    base: str = ""
 
     def __post_init__(self) -> None:
         check_scale(self.rank, self.alpha)
@@ -83,7 +87,8 @@ class Adapters:
             raise InputError("the model has no adapters; LoRA.attach gives it some")
         statistics = running_statistics(model.graph)
         renewed = {name: v for name, v in model.state.items() if name in statistics}
-        return cls(merge.rank, merge.alpha, merge.layouts, {**model.params, **renewed})
+        values, base = {**model.params, **renewed}, checksum(model, merge.layouts)
+        return cls(merge.rank, merge.alpha, merge.layouts, values, base)
 
     @property
     def _members(self) -> set[str]:
@@ -115,6 +120,12 @@ class Adapters:
             )
         self._check(model)
         warn_about_ties(model, self.layouts)
+        if self.base and self.base != checksum(model, self.layouts):
+            warnings.warn(
+                "the adapters were trained for other values of these weights, and the model may "
+                "not compute what it learned: attach them to the file that was trained",
+                stacklevel=2,
+            )
         statistics = running_statistics(model.graph)
         values = {name: jnp.asarray(value) for name, value in self.values.items()}
         params = {name: value for name, value in values.items() if name not in statistics}
@@ -223,7 +234,7 @@ class Adapters:
         if os.fspath(path).endswith(adapter_files.SUFFIX):
             return adapter_files.write_onnx_adapter(path, self.to_inputs(names or module_name))
         if os.path.isdir(path) or os.fspath(path).endswith(("/", os.sep)):
-            return adapter_files.write_peft(path, self._to_modules(names, model))
+            return adapter_files.write_peft(path, self._to_modules(names, model), self.base)
         about = json.dumps(self.about).encode()
         arrays = {**self.values, _ABOUT: np.frombuffer(about, np.uint8)}
         from jaxonnx import sparse
@@ -232,9 +243,9 @@ class Adapters:
 
     @property
     def about(self) -> dict[str, Any]:
-        """Rank, alpha and layouts, as JSON has them."""
+        """Rank, alpha, layouts and checksum, as JSON has them."""
         places = {name: dataclasses.asdict(place) for name, place in self.layouts.items()}
-        return {"rank": self.rank, "alpha": self.alpha, "layouts": places}
+        return {"rank": self.rank, "alpha": self.alpha, "layouts": places, "base": self.base}
 
     @classmethod
     def read(cls, about: Mapping[str, Any], inputs: Mapping[str, Any]) -> Adapters:
@@ -250,7 +261,7 @@ class Adapters:
                 values[own] = jnp.matrix_transpose(jnp.asarray(values.pop(member), jnp.float32))
             if (norms := values.pop(magnitude_name(name, module_name), None)) is not None:
                 values[magnitude(name)] = jnp.asarray(norms, jnp.float32)
-        return cls(about["rank"], float(about["rank"]), places, values)
+        return cls(about["rank"], float(about["rank"]), places, values, about["base"])
 
     @classmethod
     def load(
@@ -277,7 +288,7 @@ class Adapters:
         if adapter_files.is_foreign(path):
             if model is None:
                 raise InputError(f"'{os.fspath(path)}' names modules: pass the model as well")
-            factors, rank, alpha = peft_modules.read(path, model, names)
+            factors, rank, alpha, base = peft_modules.read(path, model, names)
             meanings = weights(model.graph, model.tensors)
             layouts = {
                 name: weight.matrix
@@ -285,7 +296,7 @@ class Adapters:
                 if weight.matrix and pair(name)[0] in factors
             }
             arrays = {name: jnp.asarray(x, jnp.float32) for name, x in factors.items()}
-            result = cls(rank, alpha, layouts, arrays)
+            result = cls(rank, alpha, layouts, arrays, base)
             result._check(model)
             return result
         with wrap_errors(
@@ -307,7 +318,7 @@ class Adapters:
                 if (~np.isfinite(value) if factor else np.isnan(value)).any():
                     raise ValueError(f"'{name}' has values that are not finite")
             arrays = {name: jnp.asarray(value) for name, value in values.items()}
-            return cls(about["rank"], float(about["alpha"]), places, arrays)
+            return cls(about["rank"], float(about["alpha"]), places, arrays, about["base"])
 
     def _check(self, model: Model) -> None:
         shapes = {name: w.shape for name, w in weights(model.graph, model.tensors).items()}

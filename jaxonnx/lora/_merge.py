@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import warnings
+import zlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxonnx._axes import Matrix
 from jaxonnx._graph.uses import uses
@@ -74,6 +77,18 @@ def check_magnitudes(model: Model, names: Collection[str]) -> None:
                 f"'{use.name}' is multiplied as it is stored, at {use.node.label}, so that DoRA "
                 "cannot scale its outputs: leave it out of where=, or train without dora="
             )
+
+
+def checksum(model: Model, names: Collection[str]) -> str:
+    """Return a checksum of the first row of each of these weights; "" if one is on other hosts."""
+    result = 0
+    for name in sorted(names):
+        x = in_file(model.tensors[name])
+        if isinstance(x, jax.Array) and not x.is_fully_addressable:
+            return ""
+        row = np.ascontiguousarray(x[0])
+        result = zlib.crc32(f"{name} {row.dtype}".encode() + row.tobytes(), result)
+    return f"{result:08x}"
 
 
 def warn_about_ties(model: Model, names: Collection[str]) -> None:

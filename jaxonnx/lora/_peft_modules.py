@@ -134,8 +134,8 @@ def choose_blocks(
 
 def read(
     path: str | os.PathLike, model: Model, names: Callable[[str], str] | None
-) -> tuple[dict[str, np.ndarray], int, float]:
-    """Return the factors of a model's weights from an adapter file, their largest rank, and alpha.
+) -> tuple[dict[str, np.ndarray], int, float, str]:
+    """Return the factors of a model's weights from an adapter file, the largest rank, alpha, base.
 
     The factors are called as in `Adapters.values`.
 
@@ -173,7 +173,7 @@ def read(
         for member, value in zip((*pair(weight), magnitude(weight)), change, strict=True)
         if value is not None
     }
-    return named, rank, rank * scale
+    return named, rank, rank * scale, adapter_files.read_base(path)
 
 
 def _find_matrices(

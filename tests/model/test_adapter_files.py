@@ -427,3 +427,21 @@ def test_factors_in_a_file_stay_as_they_are(form, activations, tmp_path):
         settings = {"loss": "squared_error", "optimizer": optax.sgd(1e-3), "epochs": 1}
         run = jaxonnx.train(loaded, (x, x), batch_size=16, quantize="int8", **settings)
         assert any(note.startswith("1 weights are rounded") for note in run.history.notes)
+
+
+@pytest.mark.parametrize("file", ["adapters.npz", "peft/"])
+def test_adapters_of_another_base_are_announced(file, tmp_path):
+    """Names and shapes fit, and the numbers that the adapters were trained for do not."""
+    weight = onnx.numpy_helper.from_array(normal(8, 8), "w")
+    infos = [onnx.helper.make_tensor_value_info(n, 1, ["batch", 8]) for n in "xy"]
+    node = onnx.helper.make_node("MatMul", ["x", "w"], ["y"])
+    graph = onnx.helper.make_graph([node], "g", infos[:1], infos[1:], [weight])
+    opsets = [onnx.helper.make_opsetid("", 21)]
+    model = jaxonnx.load(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10))
+    names = {} if file.endswith("npz") else {"names": lambda _: "proj"}
+    jaxonnx.Adapters.of(changed(model)).save(f"{tmp_path}/{file}", model, **names)
+    loaded = jaxonnx.Adapters.load(f"{tmp_path}/{file}", model, **names)
+    loaded.attach(model)  # warnings are errors in tests
+    other = model.replace(params={"w": 2 * model.params["w"]})
+    with pytest.warns(UserWarning, match="trained for other values of these weights"):
+        loaded.attach(other)
