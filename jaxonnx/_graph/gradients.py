@@ -11,6 +11,8 @@ from jaxonnx._graph.roles import graph_tensors
 
 _FLOAT = re.compile(r"\((float|float16|bfloat16|double|complex64|complex128)\)")
 """A type of ONNX that has gradients, also within a sequence."""
+_TYPES = {code: name for name, code in onnx.TensorProto.DataType.items()}
+"""The names of element types, by the number that a Cast has; a hostile file may have others."""
 
 
 def find_without_gradient(graph: Graph, names: Collection[str]) -> list[str]:
@@ -38,8 +40,7 @@ def find_without_gradient(graph: Graph, names: Collection[str]) -> list[str]:
 def _is_integer(node: Node, output: str, integers: Collection[str]) -> bool:
     """Check whether a result is of integers or booleans; in doubt it is not."""
     if node.op.name == "Cast":
-        kind = onnx.helper.tensor_dtype_to_string(node.attributes["to"])
-        return kind.startswith(("TensorProto.INT", "TensorProto.UINT", "TensorProto.BOOL"))
+        return _TYPES.get(node.attributes["to"], "").startswith(("INT", "UINT", "BOOL"))
     outputs = _signature(node.op.name, node.version)
     position = node.outputs.index(output)
     if position >= len(outputs):

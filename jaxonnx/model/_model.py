@@ -91,11 +91,12 @@ class Model(Network, Rendered):
           InputError: the arguments do not fit the inputs.
         """
         form, key = self._call_form, None if named or rng is not None else signature(inputs)
-        if key in self._checked_calls:
+        if checked := self._checked_calls.get(key):
             try:
-                return _unpack_single(self._checked_calls[key](form.params, form.state, inputs))
+                return _unpack_single(checked(form.params, form.state, inputs))
             except (*FOREIGN, Error):
-                del self._checked_calls[key]  # what follows repeats the call and explains its error
+                # what follows repeats the call and explains its error, as do other threads
+                self._checked_calls.pop(key, None)
         values = self._arguments(inputs, named)
         if form.reads.isdisjoint(values):
             arguments_of_form = form.params, form.state, rng, values
