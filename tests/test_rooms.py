@@ -73,7 +73,7 @@ BUDGETS = {
     "_data": (2300, "arrays, files, pictures, sequences and loaders, read as one kind of source"),
     "_run": (1650, "the evaluator, and what keeps hostile files from taking the machine"),
     "_io": (2115, "ModelProto, external data, pairs of files, npz, safetensors, adapters, packing"),
-    "model": (1930, "Model, and what makes another Model of one"),
+    "model": (1955, "Model, and what makes another Model of one"),
     "_rewrite": (2365, "files to files: heads, batches, outputs, rounding, QLinear*, adapters"),
     "training_info": (520, "the file's own training graphs, run and written"),
     "_step_files": (500, "exported steps, their manifest, the page for browsers"),

@@ -72,6 +72,8 @@ def fix_inputs(values: Iterable[Value], given: Mapping[str, Any]) -> dict[str, F
     Raises:
       InputError: there is no such input, or a value does not fit it.
     """
+    if not isinstance(given, Mapping):
+        raise InputError(f"fixed must be a dict by input name, got {type(given).__name__}")
     declared, found = {value.name: value for value in values}, {}
     batched = next((v.shape or () for v in declared.values() if v.name not in given), ())
     for name, array in given.items():

@@ -33,9 +33,10 @@ def cut(
     Raises:
       InputError: a name is unknown; the message has similar ones.
     """
-    if not isinstance(outputs, Iterable):
+    listed = [outputs] if isinstance(outputs, str) or not isinstance(outputs, Iterable) else outputs
+    listed = [*listed]
+    if not all(isinstance(name, str) for name in listed):
         raise InputError(f"outputs are names of values of the graph, and were {outputs!r}")
-    listed = [outputs] if isinstance(outputs, str) else [*outputs]
     # `resolve` knows results of nodes only; an output may be an initializer or an input
     own = {value.name for value in (*proto.graph.output, *proto.graph.input)}
     names = [name if name in own else resolve(proto.graph, name) for name in listed]

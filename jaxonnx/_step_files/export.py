@@ -20,6 +20,7 @@ from jaxonnx._io import formats
 from jaxonnx._io.build import unused_name
 from jaxonnx._step_files import web as _web
 from jaxonnx._step_files.load import FORMAT
+from jaxonnx._text import is_one_of
 from jaxonnx.errors import InputError, TrainingError
 from jaxonnx.lora import Adapters
 from jaxonnx.model import Model, file_tensors, load
@@ -112,7 +113,7 @@ def export_step(
             "quantize: an exported step keeps the scales that a model has; leave it out, and pass "
             "the model that jaxonnx.quantize(model, data) returns"
         )
-    if init not in ("onnx", "safetensors", "npz"):
+    if not is_one_of(init, ("onnx", "safetensors", "npz")):
         raise InputError(f"init is 'onnx', 'safetensors' or 'npz', and was {init!r}")
     own = {"loss": loss, "optimizer": optimizer, "learning_rate": learning_rate}
     chosen = Settings(**own, epochs=1 if epochs is None else epochs, **settings)

@@ -17,6 +17,7 @@ from jaxonnx._graph.select import Select, select
 from jaxonnx._graph.stored import check_stored
 from jaxonnx._graph.uses import Weight, weights
 from jaxonnx._rewrite.requantize import dequantize
+from jaxonnx._text import is_one_of
 from jaxonnx.errors import InputError
 from jaxonnx.lora._adapters import Adapters
 from jaxonnx.lora._loftq import approximate_errors
@@ -78,7 +79,7 @@ class LoRA:
 
     def __post_init__(self) -> None:
         check_scale(self.rank, self.alpha)
-        if self.init not in ("normal", "loftq"):
+        if not is_one_of(self.init, ("normal", "loftq")):
             raise InputError(f"init is 'normal' or 'loftq', and was {self.init!r}")
         if (self.init == "loftq") != (self.against is not None):
             raise InputError("init='loftq' goes with against=, the model before quantization")

@@ -23,7 +23,7 @@ from jaxonnx._rewrite.adapters import (
     magnitude_name,
     module_name,
 )
-from jaxonnx._text import format_count, list_some
+from jaxonnx._text import format_count, is_one_of, list_some
 from jaxonnx.errors import InputError
 from jaxonnx.lowering import in_file, norm_factors
 
@@ -89,7 +89,7 @@ def choose_adapter_form(model: Network, requested: AdapterForm | None) -> Adapte
     Raises:
       InputError: there is no such form, or the model has no adapters.
     """
-    if requested not in (None, "merged", "nodes", "inputs"):
+    if not is_one_of(requested, (None, "merged", "nodes", "inputs")):
         raise InputError(f"adapters is 'merged', 'nodes' or 'inputs', and was {requested!r}")
     adaption = model.program.adaption
     if adaption is None:

@@ -2,12 +2,15 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
 import numpy as np
 from jax.core import Tracer
+
+from jaxonnx._text import list_some
+from jaxonnx.errors import InputError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -47,6 +50,21 @@ def inputs_first(method: Callable[P, R]) -> Callable[P, R]:
 def unmark_names(named: Mapping[str, Any]) -> dict[str, Any]:
     """Return the inputs that were passed by name, by their names in the file."""
     return {name.removesuffix(_INPUT): value for name, value in named.items()}
+
+
+def check_tensors(
+    params: Mapping[str, Any], state: Mapping[str, Any], names: Iterable[str]
+) -> None:
+    """Raise an InputError unless two dicts have arrays of all of these names between them."""
+    for what, tensors in (("params", params), ("state", state)):
+        if not isinstance(tensors, Mapping):
+            kind = type(tensors).__name__
+            raise InputError(f"{what} must be a dict of arrays by tensor name, got {kind}")
+    if missing := [f"'{name}'" for name in names if name not in params and name not in state]:
+        raise InputError(
+            f"params and state lack {list_some(missing, '')}: pass dicts with the names of "
+            "model.params and model.state"
+        )
 
 
 def signature(inputs: Sequence[Any]) -> tuple | None:

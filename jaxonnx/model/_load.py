@@ -32,7 +32,7 @@ from jaxonnx._mesh.shardings import model_shardings
 from jaxonnx._rewrite.dequantize import dequantize_weights
 from jaxonnx._rewrite.quantized_attention import restore_attention
 from jaxonnx._run.program import Program
-from jaxonnx._text import list_some
+from jaxonnx._text import is_one_of, list_some
 from jaxonnx.errors import InputError
 from jaxonnx.model._model import Model, Trainable
 
@@ -120,7 +120,7 @@ def load(
     """
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise InputError(f"limit is a number of bytes, and was {limit!r}")
-    if batch not in (None, "any"):
+    if not is_one_of(batch, (None, "any")):
         raise InputError(f"batch is 'any' or None, and was {batch!r}")
     folder = find_folder(source, variant) if checkpoint is None else None
     file = source if folder is None else folder.path / folder.file

@@ -28,11 +28,16 @@ from jaxonnx._rewrite.head import Classes
 from jaxonnx._run.changes import CallForm
 from jaxonnx._run.failures import FOREIGN
 from jaxonnx._run.overlay import ratios
-from jaxonnx._text import Rendered, format_count
+from jaxonnx._text import Rendered, format_count, is_one_of
 from jaxonnx.errors import Error, InputError
 from jaxonnx.model import _transforms as transforms
 from jaxonnx.model._adapters import AdapterForm, merge_adapters
-from jaxonnx.model._call_arguments import inputs_first, signature, unmark_names
+from jaxonnx.model._call_arguments import (
+    check_tensors,
+    inputs_first,
+    signature,
+    unmark_names,
+)
 from jaxonnx.model._generate import Generator, generate
 from jaxonnx.model._predict import predictions, read_inputs
 from jaxonnx.model._quantized import is_quantized, open_quantized
@@ -136,6 +141,7 @@ class Model(Network, Rendered):
           InputError: the arguments do not fit the inputs.
         """
         state = self.state if state is None else state
+        check_tensors(params, state, (*self.params, *self.state))
         values = data(self._arguments(inputs, named))
         return _unpack_single(self.program.evaluate(params, state, values, key=rng, training=False))
 
@@ -156,6 +162,7 @@ class Model(Network, Rendered):
         names of these arguments are passed as in `apply`.
         """
         updates: dict[str, Any] = {}
+        check_tensors(params, state, (*self.params, *self.state))
         values = data(self._arguments(inputs, named))
         outputs = self.program.evaluate(
             params, state, values, key=rng, training=True, updates=updates
@@ -204,7 +211,7 @@ class Model(Network, Rendered):
           InputError: the inputs do not fit, an image cannot be read, or an output does not have one
             row per example.
         """
-        net = self.with_fixed_inputs(fixed or {})
+        net = self.with_fixed_inputs({} if fixed is None else fixed)
         net = net.with_batch_axis() if lacks_batch_axis(data, net.inputs) else net
         data = list_folder(data, net, preprocess)
         return predictions(net, net, data, batch_size, Padding.of(pad, length_buckets), progress)
@@ -503,7 +510,7 @@ class Model(Network, Rendered):
         Raises:
           InputError: `statistics` has another value.
         """
-        if statistics not in ("batch", "frozen"):
+        if not is_one_of(statistics, ("batch", "frozen")):
             raise InputError(f"statistics is 'batch' or 'frozen', and was {statistics!r}")
         return self._overlaid(frozen=statistics == "frozen")
 

@@ -55,9 +55,9 @@ def without_cache(model: M) -> M:
 
 def with_fixed_inputs(model: M, values: Mapping[str, Any]) -> M:
     """Return a model some of whose inputs have one value in each call, and are no inputs."""
-    if not values:
-        return model
     fixed = fix_inputs(model.inputs, values)
+    if not fixed:
+        return model
     return dataclasses.replace(model, program=model.program.with_fixed_inputs(fixed))
 
 

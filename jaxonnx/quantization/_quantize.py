@@ -23,6 +23,7 @@ from jaxonnx._rewrite.fold_norms import fold_norms, folded_outputs
 from jaxonnx._rewrite.fold_rounded_norms import flip_negative_scales
 from jaxonnx._rewrite.moving_ranges import Schedule, insert_schedule
 from jaxonnx._rewrite.quantize import Record, Writer, learn_scales, record_of, stored_types
+from jaxonnx._text import is_one_of
 from jaxonnx.errors import InputError
 from jaxonnx.model import (
     Model,
@@ -91,7 +92,7 @@ def quantize(
         yield no ranges.
       TrainingError: the data do not fit the model.
     """
-    if method not in (None, "round"):
+    if not is_one_of(method, (None, "round")):
         raise InputError(f"method is 'round' or None, and was {method!r}")
     net = model if isinstance(model, Model) else load(model)
     whole, source = read_examples(net, data, batch_size, preprocess)

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxonnx._graph.select import Select
 from jaxonnx._rewrite.moving_ranges import Schedule
+from jaxonnx._text import is_one_of
 from jaxonnx.errors import InputError
 from jaxonnx.ops.contrib.moving_ranges import limits_of
 
@@ -219,7 +220,7 @@ class Quantization:
         """
         if isinstance(scheme, Quantization):
             return scheme
-        if scheme not in _WEIGHTS:
+        if not is_one_of(scheme, _WEIGHTS):
             names = ", ".join(map(repr, _WEIGHTS))
             raise InputError(
                 f"a scheme is one of {names}, or a jaxonnx.Quantization, and was {scheme!r}"

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from jaxonnx.errors import SparsityError
+from jaxonnx.errors import InputError, SparsityError
 from jaxonnx.sparse._layers import Patterns, goals, layers
 from jaxonnx.sparse._pattern import SparsityPattern
 
@@ -37,6 +37,8 @@ def record(model: T, pattern: Patterns = "2:4", *, transposable: bool = True, **
       SparsityError: no weight has the pattern, or one that was selected has not.
     """
     source: Any = model
+    if not hasattr(source, "sparsity_options"):
+        raise InputError(f"record takes a model (jaxonnx.load(path)), got {type(model).__name__}")
     choice = source.sparsity_options() | choice
     report = layers(source.params, pattern, transposable=transposable, **choice)
     wanted = goals(report)

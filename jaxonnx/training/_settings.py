@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxonnx._arguments import NAN_POLICIES, OPTIMIZERS, Hook, TrainArguments, declared
 from jaxonnx._data.ragged import Padding
+from jaxonnx._text import is_one_of
 from jaxonnx.errors import TrainingError
 from jaxonnx.lora import Adapters, LoRA
 from jaxonnx.quantization import Quantization
@@ -64,19 +65,19 @@ class Settings(_VALUES):
                 )
 
     def _check_step(self) -> None:
-        if self.nan not in NAN_POLICIES:
+        if not is_one_of(self.nan, NAN_POLICIES):
             policies = ", ".join(NAN_POLICIES)
             raise TrainingError(f"nan must be one of {policies}, and is {self.nan!r}")
         if self.ema is not None and not (isinstance(self.ema, float) and 0 < self.ema < 1):
             raise TrainingError(
                 f"ema must be a decay between 0 and 1, like 0.999, and is {self.ema!r}"
             )
-        if self.precision is not None and self.precision not in PRECISIONS:
+        if not is_one_of(self.precision, (None, *PRECISIONS)):
             raise TrainingError(
                 "precision must be 'bf16' or 'fp16' (or None, for that of the file), and is "
                 f"{self.precision!r}"
             )
-        if self.statistics not in (None, "batch", "frozen", "recompute"):
+        if not is_one_of(self.statistics, (None, "batch", "frozen", "recompute")):
             raise TrainingError(
                 f"statistics must be 'batch', 'frozen' or 'recompute', and is {self.statistics!r}"
             )
@@ -103,8 +104,9 @@ class Settings(_VALUES):
             )
 
     def _check_optimizer(self) -> None:
-        named = self.optimizer is None or self.optimizer in OPTIMIZERS
-        made = callable(getattr(self.optimizer, "update", None)) or is_planned(self.optimizer)
+        named, parts = is_one_of(self.optimizer, (None, *OPTIMIZERS)), ("init", "update")
+        made = all(callable(getattr(self.optimizer, part, None)) for part in parts)
+        made = made or is_planned(self.optimizer)
         if not (named or made):
             raise TrainingError(
                 f"optimizer must be a name ({', '.join(OPTIMIZERS)}), an optax transformation, "

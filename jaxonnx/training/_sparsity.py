@@ -15,6 +15,7 @@ from onnx import ModelProto
 
 from jaxonnx._io import records
 from jaxonnx._mesh.rules import mesh_of
+from jaxonnx._text import is_one_of
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model
 from jaxonnx.training._settings import Settings
@@ -112,7 +113,7 @@ def _are_sparse(
     """Return whether products are sparse, for which the kernel is made ready, or refuse that."""
     from jaxonnx import sparse
 
-    if products not in ("sparse", "cusparselt"):
+    if not is_one_of(products, ("sparse", "cusparselt")):
         raise TrainingError(f"products are 'dense', 'sparse' or by 'cusparselt', not {products!r}")
     on_gpu = storage.platform in ("gpu", "cuda")
     if products == "cusparselt" and not on_gpu:
