@@ -579,3 +579,20 @@ def test_bias_dropout_drops_in_training_only():
     dropped = np.isclose(y, residual, rtol=1e-6)
     np.testing.assert_allclose(y, np.where(dropped, 0, 2 * shifted) + residual, rtol=1e-5)
     assert 300 < dropped.sum() < 500  # of 800
+
+
+@pytest.mark.parametrize("op", ["SkipLayerNormalization", "SkipSimplifiedLayerNormalization"])
+def test_sums_in_half_precision_are_normalized_before_they_are_rounded(op):
+    random = np.random.default_rng(0)
+    x, skip, bias = (3 * random.normal(size=(4, 64)) for _ in range(3))
+    inputs = [x, skip, np.ones(64), bias[0]]
+    if op == "SkipLayerNormalization":
+        inputs.insert(3, np.zeros(64))
+    outputs = ["y", "", "inverse", "total"]
+    arrays = [a.astype(np.float16) for a in inputs]
+    case = Fused(op, arrays, {"epsilon": 1e-5}, outputs)
+    y, inverse, total = onnxruntime_result(case)
+    results = jaxonnx.load(model_of(case)[0])(*arrays)
+    np.testing.assert_array_equal(results[2], total)
+    np.testing.assert_allclose(results[1], inverse, rtol=2e-6)
+    np.testing.assert_array_equal(results[0], y)

@@ -24,6 +24,7 @@ from jaxonnx.ops.activation import (
     softsign,
     thresholded_relu,
 )
+from jaxonnx.ops.common import widen
 from jaxonnx.ops.contrib.experimental import parametric_softplus, scaled_tanh
 from jaxonnx.ops.conv import CONVOLUTION, conv
 from jaxonnx.ops.linear import FACTORS, gemm, matmul
@@ -167,6 +168,12 @@ def rms_norm(x, gamma, epsilon):
     return (wide * inverse * gamma).astype(x.dtype), inverse
 
 
+def _sum_wide(x, skip, bias):
+    """Add in float32, or in float64 where x is: onnxruntime normalizes the sum before rounding."""
+    total = widen(x) + widen(skip)
+    return total if bias is None else total + bias
+
+
 @op(
     "SkipLayerNormalization",
     since=1,
@@ -174,15 +181,16 @@ def rms_norm(x, gamma, epsilon):
     params={"gamma": 1.0, "beta": 0.0, "bias": 0.0},
 )
 def skip_layer_normalization(x, skip, gamma, beta=None, bias=None, *, epsilon=1e-12):
-    total = x + skip if bias is None else x + skip + bias
-    return *layer_norm(total, gamma, beta, epsilon), total
+    total = _sum_wide(x, skip, bias)
+    y, mean, inverse = layer_norm(total, gamma, beta, epsilon)
+    return y.astype(x.dtype), mean, inverse, total.astype(x.dtype)
 
 
 @op("SkipSimplifiedLayerNormalization", since=1, domain=DOMAIN, params={"gamma": 1.0, "bias": 0.0})
 def skip_simplified_layer_normalization(x, skip, gamma, bias=None, *, epsilon=1e-12):
-    total = x + skip if bias is None else x + skip + bias
+    total = _sum_wide(x, skip, bias)
     y, inverse = rms_norm(total, gamma, epsilon)
-    return y, None, inverse, total
+    return y.astype(x.dtype), None, inverse, total.astype(x.dtype)
 
 
 # onnxruntime keeps this operator in the default domain, though ONNX does not know it.
