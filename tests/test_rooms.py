@@ -61,7 +61,7 @@ FAMILIES = ("ops", "onnx_out.rules", "onnx_out.passes")
 
 
 BUDGETS = {
-    "ops": (6750, "250 operators of five domains, each as its specification writes it"),
+    "ops": (6760, "250 operators of five domains, each as its specification writes it"),
     "training": (4545, "step, loop, losses, metrics, checkpoints, reports"),
     "_arguments": (280, "the arguments of train, each declared once, and the names that they take"),
     "losses": (240, "those that optax lacks: of tokens, from other models, of pairs in a batch"),

@@ -27,7 +27,22 @@ from tests.fuzz.compare import RANDOM
 
 FOLDER = os.environ.get("JAXONNX_FOREIGN", "")
 BATCHES = (2, 3)
-REASONS: dict[str, str] = {}
+REASONS = {
+    "topk_neg_axis_test.onnx": "sorted=0 leaves the order open; both give the same numbers",
+    "BatchNorm1D_15.onnx": "in training mode, which a call of a Model replaces by inference",
+    "BatchNorm2D_15.onnx": "in training mode, which a call of a Model replaces by inference",
+    "BatchNorm3D_15.onnx": "in training mode, which a call of a Model replaces by inference",
+    "ArgMax_17.onnx": "of NaN: onnx.reference takes the first one, too",
+    "DFT_17_irfft.onnx": "onnx.reference and NumPy agree with jaxonnx at these lengths",
+    "DFT_20_irfft.onnx": "onnx.reference and NumPy agree with jaxonnx at these lengths",
+    "celu_zero_alpha_test.onnx": "x / 0 in the formula: onnxruntime gives NaN, jaxonnx the limit",
+    "reducesum_variable_dynamic_axes_test.onnx": "an axis twice, refused by onnx.reference, too",
+    "reducesum_variable_dynamic_axes_verify_test.onnx": "an axis twice",
+    "reducesum_variable_dynamic_axes_noop_set_verify_test.onnx": "an axis twice",
+    "layer_norm_3d_half_stash_off_test.onnx": "stash_type 0 is no type; onnx.reference refuses it",
+    "layer_norm_3d_half_stash_off_epsilon_test.onnx": "stash_type 0 is no type",
+    "einsum_multiple_ellipses_negative_test.onnx": "invalid: onnxruntime's session hangs",
+}
 """Why a file differs, by the end of its path."""
 
 
@@ -50,7 +65,7 @@ def draw(value, batch, random):
     tensor = value.type.tensor_type
     if not value.type.HasField("tensor_type") or tensor.elem_type == TensorProto.STRING:
         return None
-    shape = [d.dim_value if d.HasField("dim_value") else batch for d in tensor.shape.dim]
+    shape = [d.dim_value if d.dim_value > 0 else batch for d in tensor.shape.dim]
     dtype = helper.tensor_dtype_to_np_dtype(tensor.elem_type)
     if dtype.kind == "b":
         return random.random(shape) < 0.5

@@ -231,9 +231,10 @@ def embed_layer_normalization(
     """Normalized sum of word, position and segment embeddings; the number of ones in each mask."""
     batch, steps = input_ids.shape
     positions = np.arange(steps) if position_ids is None else position_ids
-    total = jnp.asarray(word_embedding)[input_ids] + jnp.asarray(position_embedding)[positions]
+    total = widen(word_embedding)[input_ids] + widen(position_embedding)[positions]
     if segment_embedding is not None:
         # as in onnxruntime, tokens without segments are of the first
-        total = total + jnp.asarray(segment_embedding)[0 if segment_ids is None else segment_ids]
+        total = total + widen(segment_embedding)[0 if segment_ids is None else segment_ids]
     counts = jnp.zeros(batch, np.int32) if mask is None else (mask == 1).sum(axis=1, dtype=np.int32)
-    return layer_norm(total, gamma, beta, epsilon)[0], counts, total
+    y, dtype = layer_norm(total, gamma, beta, epsilon)[0], word_embedding.dtype
+    return y.astype(dtype), counts, total.astype(dtype)
