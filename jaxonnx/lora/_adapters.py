@@ -261,7 +261,7 @@ class Adapters:
                 values[own] = jnp.matrix_transpose(jnp.asarray(values.pop(member), jnp.float32))
             if (norms := values.pop(magnitude_name(name, module_name), None)) is not None:
                 values[magnitude(name)] = jnp.asarray(norms, jnp.float32)
-        return cls(about["rank"], float(about["rank"]), places, values, about["base"])
+        return cls(about["rank"], float(about["rank"]), places, values, about.get("base", ""))
 
     @classmethod
     def load(
@@ -318,7 +318,7 @@ class Adapters:
                 if (~np.isfinite(value) if factor else np.isnan(value)).any():
                     raise ValueError(f"'{name}' has values that are not finite")
             arrays = {name: jnp.asarray(value) for name, value in values.items()}
-            return cls(about["rank"], float(about["alpha"]), places, arrays, about["base"])
+            return cls(about["rank"], float(about["alpha"]), places, arrays, about.get("base", ""))
 
     def _check(self, model: Model) -> None:
         shapes = {name: w.shape for name, w in weights(model.graph, model.tensors).items()}

@@ -442,7 +442,7 @@ def generate(
     """Return the continuation of one prompt or several, as `Model.generate` does."""
     model = generator.model
     ids = ids if isinstance(ids, list) else np.asarray(ids)
-    if not np.ndim(ids):
+    if not isinstance(ids, list) and not ids.ndim:
         raise InputError(
             "ids must be a prompt of tokens, [length], or several; the tokenizer in the model's "
             f"folder makes them of a text, got {ids.dtype} of rank 0"
