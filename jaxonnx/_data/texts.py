@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxonnx._data.forms import is_dataset, read_text
+from jaxonnx._data.inputs_and_targets import KEY
 from jaxonnx._data.language_models import context_length, token_input, vocabulary
 from jaxonnx._data.packing import pack_texts
 from jaxonnx._data.ragged import DECODER_TOKENS, Padding
+from jaxonnx._data.sources import is_dataset, read_text
 from jaxonnx._data.tokenizer import Chat, Tokenizer
-from jaxonnx._data.weights import KEY
 from jaxonnx._network import Network
 from jaxonnx.errors import TrainingError
 

@@ -23,8 +23,8 @@ from jaxonnx import _limits as limits
 from jaxonnx._graph.ancestors import ancestors
 from jaxonnx._graph.bind import Graph, Node, bind
 from jaxonnx._graph.values import Value, hint_at_image, to_value
-from jaxonnx._rewrite.rows import Row, find_rows
-from jaxonnx._rewrite.targets import batch_axes, resolve_target
+from jaxonnx._rewrite.repeated_constants import Row, find_rows
+from jaxonnx._rewrite.reshape_targets import batch_axes, resolve_target
 from jaxonnx._run.program import Program
 from jaxonnx._run.scope import Context, Scope
 from jaxonnx.errors import Error, InputError

@@ -19,7 +19,6 @@ from jaxonnx._graph import exporter_hints
 from jaxonnx._graph.values import Value
 from jaxonnx._io.formats import check_suffix
 from jaxonnx._io.protos import text
-from jaxonnx.cli import _images as pictures
 from jaxonnx.cli import _inputs as reading
 from jaxonnx.cli._flag_types import collect_values
 from jaxonnx.cli._flags import LOSS
@@ -196,7 +195,7 @@ def classify(options: argparse.Namespace) -> Report:
             broken.append(error)
             data.append({"picture": path, "error": str(error)})
             continue
-        classes = pictures.classify(model, pixels, prepare, where)[: options.top]
+        classes = reading.classify(model, pixels, prepare, where)[: options.top]
         data.append({"picture": path, "classes": [{"label": n, "share": p} for n, p in classes]})
         lines += [str(path), *(f"  {share:7.2%}  {label}" for label, share in classes)]
     if len(broken) == len(data):

@@ -16,9 +16,9 @@ from jax.sharding import Mesh
 from onnx import ModelProto
 from rich.console import Group
 
-from jaxonnx._data.forms import lacks_batch_axis
 from jaxonnx._data.images.folder import list_folder
 from jaxonnx._data.ragged import Padding
+from jaxonnx._data.sources import lacks_batch_axis
 from jaxonnx._graph.select import Select
 from jaxonnx._graph.values import arguments, data, list_values
 from jaxonnx._mesh.rules import Sharding

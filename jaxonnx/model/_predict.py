@@ -8,13 +8,12 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from jaxonnx._data.batches import Batch, Source
-from jaxonnx._data.forms import check_size, examples_of, size_of_batches
+from jaxonnx._data.batches import Batch, Padded, Source
 from jaxonnx._data.images.batches import Pictures
 from jaxonnx._data.images.folder import Folder
-from jaxonnx._data.padded import Padded
 from jaxonnx._data.prefetch import prefetch
 from jaxonnx._data.ragged import Padding
+from jaxonnx._data.sources import check_size, examples_of, size_of_batches
 from jaxonnx._graph.values import Value
 from jaxonnx._network import Network
 from jaxonnx._progress import track_batches

@@ -17,7 +17,7 @@ from jax import lax
 from jaxonnx._limits import SIX_BITS, check_size, check_time
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import canonical, element_dtype
-from jaxonnx.ops.concrete import concrete
+from jaxonnx.ops.known_values import concrete
 from jaxonnx.registry import is_known, op, symbolic, xp
 
 _E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)

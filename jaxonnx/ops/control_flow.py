@@ -14,7 +14,6 @@ from jaxonnx import _limits
 from jaxonnx._limits import OutOfTime, check_size, check_time, patience
 from jaxonnx.errors import Error, NodeError, StaticError
 from jaxonnx.ops.common import INDEX, canonical
-from jaxonnx.ops.concrete import array, forward_only, is_traced
 from jaxonnx.ops.iteration import (
     alike,
     as_declared,
@@ -25,6 +24,7 @@ from jaxonnx.ops.iteration import (
     stack,
     types_of,
 )
+from jaxonnx.ops.known_values import array, forward_only, is_traced
 from jaxonnx.registry import is_known, op
 
 SCAN_LIMIT = 2**31 - 1

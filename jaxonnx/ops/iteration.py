@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxonnx.errors import Error, NodeError, StaticError
 from jaxonnx.ops.common import element_dtype
-from jaxonnx.ops.concrete import array, is_traced
+from jaxonnx.ops.known_values import array, is_traced
 from jaxonnx.registry import is_known
 
 LONGEST = 1 << 14

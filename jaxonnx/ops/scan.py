@@ -9,8 +9,8 @@ import numpy as np
 from jaxonnx._limits import OutOfTime, check_time, patience
 from jaxonnx.errors import Error, NodeError
 from jaxonnx.ops.common import INDEX, axis_of, canonical
-from jaxonnx.ops.concrete import array, is_traced
 from jaxonnx.ops.iteration import alike, check_length, empty, note_unrolling, stack
+from jaxonnx.ops.known_values import array, is_traced
 from jaxonnx.registry import op, xp
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from jaxonnx._limits import check_size, check_time
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import INDEX, axis_of
-from jaxonnx.ops.concrete import array, is_traced
+from jaxonnx.ops.known_values import array, is_traced
 from jaxonnx.registry import Static, is_known, op, xp
 
 

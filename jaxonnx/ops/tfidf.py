@@ -15,7 +15,7 @@ from jax import lax
 from jaxonnx._constraints import NotNegative
 from jaxonnx._limits import check_size, check_time
 from jaxonnx.errors import NodeError
-from jaxonnx.ops.concrete import table
+from jaxonnx.ops.known_values import table
 from jaxonnx.registry import op
 
 UNROLLED = 16

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxonnx._data.forms import lacks_batch_axis
+from jaxonnx._data.sources import lacks_batch_axis
 from jaxonnx._graph.caches import find_states
 from jaxonnx._graph.values import list_values
 from jaxonnx._text import list_some

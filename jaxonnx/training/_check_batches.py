@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jaxonnx._data.batches import Batch, Source
-from jaxonnx._data.weights import is_zero_or_one
+from jaxonnx._data.inputs_and_targets import is_zero_or_one
 from jaxonnx.errors import Error, TrainingError
 from jaxonnx.training._step import Step
 

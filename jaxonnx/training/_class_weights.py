@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxonnx._data.batches import Examples
-from jaxonnx._data.padded import Padded
+from jaxonnx._data.batches import Examples, Padded
 from jaxonnx.errors import TrainingError
 from jaxonnx.training._losses import Loss
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from jaxonnx._data.batches import Examples, Source
-from jaxonnx._data.forms import check_size, examples_of, size_of_batches
 from jaxonnx._data.images.batches import Pictures
 from jaxonnx._data.images.folder import Folder
 from jaxonnx._data.ragged import IGNORED, PLAIN, Padding
+from jaxonnx._data.sources import check_size, examples_of, size_of_batches
 from jaxonnx._graph.values import Value
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxonnx._data.inputs_and_targets import is_zero_or_one
 from jaxonnx._data.ragged import IGNORED
-from jaxonnx._data.weights import is_zero_or_one
 from jaxonnx._text import format_count
 from jaxonnx.errors import TrainingError
 from jaxonnx.losses import (

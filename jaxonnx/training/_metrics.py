@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxonnx._data.weights import is_zero_or_one
+from jaxonnx._data.inputs_and_targets import is_zero_or_one
 from jaxonnx.errors import TrainingError
 from jaxonnx.training import _tables as tables
 from jaxonnx.training._losses import check_classes, totals

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._data.batches import Batch
-from jaxonnx._data.pairs import count_examples
+from jaxonnx._data.inputs_and_targets import count_examples
 from jaxonnx._data.ragged import IGNORED, next_tokens
 from jaxonnx._graph.bind import Node
 from jaxonnx._rewrite.last_layer import ENDINGS

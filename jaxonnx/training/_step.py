@@ -14,9 +14,8 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxonnx._data.batches import Batch
-from jaxonnx._data.pairs import count_examples, split_inputs
+from jaxonnx._data.inputs_and_targets import count_examples, split_inputs, split_weights
 from jaxonnx._data.ragged import derived_inputs, with_derived
-from jaxonnx._data.weights import split_weights
 from jaxonnx.model import Model
 from jaxonnx.training._precision import LossScale
 

@@ -1,18 +1,21 @@
 """Writing training_info: a network gets a loss, an optimizer and initializers in its own file."""
 
 from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from onnx import GraphProto, ModelProto, TensorProto, helper, numpy_helper
 
 from jaxonnx._graph.uses import Weight
 from jaxonnx._graph.values import dimension
-from jaxonnx._io.build import Writer, names
+from jaxonnx._io.build import Writer, names, onnx_type
 from jaxonnx._io.protos import opset_of
 from jaxonnx.errors import TrainingError
+from jaxonnx.onnx_out import Nodes, Tensor
 from jaxonnx.optim import OnnxTransformation
 from jaxonnx.training_info import _initialization as initialization
-from jaxonnx.training_info import _schedule as schedule
 
 DOMAIN = "ai.onnx.preview.training"
 OPSET = 12
@@ -236,4 +239,27 @@ def _learning_rate(
         return g.constant("learning_rate", optimizer.learning_rate, dtype)
     if optimizer.first:  # a schedule counts the updates made, from 0 on
         count = g.node("Sub", count, g.constant("first", optimizer.first, np.int64))
-    return schedule.append(g, optimizer.learning_rate, count, dtype, opset)
+    return _append_schedule(g, optimizer.learning_rate, count, dtype, opset)
+
+
+def _append_schedule(
+    writer: Writer, schedule: Callable[[jax.Array], Any], count: str, dtype: np.dtype, opset: int
+) -> str:
+    """Append nodes that compute schedule(count); return their output's name.
+
+    Args:
+      writer: receives nodes and the initializers that they need.
+      schedule: a function of an int32 scalar that returns a scalar.
+      count: the name of an int64 scalar.
+      dtype: float32 or float64, the type of the result and of the arithmetic.
+      opset: that of the model.
+
+    Raises:
+      UnsupportedError: naming the JAX primitive that has no operator.
+    """
+    argument = writer.node("Cast", count, name="schedule", to=onnx_type(np.int32))
+    with jax.enable_x64(dtype == np.float64):
+        closed = jax.make_jaxpr(schedule)(jax.ShapeDtypeStruct((), jnp.int32))
+        g = Nodes(writer, opset)
+        (value,) = g.program(closed, [Tensor(argument, (), np.int32)])
+    return writer.node("Cast", g.name(value), name="learning_rate", to=onnx_type(dtype))

@@ -11,7 +11,7 @@ from PIL import Image
 import jaxonnx
 from jaxonnx._data.images import preparation as images
 from jaxonnx.cli import main
-from jaxonnx.cli._images import batch, classify
+from jaxonnx.cli._inputs import arrange_pixels, classify
 from jaxonnx.errors import InputError, ModelError
 
 RNG = np.random.default_rng(0)
@@ -123,9 +123,9 @@ def test_batches_of_pictures(picture):
     prepare, where = images.Preparation(), images.layout(net(["n", 3, 8, 6]))
     expected = (pixels / 255).astype(np.float32).transpose(2, 0, 1)[None]
     for given in (pixels[None], pixels.transpose(2, 0, 1)[None]):
-        np.testing.assert_allclose(batch(given, prepare, where), expected, rtol=1e-6)
+        np.testing.assert_allclose(arrange_pixels(given, prepare, where), expected, rtol=1e-6)
     with pytest.raises(InputError, match=r"\[8, 6\]"):
-        batch(pixels[None, ..., 0], prepare, where)
+        arrange_pixels(pixels[None, ..., 0], prepare, where)
 
 
 def test_the_file_says_how(tmp_path):

@@ -10,8 +10,8 @@ import pytest
 
 import jaxonnx
 from jaxonnx import losses
-from jaxonnx._data.forms import examples_of
 from jaxonnx._data.ragged import Padding
+from jaxonnx._data.sources import examples_of
 from jaxonnx.errors import TrainingError
 from tests.support.paths import DATA
 

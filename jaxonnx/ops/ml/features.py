@@ -12,7 +12,7 @@ import numpy as np
 from jaxonnx._constraints import NotNegative
 from jaxonnx._limits import check_size
 from jaxonnx.errors import NodeError
-from jaxonnx.ops.concrete import concrete, table
+from jaxonnx.ops.known_values import concrete, table
 from jaxonnx.registry import is_known, op, xp
 
 ML = "ai.onnx.ml"

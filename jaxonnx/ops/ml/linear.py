@@ -8,7 +8,7 @@ import numpy as np
 from jax.scipy.special import ndtri
 
 from jaxonnx.errors import NodeError
-from jaxonnx.ops.concrete import concrete, table
+from jaxonnx.ops.known_values import concrete, table
 from jaxonnx.ops.ml.features import ML, exactly_one, real
 from jaxonnx.registry import op
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxonnx._limits import check_size
 from jaxonnx.errors import NodeError
-from jaxonnx.ops.concrete import concrete, table
+from jaxonnx.ops.known_values import concrete, table
 from jaxonnx.ops.ml.features import ML, exactly_one
 from jaxonnx.registry import op
 

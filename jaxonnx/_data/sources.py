@@ -10,11 +10,15 @@ import jax
 import numpy as np
 
 from jaxonnx import _safe_read
-from jaxonnx._data.batches import Arrays, Source, Stream
-from jaxonnx._data.padded import Padded
-from jaxonnx._data.pairs import as_pair, count_examples, drop_targets
+from jaxonnx._data.batches import Arrays, Padded, Source, Stream
+from jaxonnx._data.inputs_and_targets import (
+    as_pair,
+    checked_weights,
+    count_examples,
+    drop_targets,
+    split_weights,
+)
 from jaxonnx._data.ragged import PLAIN, Padding
-from jaxonnx._data.weights import checked_weights, split_weights
 from jaxonnx._graph.values import Value, hint_at_image
 from jaxonnx._limits import format_bytes, machine
 from jaxonnx.errors import TrainingError
