@@ -70,7 +70,7 @@ class Matrix:
         return (*batch, rank, columns), (*batch, rows, rank)
 
     def fans(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Return how many numbers go into an output, and how many outputs an input reaches."""
+        """Return fan-in and fan-out: inputs of an output, and outputs that an input reaches."""
         window = math.prod(shape[a] for a in self.kernel)
         fan_in, fan_out = (shape[a] * window for a in self.order[-2:])
         return fan_in, fan_out

@@ -37,7 +37,7 @@ class AtLeast:
     bound: int
 
     def fails(self, value: Any) -> str:
-        """Say what a value must be, "" if it is that or not known yet."""
+        """Describe the values that fit, "" if this one fits or is not known yet."""
         if isinstance(value, np.ndarray):
             value = value.ravel().tolist()
         elif isinstance(value, int | float):
@@ -60,7 +60,7 @@ class OneOf:
     values: tuple[Any, ...]
 
     def fails(self, value: Any) -> str:
-        """Say what a value must be, "" if it is that."""
+        """Describe the values that fit, "" if this one fits."""
         if value in self.values:
             return ""
         *others, last = map(repr, self.values)
@@ -86,7 +86,7 @@ def members(annotation: Any) -> tuple[Any, ...]:
 
 
 def marks(annotation: Any) -> Iterator[Any]:
-    """Yield what an annotation says of a value."""
+    """Yield the metadata of an annotation, and a `OneOf` for each Literal."""
     for member in members(annotation):
         if get_origin(member) is Required:
             yield from marks(*get_args(member))
@@ -98,7 +98,7 @@ def marks(annotation: Any) -> Iterator[Any]:
 
 
 def value_rule(annotation: Any) -> AtLeast | OneOf | None:
-    """Return what an annotation demands of a value."""
+    """Return the constraint in an annotation, if it has one."""
     return next((m for m in marks(annotation) if isinstance(m, AtLeast | OneOf)), None)
 
 
@@ -269,7 +269,7 @@ class Constraints:
     def of(
         cls, inputs: Sequence[Parameter], attributes: Collection[Parameter], shapes: str
     ) -> "Constraints":
-        """Return what the parameters' annotations and `shapes` declare."""
+        """Collect the constraints in the parameters' annotations and in `shapes`."""
         rules = [(i, p.name, value_rule(p.annotation)) for i, p in enumerate(inputs)]
         return cls(
             inputs=tuple((i, name, rule) for i, name, rule in rules if rule),

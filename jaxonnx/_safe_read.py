@@ -48,7 +48,7 @@ _HEADERS: dict[tuple[int, int], Any] = {
 
 @contextmanager
 def wrap_errors(said: str, error: type[Error], *also: type[Exception]) -> Iterator[None]:
-    """Turn what the readers of bytes raise into `error`: `said`, and the reason.
+    """Turn the errors of readers of bytes into `error`: `said`, and the reason.
 
     An OSError whose reason is the system passes.
 

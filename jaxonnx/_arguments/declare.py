@@ -76,7 +76,7 @@ def declared(*groups: type) -> dict[str, Declared]:
 
 @functools.cache
 def _parse(annotation: str) -> tuple[Argument, str]:
-    """Return what `Annotated[type, Argument(...)]` says, and the text of the type."""
+    """Parse `Annotated[type, Argument(...)]` into the argument and the text of the type."""
     parts = ast.parse(annotation, mode="eval").body
     assert isinstance(parts, ast.Subscript)
     assert isinstance(parts.slice, ast.Tuple)

@@ -297,7 +297,7 @@ class _Reader:
             yield ids[start : start + self.limit], labels[start : start + self.limit]
 
     def _check_long(self, where: str, length: int, usual: str) -> str:
-        """Return how to shorten a text that is too long ("cut" or "split"), and count it.
+        """Count a text that is too long, and choose "cut" or "split" for it.
 
         Raises:
           TrainingError: the setting is "refuse".

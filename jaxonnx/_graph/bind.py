@@ -147,7 +147,7 @@ def bind(model: ModelProto, graph: GraphProto, external: Collection[str]) -> Gra
 
 
 def _hint_at_artifact(graph: GraphProto) -> str:
-    """Return which artifact of onnxruntime-training a graph is, and what to start from; else ""."""
+    """Explain an artifact of onnxruntime-training and its remedy; "" for any other graph."""
     own = {node.op_type for node in graph.node if node.domain == "com.microsoft"}
     gradients = any(name.endswith("Grad") for name in own) or "InPlaceAccumulatorV2" in own
     if not gradients and not own & {"AdamWOptimizer", "SGDOptimizerV2"}:

@@ -109,7 +109,7 @@ def _have_own_biases(convolutions: Iterable[NodeProto]) -> bool:
 
 
 def _export_record(node: NodeProto) -> str:
-    """Return what the exporter recorded about the node's origin."""
+    """Return the exporter's record of the node's origin."""
     keys = ("pkg.torch.onnx.class_hierarchy", "pkg.onnxscript.rewriter.rule_name", "namespace")
     return " ".join(_metadata(node, key) for key in keys)
 

@@ -391,7 +391,7 @@ def _weight(tensor: Any, all_uses: Sequence[Use]) -> Weight:
 
 
 def _storage(tensor: Any, all_uses: Sequence[Use]) -> Storage | None:
-    """Return how a quantized matrix is stored; None if a reader cannot add a change to it."""
+    """Return the storage of a quantized matrix; None if a reader cannot add an adapter to it."""
     shape, direct = tuple(tensor.shape), [use for use in all_uses if use.is_direct]
     narrow = not jnp.issubdtype(tensor.dtype, jnp.floating) or tensor.dtype.itemsize == 1
     if not narrow or not all(use.position in use.node.op.factors for use in direct):

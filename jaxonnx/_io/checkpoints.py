@@ -180,7 +180,7 @@ def _sum(x: Any) -> jax.Array:
 
 
 def reason(error: BaseException) -> str:
-    """Return what the system says of an error, or else the first line of what happened.
+    """Return the operating system's message for an error, or else the first line of its text.
 
     Orbax has errors of the system as the cause of its own, or only in the middle of their text.
     """

@@ -213,7 +213,7 @@ def _ancestors(
 
 
 def _part(proto: ModelProto, header: ModelProto, names: Set[str], hidden: str) -> ModelProto:
-    """Return what gives these values, in a model that is otherwise as its file."""
+    """Extract the nodes that compute these values into a model of their own."""
     result, graph = ModelProto(), proto.graph
     result.CopyFrom(header)
     result.ClearField("graph")

@@ -193,7 +193,7 @@ def _below(place: Folder, parts: Sequence[str]) -> int:
 
 
 def _link(name: str, folder: int) -> str:
-    """Return what a link points to, "" if it is none."""
+    """Return the target of a symbolic link, "" for any other file."""
     try:
         return os.readlink(name, dir_fd=folder)
     except OSError as error:

@@ -57,7 +57,7 @@ def check(proto: ModelProto, what: str) -> None:
 
 
 def _names(proto: ModelProto) -> list[Any]:
-    """Return what a model calls its values, nodes, operators and domains.
+    """List the names of values, nodes, operators and domains.
 
     Attributes are not among them: those that an operator does not have are refused.
     """

@@ -42,7 +42,7 @@ class Record(NamedTuple):
 
 
 def record(proto: ModelProto) -> Record:
-    """Return what the file records; no weights without a record.
+    """Return the record of sparse weights in a file, an empty one if the file has none.
 
     Raises:
       ModelError: the entry is malformed.

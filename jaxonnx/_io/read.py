@@ -143,7 +143,7 @@ def _checkpoint(folder: str | os.PathLike, which: str) -> tuple[ModelProto, dict
 def weights_of(
     weights: str | os.PathLike | Mapping[str, Any],
 ) -> tuple[str, dict[str, np.ndarray]]:
-    """Return what messages call these weights, and their arrays by name.
+    """Return a label of these weights for messages, and their arrays by name.
 
     Args:
       weights: a file in any of the formats (of a file with a graph, its tensors), or arrays.

@@ -117,7 +117,7 @@ def replace_duplicates(
 
 
 def restore_duplicates(graph: GraphProto, values: Mapping[str, np.ndarray]) -> None:
-    """Write what `replace_duplicates` replaced as initializers again, where they were.
+    """Undo `replace_duplicates`: write initializers again, where they were.
 
     A node whose tensor is not among `values` stays, as in a file that is written for its shapes.
     """

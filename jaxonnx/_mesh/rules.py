@@ -58,7 +58,7 @@ def mesh_of(mesh: Any) -> Mesh:
 
 
 def entries(model: Network, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what rules apply to: tensors by name, and matrices in few bits as one each."""
+    """Return the entries that rules apply to: tensors, and whole quantized matrices, by name."""
     apart = model.params.keys() | (model.tensors.keys() - tensors.keys())
     stored = stored_matrices(model.graph, model.tensors, apart)
     members = {member for name in stored if name in tensors for member in stored[name].axes}
@@ -117,7 +117,7 @@ def entry_specs(
 
 
 def _units(x: Any) -> tuple[int, ...]:
-    """Return how many equal parts each axis has at most."""
+    """Return the largest number of equal parts of each axis."""
     return x.units if isinstance(x, StoredMatrix) else tuple(x.shape)
 
 

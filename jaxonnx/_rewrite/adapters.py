@@ -66,7 +66,7 @@ class Factors:
         return product.transpose(np.argsort(order))
 
     def change_of(self, matrix: np.ndarray) -> np.ndarray:
-        """Return what a matrix changes by, the scale included."""
+        """Return the difference that the adapter makes to a matrix, the scale included."""
         return (matrix + self.change()) * self.scale - matrix
 
 

@@ -86,7 +86,7 @@ def fold_rounded_norms(
 def _factor_and_shift(
     norm: NodeProto, conv: NodeProto, values: Mapping[str, np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return what a BatchNormalization multiplies the convolution by, and then adds, by channel.
+    """Return the factor and the shift of a BatchNormalization behind a convolution, by channel.
 
     Both are computed in float64; the second has the type of the file.
     """

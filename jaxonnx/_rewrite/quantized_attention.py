@@ -1,4 +1,4 @@
-"""Mending what onnxruntime's `quantize_dynamic` makes of the Attention of ONNX.
+"""Mend the nodes that onnxruntime's `quantize_dynamic` writes for the Attention of ONNX.
 
 It knows the Attention of com.microsoft alone, whose inputs are x and a weight, and writes
 QAttention for that of ONNX (opset 23), too: Q and K are quantized, V stands in the place of the

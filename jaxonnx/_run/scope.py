@@ -287,7 +287,7 @@ class Scope:
             self.context.updates[node.inputs[i]] = results[k + 1]
 
     def _context_value(self, node: Node, arguments: list, what: str) -> Any:
-        """Return what an operator asks for beside its inputs (see `registry.op`)."""
+        """Return an argument of an operator that is no input of the node (see `registry.op`)."""
         if what == "key":
             return lambda seed=None: self._key(node, seed)
         if what == "training":
@@ -327,7 +327,7 @@ class Scope:
         return failures.static_error(node, what, *self._roots(names))
 
     def _roots(self, names: Iterable[str]) -> tuple[list[str], list[str]]:
-        """Find what traced values depend on.
+        """Find the sources of traced values.
 
         Returns:
           The names of inputs of the main graph, and descriptions of other sources.

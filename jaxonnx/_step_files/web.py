@@ -214,7 +214,7 @@ def _classes(model: Model, arrays: Mapping[str, np.ndarray]) -> dict[str, Any] |
 
 
 def _drawing(model: Model, arrays: Mapping[str, np.ndarray]) -> dict[str, Any] | None:
-    """Return how a drawing becomes an input; None unless that is a small gray image.
+    """Return the settings for drawing an input; None unless it is a small gray image.
 
     The background is the median of the first and last rows; the ink is the extreme value that is
     farther from it.

@@ -78,7 +78,7 @@ class Columns(NamedTuple):
 
 
 def data(path: Path, model: Model, options: argparse.Namespace) -> tuple[Any, bool]:
-    """Return inputs, targets and weights, or the path of a folder; and if the file is to say how.
+    """Return inputs, targets and weights, or the path of a folder; and if pictures are prepared.
 
     Pixels are prepared if the network takes other numbers.
     """
@@ -145,7 +145,7 @@ def table(path: Path) -> Mapping[str, Any]:
 
 
 def columns(path: Path, names: Sequence[str], model: Model) -> Columns:
-    """Return which columns of a file are the inputs, the targets and the weights.
+    """Assign the columns of a file to the inputs, the targets and the weights.
 
     One input may be called "x", and masks may be missing. The targets are "y", or else all that are
     neither inputs nor "weight".
@@ -174,7 +174,7 @@ def preparation(model: Model, options: argparse.Namespace) -> images.Preparation
 
 
 def image_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Return what the flags say of pictures."""
+    """Return the options for pictures that the flags give."""
     flags = {name: getattr(options, name, None) for name in _PREPARATION}
     if flags["labels"] is not None:
         flags["labels"] = class_names(flags["labels"])

@@ -60,11 +60,7 @@ class Adapters:
 
     def __post_init__(self) -> None:
         check_scale(self.rank, self.alpha)
-        ranks = {
-            getattr(self.values.get(pair(name)[0]), "shape", ())[-2:-1] for name in self.layouts
-        }
-        if self.layouts and (self.rank,) not in ranks:
-            raise InputError(f"the adapters are not of rank {self.rank}, as none has it")
+        ranks = set()
         for name in self.layouts:
             a, b = (getattr(self.values.get(member), "shape", ()) for member in pair(name))
             own = a[-2:-1]  # a lower rank is that of a folder of PEFT
@@ -147,7 +143,7 @@ class Adapters:
     def to_inputs(
         self, names: Callable[[str], str] = module_name, dtype: Any = np.float32
     ) -> dict[str, np.ndarray]:
-        """Return what `Model.save(..., adapters="inputs")` has inputs for, by their names.
+        """Return the factors as the inputs of a file saved with `adapters="inputs"`, by name.
 
         A has the shape (inputs, rank), B (rank, outputs), and alpha / rank is multiplied into B,
         as Olive has them: "model.layers.0.attn.q_proj.lora_A.weight".

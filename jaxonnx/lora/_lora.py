@@ -88,7 +88,7 @@ class LoRA:
         """Return the model with adapters as its parameters; its weights become state.
 
         It is a Model like any other: `apply`, `apply_train` and `jaxonnx.flax` take it, `save`
-        writes the merged weights, and `merged()` returns a plain model.
+        writes the merged weights, and `merge_adapters()` returns a plain model.
 
         Args:
           model: a model without adapters.

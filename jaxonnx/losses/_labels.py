@@ -161,7 +161,7 @@ def seq2seq_lm(*, ignore_index: int = -100, reduction: str = "mean") -> ClassLos
 
 
 def shift_right(labels: Any, start: int, padding: int, ignore_index: int = -100) -> np.ndarray:
-    """Return what the decoder of an encoder-decoder reads while it learns labels (N, length).
+    """Shift labels (N, length) right: the input of a decoder that learns them.
 
     It is the tokens before each label, from `start` on, as Hugging Face's models make them:
     `decoder_start_token_id` and `pad_token_id` of their configuration. The loss of each label is

@@ -50,7 +50,7 @@ class LowRank:
         return LowRank(self.w.T, self.b.T, self.a.T, self.magnitude, not self.by_row)
 
     def change(self, x: Any) -> Any:
-        """Return what the change adds to the product with x."""
+        """Return x @ a @ b, the term that the adapter adds to x @ w."""
         return ((x @ self.a) @ self.b).astype(x.dtype)
 
     def merge(self) -> Any:
@@ -62,7 +62,7 @@ class LowRank:
         return (total * jnp.expand_dims(self._factors(), axis)).astype(w.dtype)
 
     def _factors(self) -> Any:
-        """Return what the columns (rows) are scaled by."""
+        """Return the scales of the columns (rows)."""
         w, a, b = jax.lax.stop_gradient((self.w, self.a, self.b))
         axis = int(self.by_row)
         if isinstance(w, Packed):
@@ -110,7 +110,7 @@ class ChangedWeight:
         return self.w.shape
 
     def merge_into(self, matrix: Any) -> Any:
-        """Return what the tensor is dequantized to, changed, if its axes are the matrix's own."""
+        """Add the adapter to the dequantized tensor, if its axes are those of the matrix."""
         return merge_change(matrix, self.a, self.b, self.magnitude, self.place)
 
 
@@ -123,7 +123,7 @@ def merge_change(w: Any, a: Any, b: Any, magnitude: Any, place: Any) -> Any:
 
 
 def norm_factors(total: Any, magnitude: Any, axes: tuple[int, ...]) -> Any:
-    """Return what scales the norms along `axes` to `magnitude` (DoRA, arXiv:2402.09353).
+    """Return the factors that scale the norms along `axes` to `magnitude` (DoRA, 2402.09353).
 
     The norms have no gradient (section 4.3). What has the norm 0 stays 0.
     """

@@ -74,7 +74,7 @@ def resolve_patterns(
 
 
 def describe_unrecorded(model: Network) -> str:
-    """Say which parameters have 2:4 zeros along their input axis; return "" if none has."""
+    """Describe the parameters with 2:4 zeros along their input axis, "" if none has them."""
     axes = options(model)["axes"]
     weights = {name: (np.asarray(w), axes(name, w)) for name, w in model.params.items()}
     # a look at the first groups rules out nearly every dense weight, without its search

@@ -14,7 +14,7 @@ from jaxonnx._text import list_some
 def describe_ties(
     proto: GraphProto, tensors: Mapping[str, Any], params: Collection[str]
 ) -> Iterator[str]:
-    """Yield which Identity nodes over parameters are tied, and which are not (`load(tied=)`)."""
+    """Describe the Identity nodes over parameters that are tied, and the others (`load(tied=)`)."""
     tied = {name: of for name, of in tied_names(proto, tensors).items() if of in params}
     for of in dict.fromkeys(tied.values()):
         names = list_some(f"'{name}'" for name, root in tied.items() if root == of)

@@ -64,7 +64,7 @@ def trace(call: Callable, weights: Any, arguments: Any) -> tuple[Any, Any]:
 
 
 def explain_inconclusive(error: InconclusiveDimensionOperation) -> str:
-    """Return what a program does that JAX cannot decide for all symbolic sizes, and what helps."""
+    """Explain an operation that JAX cannot decide for all symbolic sizes, and name the remedy."""
     text = str(error).strip().partition("\n")[0].rstrip(".")
     constraints = ""
     if remainder := re.search(r"mod\((\d+), (\w+)\)", text):  # of padding with mode="wrap"

@@ -39,7 +39,7 @@ def max_roi_pool(x, rois, *, pooled_shape, spatial_scale=1.0):
         check_size((x.shape[1], count, size), x.dtype)
 
     def bins(first, last, count, size):
-        """Return which pixels each bin covers, (count, size)."""
+        """Return a mask of the pixels that each bin covers, (count, size)."""
         first, last = (_round(v * spatial_scale) for v in (first, last))
         step = divide(jnp.maximum(last - first + 1, 1), count)
         number = jnp.arange(count)

@@ -108,7 +108,7 @@ def _find_quantizer(name: str, producers: Mapping[str, Node]) -> Node | None:
 def _measure(
     model: Network, quantizers: Mapping[str, Node], inputs: Sequence[Any] | None
 ) -> dict[str, Rounded]:
-    """Return what each QuantizeLinear rounds to, by the name of its result.
+    """Return scale, zero point and type of each QuantizeLinear, by the name of its result.
 
     Scales may be computed by nodes (learned scales are), so that the part of the graph that
     computes them is evaluated.

@@ -80,7 +80,7 @@ def find_sites(
     factors: Collection[str] = (),
     buffers: Collection[str] = (),
 ) -> Sites:
-    """Find what a scheme quantizes in a graph.
+    """Find the weights and values of a graph that a scheme quantizes.
 
     Args:
       graph: the network.

@@ -13,7 +13,7 @@ _COLUMNS = 4
 
 
 def plot_masks(source: Any, layers: Iterable[Layer] | None = None) -> Any:
-    """Draw which weights are kept: outputs downwards, inputs to the right; return the figure.
+    """Draw the kept weights, outputs downwards, inputs to the right; return the figure.
 
     Of a kernel the first position is drawn. The title has the share of kept weights.
 

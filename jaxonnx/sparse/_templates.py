@@ -78,7 +78,7 @@ def _cells(w: jax.Array, axes: Axes) -> list[jax.Array]:
 
 
 def codes_by_definition(w: jax.Array, axes: Axes = (-2, -1)) -> jax.Array:
-    """Compute what `codes` must equal: argmax over |w| @ templates.T, the first index on ties.
+    """Compute `codes` by its definition: argmax over |w| @ templates.T, the first index on ties.
 
     The sums are exact, because |w| is rounded down to an integer, in units of 2^-28 of the block's
     largest cell (of its power of two). So a float32 cell within 2^-4 of the largest one keeps all

@@ -20,7 +20,7 @@ from jaxonnx.training._sequences import is_next_token, shift_labels
 
 
 def padding_of(pad: Any, length_buckets: Any, loss: Any, model: Model) -> Padding:
-    """Return how data becomes what a loss reads: padding, its label, and what the data may lack.
+    """Return the padding settings that a loss needs.
 
     Raises:
       TrainingError: an argument of the wrong form, or an unknown loss.

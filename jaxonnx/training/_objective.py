@@ -200,7 +200,7 @@ class Objective:
                 metrics.check_labels(measure.given, measure.reader, outputs, labels, what)
 
     def _loss_arguments(self, term: Term, outputs: Any, targets: Any) -> tuple[Any, Any]:
-        """Return what a loss takes of all values."""
+        """Select the outputs and targets of a loss."""
         targets = targets if term.loss.takes_targets else None
         if term.value is None:
             return self._select_output(None, outputs, targets)

@@ -153,7 +153,7 @@ def _layers(result: ReportSource) -> Iterator[str]:
 
 
 def _rounded(result: ReportSource) -> Iterator[str]:
-    """Yield what the layers of a quantized network read rounded: a picture and a table."""
+    """Draw the rounded inputs of the layers of a quantized network, and list them in a table."""
     data = None if result.run is None else result.run.held_out
     batch = next(data.batches(0)).inputs if isinstance(data, Examples) else None
     layers = list_layers(result.model, batch)

@@ -67,7 +67,7 @@ def _change(before: np.ndarray, after: np.ndarray) -> float:
 
 
 def _list_changes(result: Result) -> list[str]:
-    """Return what changed, the largest changes first."""
+    """List the tensors that changed, the largest changes first."""
     if not result.changes:
         return []
     params = {n: c for n, c in result.changes.items() if n in result.model.params}
@@ -91,7 +91,7 @@ def _list_changes(result: Result) -> list[str]:
 
 
 def _count_parameters(result: Result, count: int, moved: Mapping[str, float]) -> list[str]:
-    """Return how much was trained, and how many tensors of the model changed by that."""
+    """Count the trained parameters, and the tensors of the model that changed."""
     numbers = sum(result.model.params[name].size for name in moved)
     changed = format_count(numbers, "parameter")
     if result.lora is None:

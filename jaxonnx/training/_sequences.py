@@ -88,7 +88,7 @@ _CLOSE = {True: 1e-4, False: 2e-2}
 
 
 def _leak(model: Model, packing: Packing) -> float:
-    """Return how much logits of a text differ behind another one, of the greatest logit."""
+    """Measure the influence of a text on the logits of the next one, relative to the largest."""
     tokens = token_input(model)
     random, count = np.random.default_rng(0), vocabulary(model) or 2
     first, second = (random.integers(0, count, n) for n in (5, 6))
@@ -126,7 +126,7 @@ def _only(loss: Any) -> Loss | None:
 
 
 def shift_labels(padding: Padding, model: Model, loss: Any) -> Padding:
-    """Return how data becomes arrays, with the labels as the input of a decoder if it lacks that.
+    """Return padding that also makes the missing input of a decoder, by shifting the labels.
 
     The first token and that of padding are those of the folder that the model was loaded from.
     """

@@ -183,7 +183,7 @@ def masks(memory: Any) -> dict[str, jax.Array]:
 
 
 def sparse_numbers(memory: Any) -> dict[str, Any]:
-    """Return what an epoch's row has of the state of an optimizer; nothing where it is dense."""
+    """Return the sparsity metrics of an epoch from the optimizer state, {} if it is dense."""
     if not is_sparse(memory):
         return {}
     from jaxonnx import sparse

@@ -65,7 +65,7 @@ class Statistics:
         return islice(self._examples.batches(epoch), self._batches)
 
     def notes(self, steps: int, whole: bool) -> Iterator[str]:
-        """Yield what the statistics of the result are, after so many steps.
+        """Describe the origin of the statistics of the result after so many steps.
 
         Args:
           whole: whether the result has the weights of the end of an epoch.

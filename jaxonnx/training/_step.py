@@ -121,7 +121,7 @@ class Step(ABC):
 
     @abstractmethod
     def sums(self, batch: Any, shapes: Any = None) -> Any:
-        """Return what `evaluate` starts from, the sums of no examples, for batches like this one.
+        """Return the zero sums that `evaluate` starts from, for batches like this one.
 
         Args:
           shapes: what `check` returned, where it was asked.

@@ -21,7 +21,7 @@ def kinds(
     values: Mapping[str, np.ndarray],
     meanings: Mapping[str, Weight],
 ) -> dict[str, str | float]:
-    """Return how each tensor is initialized, by name: a kind of `KINDS`, or a number for all of it.
+    """Choose the initializer of each tensor, by name: a kind of `KINDS`, or a constant number.
 
     Args:
       init: a kind for all weights, while other tensors start from the number that suits their

@@ -85,7 +85,7 @@ def thin(operands: Any, out: Any) -> list:
 
 
 def _unbroadcast(x: Any) -> Any:
-    """Return what an operand was broadcast from, or one element of a constant array; else None."""
+    """Return the source of a broadcast, or one element of a constant array; else None."""
     if isinstance(x, Tensor):
         return x.thin
     if x.size > 1 and (x == x.flat[0]).all():

@@ -121,7 +121,7 @@ class Windows:
         return jnp.clip(indices.astype(jnp.int32), 0, last)
 
     def inside(self, indices: Any) -> Any:
-        """Return which slices lie within the array, bool, broadcastable to `all`."""
+        """Return a mask of the slices that lie within the array, broadcastable to `all`."""
         last = jnp.stack([jnp.asarray(n, jnp.int32) for n in self.bounds()])
         fits = ((indices >= 0) & (indices.astype(jnp.int32) <= last)).all(-1)
         return fits.reshape([n if i in self.outer else 1 for i, n in enumerate(self.all)])

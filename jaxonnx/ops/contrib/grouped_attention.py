@@ -93,7 +93,7 @@ def _append_to_cache(past, new, start, length):
 
 
 def _count_resident(length, capacity, window):
-    """Return how many of `length` steps the cache of a window holds: L(T) of the specification."""
+    """Return the number of steps that the cache of a window holds: L(T) of the specification."""
     evicted = capacity - window + 1  # steps that a full cache evicts at once
     return length - evicted * jnp.maximum(-(-(length - capacity) // evicted), 0)
 
