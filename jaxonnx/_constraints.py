@@ -285,12 +285,11 @@ class Constraints:
         if self.attributes:
             for name, value in attributes.items():
                 if (rule := self.attributes.get(name)) and (must := rule.fails(value)):
-                    raise NodeError(f"{name} is {value!r}; it must {must}")
+                    raise NodeError(f"{name} must {must}, got {value!r}")
         for position, name, rule in self.inputs:
             if position < len(arguments) and (must := rule.fails(arguments[position])):
-                raise NodeError(
-                    f"{name} is {np.asarray(arguments[position]).tolist()}; it must {must}"
-                )
+                value = np.asarray(arguments[position]).tolist()
+                raise NodeError(f"{name} must {must}, got {value}")
         if self.shapes:
             shapes = tuple([one.shape(arguments, attributes) for one in self.shapes])
             values = ((name, attributes.get(name, default)) for name, default in self.sizes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console, Group
@@ -24,14 +24,6 @@ def list_some(texts: Iterable[str], rest: str = "jaxonnx info --json") -> str:
     where = f" ({rest})" if rest else ""
     more = f" and {len(texts) - 3} more{where}" if len(texts) > 3 else ""
     return ", ".join(texts[:3]) + more
-
-
-def is_one_of(value: Any, choices: Collection[Any]) -> bool:
-    """Check whether an argument is one of some names, or None among them.
-
-    An array or a dict, which `in` would compare or hash, is not.
-    """
-    return isinstance(value, str | None) and value in choices
 
 
 class Rendered(ABC):

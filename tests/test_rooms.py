@@ -31,26 +31,29 @@ ORDER = (
     *("_data", "_mesh", "_network", "_rewrite", "_run", "_graph", "_io"),
     *("ops", "registry", "_constraints", "lowering", "sparse", "optim"),
     *("_jaxpr", "_axes", "_arrays"),
-    *("_limits", "_safe_read", "_atomic_write", "_progress", "_text", "_figures", "errors"),
+    *("_limits", "_safe_read", "_atomic_write", "_progress"),
+    *("_text", "_figures", "_require", "errors"),
 )
 """The rooms and modules of the package, from the top: each imports only those after it."""
 
 ONLY = {
-    "_io": {"sparse", "_arrays", "_limits", "_safe_read", "_atomic_write", "errors"},
+    "_io": {"sparse", "_arrays", "_limits", "_safe_read", "_atomic_write", "_require", "errors"},
     "ops": {"registry", "_constraints", "lowering", "optim", "_axes", "_limits", "errors"},
     "_limits": {"_safe_read", "errors"},
     "registry": {"_axes", "_constraints"},
     "_constraints": {"errors"},
     "lowering": {"_jaxpr"},
-    "sparse": {"_jaxpr", "_arrays", "_safe_read", "_atomic_write", "_figures", "errors"},
+    "sparse": {"_jaxpr", "_arrays", "_safe_read", "_atomic_write", "_figures"}
+    | {"_require", "errors"},
     "_safe_read": {"errors"},
     "_atomic_write": {"errors"},
     "_arrays": set(),
     "_text": set(),
     "_figures": {"errors"},
+    "_require": {"errors"},
     "_progress": set(),
     "optim": {"errors"},
-    "losses": {"ops", "errors"},
+    "losses": {"ops", "_require", "errors"},
 }
 """Rooms that know nothing of graphs and Models, and all that they may import."""
 

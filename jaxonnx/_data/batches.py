@@ -26,6 +26,7 @@ from jaxonnx._data.ragged import (
     Ragged,
 )
 from jaxonnx._graph.values import Value
+from jaxonnx._require import require_integer
 from jaxonnx.errors import TrainingError
 
 _SHAPES = 16
@@ -99,16 +100,12 @@ class Examples(Source):
     """The number of consecutive rows that stay together in the shuffle and within a batch."""
 
     def __post_init__(self):
-        if isinstance(self.size, bool) or not isinstance(self.size, int | np.integer):
-            raise TrainingError(f"batch_size must be a positive integer, and is {self.size!r}")
-        if not 1 <= self.size < 2**31:
-            limit = f", at most {2**31 - 1}" if self.size > 0 else ""
-            raise TrainingError(f"batch_size must be a positive integer{limit}, and is {self.size}")
+        require_integer("batch_size", self.size, 1, 2**31 - 1, TrainingError)
         for what, count in (("batch_size", self.size), ("the number of examples", len(self.rows))):
             if count % self.group:
                 raise TrainingError(
                     f"the loss takes examples in groups of {self.group}, one behind the other: "
-                    f"{what} must be a multiple of it, and is {count}"
+                    f"{what} must be a multiple of it, got {count}"
                 )
 
     @property

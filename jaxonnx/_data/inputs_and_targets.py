@@ -18,6 +18,7 @@ from jaxonnx._data.ragged import (
     with_derived,
 )
 from jaxonnx._graph.values import Value
+from jaxonnx._require import require
 from jaxonnx.errors import TrainingError
 
 
@@ -84,7 +85,7 @@ def as_pair(
                 if name.startswith("the targets[")
                 else ""
             )
-            raise TrainingError(f"{what}: {name} must be numbers, and is {array.dtype}{remedy}")
+            raise TrainingError(f"{what}: {name} must be numbers, got {array.dtype}{remedy}")
         if not array.ndim and name not in whole:
             way = "make batches of single examples"
             way = _without_examples(name) if name in numbers else way
@@ -216,10 +217,8 @@ def _split_pair(given: Any, names: list[str], what: str, spare: Collection[str])
     if isinstance(given, tuple | list) and len(given) == 2:
         return given[0], given[1]
     if not isinstance(given, Mapping):
-        raise TrainingError(
-            f"{what} must be a pair (x, y) or a dict with the inputs and targets, and is a "
-            f"{type(given).__name__}"
-        )
+        expected = "a pair (x, y) or a dict with the inputs and targets"
+        raise TrainingError(f"{what} must be {expected}, got a {type(given).__name__}")
     if len(names) == 1 and names[0] not in given and {*given} == {"x", "y"}:
         return given["x"], given["y"]
     if missing := [name for name in names if name not in given and name not in spare]:
@@ -267,11 +266,9 @@ def checked_weights(weights: Any, count: int, what: str) -> np.ndarray:
       TrainingError: they are not one finite number of at least 0 for each example.
     """
     weights = np.asarray(weights)
-    if weights.shape != (count,) or weights.dtype.kind not in "biuf":
-        raise TrainingError(
-            f"{what}: the weights must be one number for each of {count} examples, and are "
-            f"{weights.dtype}{[*weights.shape]}"
-        )
+    fits = weights.shape == (count,) and weights.dtype.kind in "biuf"
+    expected = f"one number for each of {count} examples"
+    require(f"{what}: the weights", weights, fits, expected, TrainingError)
     weights = weights.astype(np.float32)
     if not (np.isfinite(weights) & (weights >= 0)).all():
         raise TrainingError(f"{what}: a weight of an example is negative or not finite")

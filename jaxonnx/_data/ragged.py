@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._graph.values import Value
+from jaxonnx._require import require
 from jaxonnx.errors import TrainingError
 
 IGNORED = -100
@@ -244,24 +245,17 @@ class Padding:
           TrainingError: `pad` is not a dict of numbers, or `length_buckets` has no widths.
         """
         kinds = int | float | np.number
-        if pad is not None and not (
-            isinstance(pad, Mapping) and all(isinstance(x, kinds) for x in pad.values())
-        ):
-            raise TrainingError(
-                "pad is a dict of numbers by the names of inputs, like {'input_ids': 1}, and is "
-                f"{pad!r}"
-            )
+        numeric = isinstance(pad, Mapping) and all(isinstance(x, kinds) for x in pad.values())
+        expected = "a dict of numbers by the names of inputs, like {'input_ids': 1}"
+        require("pad", pad, pad is None or numeric, expected, TrainingError)
         if length_buckets is None:
             return cls(pad or {}, None, **settings)
         several = isinstance(length_buckets, Sequence | np.ndarray | set)
         widths = [*length_buckets] if several else [length_buckets]
-        if not widths or any(
-            isinstance(x, bool) or not isinstance(x, int | np.integer) or x < 1 for x in widths
-        ):
-            raise TrainingError(
-                "length_buckets is a width or several, like (32, 64, 128), and is "
-                f"{length_buckets!r}"
-            )
+        whole = (isinstance(x, int | np.integer) and not isinstance(x, bool) for x in widths)
+        fits = widths and all(whole) and min(widths) >= 1
+        expected = "a width or several, like (32, 64, 128)"
+        require("length_buckets", length_buckets, fits, expected, TrainingError)
         return cls(pad or {}, tuple(sorted({*map(int, widths)})), **settings)
 
     def sequences(

@@ -19,6 +19,7 @@ from jaxonnx._data.ragged import DECODER_TOKENS, Padding
 from jaxonnx._data.sources import is_dataset, read_text
 from jaxonnx._data.tokenizer import Chat, Tokenizer
 from jaxonnx._network import Network
+from jaxonnx._require import require, require_choice, require_integer
 from jaxonnx.errors import TrainingError
 
 TEXTS = (("messages",), ("prompt", "completion"), ("text",))
@@ -67,20 +68,15 @@ class TextSettings:
                 f"preprocess of texts is a dict of any of {', '.join(_SETTINGS)}; not {given!r}"
             )
         one = cls(**given)
-        whole = isinstance(one.max_length, int) and not isinstance(one.max_length, bool)
-        if one.max_length is not None and not (whole and one.max_length > 1):
-            raise TrainingError(
-                f"preprocess: max_length is a number of tokens, and was {one.max_length!r}"
-            )
+        if one.max_length is not None:
+            require_integer("preprocess: max_length", one.max_length, 2, error=TrainingError)
         choices = {
             "long": (None, "cut", "split", "refuse"),
             "loss": ("completions", "all"),
             "pack": (True, False),
         }
         for name, known in choices.items():
-            if (value := getattr(one, name)) not in known:
-                said = ", ".join(repr(x) for x in known if x is not None)
-                raise TrainingError(f"preprocess: {name} is one of {said}, and was {value!r}")
+            require_choice(f"preprocess: {name}", getattr(one, name), known, TrainingError)
         return one
 
 
@@ -148,8 +144,8 @@ class _Reader:
 
     def _read_weight(self, where: str, row: Mapping[str, Any]) -> float:
         weight = 1 if row.get(KEY) is None else row[KEY]
-        if not (isinstance(weight, int | float | np.number) and 0 <= weight < np.inf):
-            raise TrainingError(f"{where}: weight must be a number of at least 0, got {weight!r}")
+        fits = isinstance(weight, int | float | np.number) and 0 <= weight < np.inf
+        require(f"{where}: weight", weight, fits, "a number of at least 0", TrainingError)
         if self.settings.pack and weight != 1:
             raise TrainingError(
                 f"{where} has the weight {weight}, and preprocess={{'pack': True}} joins texts to "
@@ -205,10 +201,8 @@ class _Reader:
         if not messages or not all(isinstance(m, Mapping) and "role" in m for m in messages):
             raise TrainingError(f"{where}: messages are objects with a role and its content")
         for number, message in enumerate(messages, 1):
-            if message.get(KEY) not in (None, 0, 1):
-                raise TrainingError(
-                    f"{where}: the weight of message {number} must be 0 or 1, got {message[KEY]!r}"
-                )
+            what, weight = f"{where}: the weight of message {number}", message.get(KEY)
+            require(what, weight, weight in (None, 0, 1), "0 or 1", TrainingError)
         counts_all, ends = self.settings.loss == "all", self.tokenizer.ends
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         ignored = [i for i in turns if messages[i].get(KEY) == 0]

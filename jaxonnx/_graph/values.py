@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from onnx import TensorProto, TensorShapeProto, ValueInfoProto, helper
 
+from jaxonnx._require import require
 from jaxonnx.errors import InputError, ModelError
 from jaxonnx.lowering import in_file
 
@@ -72,8 +73,7 @@ def fix_inputs(values: Iterable[Value], given: Mapping[str, Any]) -> dict[str, F
     Raises:
       InputError: there is no such input, or a value does not fit it.
     """
-    if not isinstance(given, Mapping):
-        raise InputError(f"fixed must be a dict by input name, got {type(given).__name__}")
+    require("fixed", given, isinstance(given, Mapping), "a dict by input name")
     declared, found = {value.name: value for value in values}, {}
     batched = next((v.shape or () for v in declared.values() if v.name not in given), ())
     for name, array in given.items():
@@ -218,7 +218,7 @@ def fit(value: Value, array: Any, sizes: dict[str, tuple[int, str]]) -> Any:
             raise InputError(f"input {value} cannot be converted to an array: {error}") from error
     dtype = getattr(array, "dtype", None)
     if dtype is None:
-        raise InputError(f"input '{value.name}' must be an array, not {type(array).__name__}")
+        raise InputError(f"input '{value.name}' must be an array, got {type(array).__name__}")
     if dtype != value.dtype and dtype != jax.dtypes.canonicalize_dtype(value.dtype):
         raise InputError(
             f"input {value} was given {dtype}; convert it with .astype('{value.dtype}'), jaxonnx "

@@ -23,6 +23,7 @@ from jaxonnx._io.save import in_file_types
 from jaxonnx._io.tensors import to_array, to_dense
 from jaxonnx._io.ties import update_tied
 from jaxonnx._io.training_checkpoints import is_training_checkpoint, read_training_checkpoint
+from jaxonnx._require import require_choice
 from jaxonnx.errors import InputError, ModelError
 
 _DATA_FIELDS = (
@@ -108,8 +109,7 @@ def read(
 
 def _checkpoint(folder: str | os.PathLike, which: str) -> tuple[ModelProto, dict[str, np.ndarray]]:
     """Read the file that lies in a folder of checkpoints, with the tensors of one of them."""
-    if which not in ("newest", "best"):
-        raise InputError(f"checkpoint is 'newest' or 'best', and was {which!r}")
+    require_choice("checkpoint", which, ("newest", "best"))
     stored = checkpoints.read(folder, which)
     file = Path(folder, checkpoints.MODEL)
     if stored.adapters is not None:

@@ -25,6 +25,7 @@ from jaxonnx._graph.select import matching, near
 from jaxonnx._graph.stored import StoredMatrix, stored_matrices
 from jaxonnx._mesh import AUTOMATIC
 from jaxonnx._network import Network
+from jaxonnx._require import is_one_of, require
 from jaxonnx.errors import InputError
 from jaxonnx.lowering import BATCH_AXIS
 
@@ -47,13 +48,13 @@ def mesh_of(mesh: Any) -> Mesh:
     Raises:
       InputError: it is neither.
     """
-    if isinstance(mesh, str) and mesh == "all":
+    if is_one_of(mesh, ("all",)):
         mesh = jax.make_mesh((jax.device_count(),), (DATA,), axis_types=(AxisType.Auto,))
-    if not isinstance(mesh, Mesh):
-        raise InputError(
-            "mesh must be a jax.sharding.Mesh, like jax.make_mesh((4, 2), ('data', 'model')), or "
-            f"'all' for all devices on one axis 'data', and is {mesh!r}"
-        )
+    expected = (
+        "a jax.sharding.Mesh, like jax.make_mesh((4, 2), ('data', 'model')), or 'all' for all "
+        "devices on one axis 'data'"
+    )
+    require("mesh", mesh, isinstance(mesh, Mesh), expected)
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
 
 
@@ -150,7 +151,7 @@ def _automatic(
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise InputError(
             f"sharding must be 'data', 'fsdp', 'tensor', a dict of rules by name, or a function of "
-            f"name and shape, and is {kind!r}{hint}"
+            f"name and shape, got {kind!r}{hint}"
         )
     axis = TENSOR if kind == "tensor" else DATA
     if axis not in mesh.shape:
@@ -215,11 +216,8 @@ def _check_rule(rule: Any, name: str, x: Any, mesh: Mesh, told: str) -> Partitio
     """Convert a rule to a spec; raise an InputError if it does not fit the tensor or the mesh."""
     if rule is None:
         return PartitionSpec()
-    if not isinstance(rule, tuple | PartitionSpec):
-        raise InputError(
-            f"{told} must be a jax.P, like P(None, 'model'), or one of 'data', 'fsdp' and "
-            f"'tensor', and is {rule!r} for '{name}'"
-        )
+    expected = "a jax.P, like P(None, 'model'), or one of 'data', 'fsdp' and 'tensor'"
+    require(f"{told} of '{name}'", rule, isinstance(rule, tuple | PartitionSpec), expected)
     parts, shape, units = [axes_of(over) for over in rule], x.shape, _units(x)
     told = f"{told} splits '{name}' {[*shape]} by {PartitionSpec(*rule)}"
     used = [axis for part in parts for axis in part]

@@ -19,6 +19,7 @@ from jaxonnx._graph.ancestors import ancestors, behind
 from jaxonnx._graph.bind import Graph, bind
 from jaxonnx._graph.values import to_value
 from jaxonnx._io import records
+from jaxonnx._require import require
 from jaxonnx._rewrite.last_layer import ENDINGS, find_last_layer
 from jaxonnx._rewrite.resize_outputs import HeadChange
 from jaxonnx._run.shapes import evaluate_shapes, infer_types
@@ -116,8 +117,8 @@ def _count_classes(classes: Classes) -> tuple[int, list[str]]:
     if isinstance(classes, int | np.integer) and not isinstance(classes, bool) and classes >= 1:
         return int(classes), []
     names: Any = [] if isinstance(classes, str) or not isinstance(classes, Sequence) else classes
-    if not names or not all(isinstance(name, str) for name in names):
-        raise InputError(f"a head takes the number of classes or their names, not {classes!r}")
+    fits = names and all(isinstance(name, str) for name in names)
+    require("a head", classes, fits, "the number of classes or their names")
     if repeated := [name for name, times in Counter(names).items() if times > 1]:
         raise InputError(f"the names of classes must differ, and {repeated[0]!r} comes twice")
     return len(names), [*names]

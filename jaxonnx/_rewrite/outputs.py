@@ -9,8 +9,8 @@ from jaxonnx._graph.ancestors import ancestors
 from jaxonnx._graph.bind import Graph, bind
 from jaxonnx._graph.scopes import resolve
 from jaxonnx._io.protos import subgraphs
+from jaxonnx._require import require
 from jaxonnx._run.shapes import declared_types, evaluate_shapes, infer_types, type_of
-from jaxonnx.errors import InputError
 
 
 def cut(
@@ -35,13 +35,13 @@ def cut(
     """
     listed = [outputs] if isinstance(outputs, str) or not isinstance(outputs, Iterable) else outputs
     listed = [*listed]
-    if not all(isinstance(name, str) for name in listed):
-        raise InputError(f"outputs are names of values of the graph, and were {outputs!r}")
+    named = all(isinstance(name, str) for name in listed)
+    require("outputs", outputs, named, "names of values of the graph")
     # `resolve` knows results of nodes only; an output may be an initializer or an input
     own = {value.name for value in (*proto.graph.output, *proto.graph.input)}
     names = [name if name in own else resolve(proto.graph, name) for name in listed]
-    if not names or len({*names}) < len(names):
-        raise InputError(f"outputs must be different values of the graph, and are {listed}")
+    fits = names and len({*names}) == len(names)
+    require("outputs", listed, fits, "different values of the graph")
     kept = _ancestors(proto.graph, graph, names)
     result = ModelProto()
     result.CopyFrom(proto)

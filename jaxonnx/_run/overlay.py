@@ -13,6 +13,7 @@ from onnx import GraphProto
 
 from jaxonnx._graph.bind import Graph, Node
 from jaxonnx._graph.scopes import resolve
+from jaxonnx._require import require
 from jaxonnx.errors import InputError
 from jaxonnx.registry import lookup
 
@@ -78,8 +79,8 @@ def ratios(
 
 
 def _check_ratio(ratio: float) -> float:
-    if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio < 1:
-        raise InputError(f"a ratio of Dropout is a number in [0, 1), and was {ratio!r}")
+    numeric = isinstance(ratio, int | float) and not isinstance(ratio, bool)
+    require("a ratio of Dropout", ratio, numeric and 0 <= ratio < 1, "a number in [0, 1)")
     return float(ratio)
 
 

@@ -18,9 +18,9 @@ from jaxonnx._atomic_write import write_atomically
 from jaxonnx._graph.values import to_value
 from jaxonnx._io import formats
 from jaxonnx._io.build import unused_name
+from jaxonnx._require import require_choice
 from jaxonnx._step_files import web as _web
 from jaxonnx._step_files.load import FORMAT
-from jaxonnx._text import is_one_of
 from jaxonnx.errors import InputError, TrainingError
 from jaxonnx.lora import Adapters
 from jaxonnx.model import Model, file_tensors, load
@@ -113,8 +113,7 @@ def export_step(
             "quantize: an exported step keeps the scales that a model has; leave it out, and pass "
             "the model that jaxonnx.quantize(model, data) returns"
         )
-    if not is_one_of(init, ("onnx", "safetensors", "npz")):
-        raise InputError(f"init is 'onnx', 'safetensors' or 'npz', and was {init!r}")
+    require_choice("init", init, ("onnx", "safetensors", "npz"))
     own = {"loss": loss, "optimizer": optimizer, "learning_rate": learning_rate}
     chosen = Settings(**own, epochs=1 if epochs is None else epochs, **settings)
     model = with_heads(model if isinstance(model, Model) else load(model), chosen)

@@ -16,8 +16,8 @@ from jaxonnx._graph.projections import ROLES, Role, find_projections
 from jaxonnx._graph.select import Select, select
 from jaxonnx._graph.stored import check_stored
 from jaxonnx._graph.uses import Weight, weights
+from jaxonnx._require import require_choice
 from jaxonnx._rewrite.requantize import dequantize
-from jaxonnx._text import is_one_of
 from jaxonnx.errors import InputError
 from jaxonnx.lora._adapters import Adapters
 from jaxonnx.lora._loftq import approximate_errors
@@ -79,8 +79,7 @@ class LoRA:
 
     def __post_init__(self) -> None:
         check_scale(self.rank, self.alpha)
-        if not is_one_of(self.init, ("normal", "loftq")):
-            raise InputError(f"init is 'normal' or 'loftq', and was {self.init!r}")
+        require_choice("init", self.init, ("normal", "loftq"))
         if (self.init == "loftq") != (self.against is not None):
             raise InputError("init='loftq' goes with against=, the model before quantization")
 

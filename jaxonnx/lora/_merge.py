@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxonnx._axes import Matrix
 from jaxonnx._graph.uses import uses
+from jaxonnx._require import require
 from jaxonnx._text import list_some
 from jaxonnx.errors import InputError
 from jaxonnx.lowering import ChangedWeight, LowRank, in_file, is_half, merge_change
@@ -111,10 +112,8 @@ def is_float(x: Any) -> bool:
 
 
 def check_scale(rank: Any, alpha: Any) -> None:
-    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-        raise InputError(f"rank must be a positive integer, and is {rank!r}")
-    if alpha is not None and not 0 < alpha < math.inf:
-        raise InputError(f"alpha must be a positive number, and is {alpha!r}")
+    require("rank", rank, type(rank) is int and rank >= 1, "a positive integer")
+    require("alpha", alpha, alpha is None or 0 < alpha < math.inf, "a positive number")
 
 
 def pair(name: str) -> tuple[str, str]:

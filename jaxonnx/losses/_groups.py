@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxonnx._require import require
 from jaxonnx.errors import TrainingError
 
 
@@ -54,8 +55,7 @@ def dpo(*, beta: float = 0.1, ignore_index: int = -100) -> GroupLoss:
     Raises:
       TrainingError: `beta` is not; or a batch has an odd number of rows, or other targets.
     """
-    if not beta > 0:
-        raise TrainingError(f"dpo: beta is above 0, and is {beta!r}")
+    require("dpo: beta", beta, beta > 0, "above 0", TrainingError)
 
     def loss(outputs: jax.Array, targets: Any, weight: Any) -> jax.Array:
         if not isinstance(targets, dict) or targets.keys() != {"labels", "reference"}:

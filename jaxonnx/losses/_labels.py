@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxonnx._require import require, require_choice
 from jaxonnx.errors import TrainingError
 from jaxonnx.ops import loss as operators
 
@@ -192,19 +193,15 @@ def _softmax_cross_entropy(*arrays, **attributes) -> jax.Array:
 def _class_loss(
     name: str, operator: Any, weight: Any, ignore_index: Any, reduction: str, axis: int
 ) -> ClassLoss:
-    if axis not in (1, -1):
-        raise TrainingError(f"{name}: axis is 1 or -1, and is {axis!r}")
-    if reduction not in ("mean", "sum", "none"):
-        raise TrainingError(f"{name}: reduction is {reduction!r}; there are 'mean', 'sum', 'none'")
-    if ignore_index is not None and not isinstance(ignore_index, int):
-        raise TrainingError(f"{name}: ignore_index must be an integer, and is {ignore_index!r}")
+    require(f"{name}: axis", axis, axis in (1, -1), "1 or -1", TrainingError)
+    require_choice(f"{name}: reduction", reduction, ("mean", "sum", "none"), TrainingError)
+    whole = ignore_index is None or isinstance(ignore_index, int)
+    require(f"{name}: ignore_index", ignore_index, whole, "an integer", TrainingError)
     if weight is not None:
         weight = np.asarray(weight)
-        if weight.ndim != 1 or weight.dtype.kind not in "fiu":
-            raise TrainingError(
-                f"{name}: weight must be one number for each class, (classes,), and is "
-                f"{weight.dtype}{list(weight.shape)}"
-            )
+        fits = weight.ndim == 1 and weight.dtype.kind in "fiu"
+        expected = "one number for each class, (classes,)"
+        require(f"{name}: weight", weight, fits, expected, TrainingError)
         weight = weight.astype(np.float32)
         if not (np.isfinite(weight) & (weight >= 0)).all():
             raise TrainingError(f"{name}: a weight is negative or not finite: {weight}")

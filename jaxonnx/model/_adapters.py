@@ -14,6 +14,7 @@ from onnx import ModelProto
 
 from jaxonnx._graph.uses import weights
 from jaxonnx._network import Network
+from jaxonnx._require import require_choice
 from jaxonnx._rewrite import requantize as rounding
 from jaxonnx._rewrite.adapters import (
     Factors,
@@ -23,7 +24,7 @@ from jaxonnx._rewrite.adapters import (
     magnitude_name,
     module_name,
 )
-from jaxonnx._text import format_count, is_one_of, list_some
+from jaxonnx._text import format_count, list_some
 from jaxonnx.errors import InputError
 from jaxonnx.lowering import in_file, norm_factors
 
@@ -89,8 +90,7 @@ def choose_adapter_form(model: Network, requested: AdapterForm | None) -> Adapte
     Raises:
       InputError: there is no such form, or the model has no adapters.
     """
-    if not is_one_of(requested, (None, "merged", "nodes", "inputs")):
-        raise InputError(f"adapters is 'merged', 'nodes' or 'inputs', and was {requested!r}")
+    require_choice("adapters", requested, ("merged", "nodes", "inputs", None))
     adaption = model.program.adaption
     if adaption is None:
         if requested in ("nodes", "inputs"):

@@ -29,6 +29,7 @@ from jaxonnx._graph.caches import Caches, find_caches
 from jaxonnx._graph.values import Value
 from jaxonnx._io.folders import GENAI
 from jaxonnx._network import Network
+from jaxonnx._require import require, require_integer
 from jaxonnx._run.program import Program
 from jaxonnx.errors import InputError
 
@@ -83,10 +84,8 @@ class Generator:
             self._check_tokens(rows)
         else:
             self._check_features(self._features, rows)
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise InputError(f"max_new_tokens must be a positive integer, and is {count!r}")
-        if not temperature >= 0:
-            raise InputError(f"temperature must be at least 0, and is {temperature!r}")
+        require_integer("max_new_tokens", count)
+        require("temperature", temperature, temperature >= 0, "at least 0")
         source: dict[str, Any] = {}
         if self._features is not None:
             dtype = jax.dtypes.canonicalize_dtype(self._features.dtype)
@@ -452,11 +451,8 @@ def generate(
     ends = stop_tokens(model) if stop is None else several
     for end in ends:
         is_text = isinstance(end, str) and end and model.folder is not None
-        if not is_text and np.asarray(end).dtype.kind not in "iu":
-            raise InputError(
-                "stop must be tokens, or texts for a model of a folder with a tokenizer, got "
-                f"{end!r}"
-            )
+        expected = "tokens, or texts for a model of a folder with a tokenizer"
+        require("stop", end, is_text or np.asarray(end).dtype.kind in "iu", expected)
     prompts = [ids] if single else [*ids]
     continuations = generator(model.params, model.state, prompts, count, temperature, seed, ends)
     return continuations[0] if single else continuations

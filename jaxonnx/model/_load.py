@@ -29,10 +29,11 @@ from jaxonnx._io.tensors import equal_bits
 from jaxonnx._io.ties import find_duplicates, is_shared, replace_duplicates, sources
 from jaxonnx._mesh.rules import Sharding
 from jaxonnx._mesh.shardings import model_shardings
+from jaxonnx._require import require_choice, require_integer
 from jaxonnx._rewrite.dequantize import dequantize_weights
 from jaxonnx._rewrite.quantized_attention import restore_attention
 from jaxonnx._run.program import Program
-from jaxonnx._text import is_one_of, list_some
+from jaxonnx._text import list_some
 from jaxonnx.errors import InputError
 from jaxonnx.model._model import Model, Trainable
 
@@ -118,10 +119,9 @@ def load(
         argument does not fit the model; the message names it.
       OSError: a file cannot be read.
     """
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-        raise InputError(f"limit is a number of bytes, and was {limit!r}")
-    if not is_one_of(batch, (None, "any")):
-        raise InputError(f"batch is 'any' or None, and was {batch!r}")
+    if limit is not None:
+        require_integer("limit", limit)
+    require_choice("batch", batch, ("any", None))
     folder = find_folder(source, variant) if checkpoint is None else None
     file = source if folder is None else folder.path / folder.file
     proto, tensors = read(file, checkpoint)

@@ -24,12 +24,13 @@ from jaxonnx._graph.values import arguments, data, list_values
 from jaxonnx._mesh.rules import Sharding
 from jaxonnx._mesh.shardings import Shardings, shardings
 from jaxonnx._network import Network
+from jaxonnx._require import require_choice
 from jaxonnx._rewrite.head import Classes
 from jaxonnx._run.changes import CallForm
 from jaxonnx._run.failures import FOREIGN
 from jaxonnx._run.overlay import ratios
-from jaxonnx._text import Rendered, format_count, is_one_of
-from jaxonnx.errors import Error, InputError
+from jaxonnx._text import Rendered, format_count
+from jaxonnx.errors import Error
 from jaxonnx.model import _transforms as transforms
 from jaxonnx.model._adapters import AdapterForm, merge_adapters
 from jaxonnx.model._call_arguments import (
@@ -510,8 +511,7 @@ class Model(Network, Rendered):
         Raises:
           InputError: `statistics` has another value.
         """
-        if not is_one_of(statistics, ("batch", "frozen")):
-            raise InputError(f"statistics is 'batch' or 'frozen', and was {statistics!r}")
+        require_choice("statistics", statistics, ("batch", "frozen"))
         return self._overlaid(frozen=statistics == "frozen")
 
     def with_dropout(self, ratio: float | Mapping[str, float]) -> Model:

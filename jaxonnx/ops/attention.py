@@ -46,7 +46,7 @@ def _softmax_dtype(precision, default):
         return default
     dtype = canonical(element_dtype(precision))
     if not jnp.issubdtype(dtype, jnp.floating):
-        raise NodeError(f"softmax_precision must be of a floating-point type, and is {dtype}")
+        raise NodeError(f"softmax_precision must be of a floating-point type, got {dtype}")
     return dtype
 
 

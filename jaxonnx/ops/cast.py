@@ -79,7 +79,7 @@ def _to_e8m0(x, saturate, round_mode):
     """
     threshold = {"up": 1, "nearest": 1 << 22, "down": 1 << 23}.get(round_mode)
     if threshold is None:
-        raise NodeError(f"round_mode must be up, down or nearest, not {round_mode!r}")
+        raise NodeError(f"round_mode must be up, down or nearest, got {round_mode!r}")
     np_ = xp(x)
     x = convert(x, np.float32)
     bits = x.view(np.uint32)

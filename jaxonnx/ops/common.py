@@ -61,7 +61,7 @@ def axes_of(axes, rank: int) -> tuple[int, ...]:
     if axes is None:
         return tuple(range(rank))
     if np.ndim(axes) > 1:  # a scalar is one axis to exporters
-        raise NodeError(f"axes must be a vector, and have shape {[*np.shape(axes)]}")
+        raise NodeError(f"axes must be a vector, got {[*np.shape(axes)]}")
     normal = tuple(axis_of(int(axis), rank) for axis in np.ravel(axes))
     if len(set(normal)) < len(normal):
         raise NodeError(f"axes {np.ravel(axes).tolist()} name an axis of rank {rank} twice")

@@ -70,7 +70,7 @@ def range_(start: Static, limit: Static, delta: Static, *, stash_type=1):
         return np.arange(count, dtype=dtype) * dtype.type(step) + dtype.type(first)
     wide = dtype if exact or dtype.itemsize > 2 else element_dtype(stash_type)
     if not (exact or jnp.issubdtype(wide, jnp.floating)):
-        raise NodeError(f"stash_type must be of a floating-point type, and is {wide}")
+        raise NodeError(f"stash_type must be of a floating-point type, got {wide}")
     steps = jnp.arange(count, dtype=canonical(wide))
     return (steps * steps.dtype.type(step) + steps.dtype.type(first)).astype(canonical(dtype))
 

@@ -64,7 +64,7 @@ def non_max_suppression(
     count = scalar(max_output_boxes_per_class, 0)
     iou = np.float32(scalar(iou_threshold, 0))
     if not 0 <= iou <= 1:
-        raise NodeError(f"iou_threshold must be between 0 and 1, and is {iou:g}")
+        raise NodeError(f"iou_threshold must be between 0 and 1, got {iou:g}")
     least = scalar(score_threshold, None)
     low, high = _corners(boxes, center_point_box)
     rows = []

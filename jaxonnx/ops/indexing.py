@@ -157,7 +157,7 @@ def scatter_nd(x, indices, updates, *, reduction: Reduction = "none"):
     index = _tuples(indices, x.shape)
     shape = indices.shape[:-1] + x.shape[len(index) :]
     if updates.shape != shape:
-        raise NodeError(f"updates must have shape {shape}, not {updates.shape}")
+        raise NodeError(f"updates must have shape {shape}, got {updates.shape}")
     return _scatter(x, index, updates, reduction)
 
 

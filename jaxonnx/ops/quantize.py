@@ -127,7 +127,7 @@ def quantize_linear(
         dtype = zero_point.dtype
     wide = element_dtype(precision) if precision else _wide(scale.dtype)
     if not jnp.issubdtype(wide, jnp.floating):
-        raise NodeError(f"precision must be of a floating-point type, and is {wide}")
+        raise NodeError(f"precision must be of a floating-point type, got {wide}")
     scale = _granular(scale, x, axis, block_size).astype(wide)
     zero_point = _zero_point(zero_point, x, axis, block_size)
     ratio = divide(x.astype(wide), scale)

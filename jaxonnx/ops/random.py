@@ -27,7 +27,7 @@ def _uniform(key, shape, dtype, low, high):
 
 def _float(dtype):
     if not jnp.issubdtype(dtype, jnp.floating):
-        raise NodeError(f"the output must be of a floating-point type, not {dtype}; set dtype")
+        raise NodeError(f"the output must be of a floating-point type, got {dtype}; set dtype")
     return canonical(dtype)
 
 
@@ -65,7 +65,7 @@ def bernoulli(p, *, dtype=None, seed=None, key: Key):
 def multinomial(logits, *, dtype=6, sample_size=1, seed=None, key: Key):
     """(batch, classes) unnormalised log-probabilities -> (batch, sample_size) class numbers."""
     if element_dtype(dtype) not in (np.int32, np.int64):
-        raise NodeError(f"dtype must be int32 or int64, not {element_dtype(dtype)}")
+        raise NodeError(f"dtype must be int32 or int64, got {element_dtype(dtype)}")
     logits = jnp.asarray(logits)
     check_size((sample_size, *logits.shape), logits.dtype)
     samples = jax.random.categorical(key(seed), logits, shape=(sample_size, logits.shape[0]))

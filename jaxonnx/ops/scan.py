@@ -54,7 +54,7 @@ def scan_9(
         inputs[k] = x[::-1] if backward[k] else x
     lengths = {len(x) for x in inputs}
     if len(lengths) != 1:
-        raise NodeError(f"the scan inputs must have one length, not {sorted(lengths)}")
+        raise NodeError(f"the scan inputs must have one length, got {sorted(lengths)}")
     final = _scan(body, carry, inputs, lengths.pop())
     outputs = []
     for k, y in enumerate(final[size:]):

@@ -89,7 +89,7 @@ def split_to_sequence(input, split: Static | None = None, *, axis=0, keepdims=1)
     if split is None or split.ndim == 0:
         length = 1 if split is None else int(split)
         if length <= 0:
-            raise NodeError(f"split must be positive, not {length}")
+            raise NodeError(f"split must be positive, got {length}")
         bounds = range(length, size, length)
         count = -(-size // length)
     else:

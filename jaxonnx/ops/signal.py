@@ -28,7 +28,7 @@ def _dft(x, length, axis, inverse, onesided):
     else:
         length = 2 * (x.shape[axis] - 1) if inverse and onesided else x.shape[axis]
     if length < 1:
-        raise NodeError(f"the length of the transform must be positive, not {length}")
+        raise NodeError(f"the length of the transform must be positive, got {length}")
     check_size((*x.shape[:axis], length, *x.shape[axis + 1 : -1], 2), x.dtype)
     real = x.shape[-1] == 1
     wide = x.astype(canonical(np.float64))

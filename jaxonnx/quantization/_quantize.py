@@ -19,11 +19,11 @@ from onnx import ModelProto
 
 from jaxonnx._data.batches import Source
 from jaxonnx._io.protos import opset_of
+from jaxonnx._require import require_choice
 from jaxonnx._rewrite.fold_norms import fold_norms, folded_outputs
 from jaxonnx._rewrite.fold_rounded_norms import flip_negative_scales
 from jaxonnx._rewrite.moving_ranges import Schedule, insert_schedule
 from jaxonnx._rewrite.quantize import Record, Writer, learn_scales, record_of, stored_types
-from jaxonnx._text import is_one_of
 from jaxonnx.errors import InputError
 from jaxonnx.model import (
     Model,
@@ -92,8 +92,7 @@ def quantize(
         yield no ranges.
       TrainingError: the data do not fit the model.
     """
-    if not is_one_of(method, (None, "round")):
-        raise InputError(f"method is 'round' or None, and was {method!r}")
+    require_choice("method", method, ("round", None))
     net = model if isinstance(model, Model) else load(model)
     whole, source = read_examples(net, data, batch_size, preprocess)
     examples = [batch.inputs for batch in islice(source.batches(0), batches)]

@@ -10,8 +10,8 @@ import ml_dtypes
 import numpy as np
 
 from jaxonnx._graph.select import Select
+from jaxonnx._require import is_one_of, require, require_choice
 from jaxonnx._rewrite.moving_ranges import Schedule
-from jaxonnx._text import is_one_of
 from jaxonnx.errors import InputError
 from jaxonnx.ops.contrib.moving_ranges import limits_of
 
@@ -164,11 +164,9 @@ class Quantization:
                 "pass weights='int4', with block= where fp4 would have blocks"
             )
         for name, values in allowed.items():
-            if getattr(self, name) not in values:
-                listed = ", ".join(map(repr, values))
-                raise InputError(f"{name} is one of {listed}, and was {getattr(self, name)!r}")
-        if self.block is not None and (type(self.block) is not int or self.block < 2):
-            raise InputError(f"block is a number of inputs, at least 2, and was {self.block!r}")
+            require_choice(name, getattr(self, name), values)
+        fits = self.block is None or (type(self.block) is int and self.block >= 2)
+        require("block", self.block, fits, "a number of inputs, at least 2")
         if self.activations not in (taken := _DIALECTS[self.dialect]):
             types = " or ".join(one for one in taken if one)
             raise InputError(
@@ -198,14 +196,9 @@ class Quantization:
     def _check_schedule(self) -> None:
         if self.learn == "ranges" and self.activations is None:
             raise InputError("learn='ranges' needs activations=, which is None")
-        if not 0 <= self.decay < 1:
-            raise InputError(
-                f"decay is a share of a range, from 0 to below 1, and was {self.decay}"
-            )
-        if not 0 < self.freeze <= 1:
-            raise InputError(f"freeze is a share of the run, above 0 to 1, and was {self.freeze}")
-        if not 0 <= self.start < math.inf:
-            raise InputError(f"start is a number of epochs, at least 0, and was {self.start}")
+        require("decay", self.decay, 0 <= self.decay < 1, "a share of a range, from 0 to below 1")
+        require("freeze", self.freeze, 0 < self.freeze <= 1, "a share of the run, above 0, up to 1")
+        require("start", self.start, 0 <= self.start < math.inf, "a number of epochs, at least 0")
         if self.learn != "ranges" and (self.decay, self.freeze) != (0.9, 0.5):
             raise InputError("decay and freeze need learn='ranges'")
 
@@ -220,11 +213,8 @@ class Quantization:
         """
         if isinstance(scheme, Quantization):
             return scheme
-        if not is_one_of(scheme, _WEIGHTS):
-            names = ", ".join(map(repr, _WEIGHTS))
-            raise InputError(
-                f"a scheme is one of {names}, or a jaxonnx.Quantization, and was {scheme!r}"
-            )
+        expected = f"{', '.join(map(repr, _WEIGHTS))} or a jaxonnx.Quantization"
+        require("quantize", scheme, is_one_of(scheme, _WEIGHTS), expected)
         activations = None if scheme == "int2" else "uint8"
         return cls(weights=scheme, activations=activations)  # type: ignore[arg-type]
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxonnx._require import require
 from jaxonnx.errors import SparsityError
 from jaxonnx.sparse._templates import Axes
 
@@ -128,12 +129,9 @@ def register(
 def parse(pattern: str | SparsityPattern, transposable: bool = True) -> SparsityPattern:
     """Return the pattern of a name like `"2:4"`; raise `SparsityError` for any other name."""
     if not isinstance(pattern, str):
-        if hasattr(pattern, "search"):
-            return pattern
-        raise SparsityError(
-            "a pattern is a name like '2:4' or a SparsityPattern, or either by weight, and was "
-            f"{pattern!r}"
-        )
+        expected = "a name like '2:4' or a SparsityPattern, or a dict of these by weight"
+        require("pattern", pattern, hasattr(pattern, "search"), expected, SparsityError)
+        return pattern
     for expression, make in _FORMS.values():
         match = re.fullmatch(expression, pattern)
         if match and (parsed := make(match, transposable)) is not None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxonnx._data.batches import Examples, Padded
+from jaxonnx._require import is_one_of, require
 from jaxonnx.errors import TrainingError
 from jaxonnx.training._losses import Loss
 
@@ -27,13 +28,14 @@ def class_weights_by_index(
     Raises:
       TrainingError: there is no such class, or nothing to balance.
     """
-    if isinstance(wanted, str) and wanted == "balanced":
+    if is_one_of(wanted, ("balanced",)):
         return _balance(data, losses)
-    if not isinstance(wanted, Mapping) or not all(map(_is_weight, wanted.values())):
-        raise TrainingError(
-            "class_weights must be 'balanced', or a dict from classes (their names, or numbers "
-            f"from 0 on) to finite weights of at least 0, and is {wanted!r}"
-        )
+    fits = isinstance(wanted, Mapping) and all(map(_is_weight, wanted.values()))
+    expected = (
+        "'balanced', or a dict from classes (their names, or numbers from 0 on) to finite weights "
+        "of at least 0"
+    )
+    require("class_weights", wanted, fits, expected, TrainingError)
     return {_number(name, labels): float(weight) for name, weight in wanted.items()}
 
 

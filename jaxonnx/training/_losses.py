@@ -14,6 +14,7 @@ import optax
 
 from jaxonnx._data.inputs_and_targets import is_zero_or_one
 from jaxonnx._data.ragged import IGNORED
+from jaxonnx._require import require
 from jaxonnx._text import format_count
 from jaxonnx.errors import TrainingError
 from jaxonnx.losses import (
@@ -211,13 +212,11 @@ class Loss:
             self._check_named(outputs, targets, what)
         loss = jax.eval_shape(self.function, outputs, targets)
         size = len(jax.tree.leaves(targets if self.takes_targets else outputs)[0])
-        if not isinstance(loss, jax.ShapeDtypeStruct) or loss.shape[:1] not in ((), (size,)):
-            raise TrainingError(
-                f"{what} must be a scalar or have one value for each of {size} examples, "
-                f"and is {loss}"
-            )
-        if not jnp.issubdtype(loss.dtype, jnp.floating):
-            raise TrainingError(f"{what} must be a real floating number, and is {loss.dtype}")
+        fits = isinstance(loss, jax.ShapeDtypeStruct) and loss.shape[:1] in ((), (size,))
+        expected = f"a scalar or one value for each of {size} examples"
+        require(what, loss, fits, expected, TrainingError)
+        real = jnp.issubdtype(loss.dtype, jnp.floating)
+        require(what, loss.dtype, real, "of a floating-point type", TrainingError)
         of_examples = loss.shape or isinstance(self.function, ClassLoss)
         if not of_examples and not is_zero_or_one(weight):
             raise TrainingError(

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxonnx._data.inputs_and_targets import is_zero_or_one
+from jaxonnx._require import require
 from jaxonnx.errors import TrainingError
 from jaxonnx.training import _tables as tables
 from jaxonnx.training._losses import check_classes, totals
@@ -254,11 +255,9 @@ def check(
     if callable(metric):
         value = jax.eval_shape(metric, outputs, targets)
         size = len(jax.tree.leaves(targets)[0])
-        if not hasattr(value, "shape") or value.shape[:1] not in ((), (size,)):
-            raise TrainingError(
-                f"the metric '{name}' must be a scalar or have one value for each of {size} "
-                f"examples, and is {value}"
-            )
+        fits = hasattr(value, "shape") and value.shape[:1] in ((), (size,))
+        expected = f"a scalar or one value for each of {size} examples"
+        require(f"the metric '{name}'", value, fits, expected, TrainingError)
         if not value.shape and not is_zero_or_one(weight):
             raise TrainingError(
                 f"the metric '{name}' is a scalar, which weights of examples cannot weigh: return "

@@ -14,6 +14,7 @@ from jaxonnx._data.batches import Batch
 from jaxonnx._data.inputs_and_targets import count_examples
 from jaxonnx._data.ragged import IGNORED, next_tokens
 from jaxonnx._graph.bind import Node
+from jaxonnx._require import require
 from jaxonnx._rewrite.last_layer import ENDINGS
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model
@@ -275,10 +276,9 @@ def _with_weight(output: str, given: Any) -> tuple[Any, float]:
     """Return a loss and its weight, 1 if it has none."""
     if not isinstance(given, tuple):
         return given, 1.0
-    if len(given) != 2 or not isinstance(given[1], int | float) or not np.isfinite(given[1]):
-        raise TrainingError(
-            f"the loss of '{output}' must be a loss or a pair (loss, weight), and is {given!r}"
-        )
+    fits = len(given) == 2 and isinstance(given[1], int | float) and np.isfinite(given[1])
+    expected = "a loss or a pair (loss, weight)"
+    require(f"the loss of '{output}'", given, fits, expected, TrainingError)
     return given[0], float(given[1])
 
 

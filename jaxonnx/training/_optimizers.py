@@ -11,6 +11,7 @@ import jax
 import optax
 
 from jaxonnx._arguments import OPTIMIZERS, RATE, SCHEDULES
+from jaxonnx._require import require, require_choice
 from jaxonnx.errors import TrainingError
 
 
@@ -49,8 +50,8 @@ def optimizer(
     Raises:
       TrainingError: a setting does not fit.
     """
-    _one_of("optimizer", name, OPTIMIZERS)
-    _one_of("schedule", schedule, SCHEDULES)
+    require_choice("optimizer", name, OPTIMIZERS, TrainingError)
+    require_choice("schedule", schedule, SCHEDULES, TrainingError)
     _positive("rate", rate)
     _positive("warmup", warmup, zero=True)
     if clip not in (None, math.inf):
@@ -105,13 +106,8 @@ def rate_of(memory: Any) -> jax.Array | None:
     return rates[0] if len(rates) == 1 else None
 
 
-def _one_of(what: str, value: Any, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise TrainingError(f"{what} must be one of {', '.join(allowed)}, and is {value!r}")
-
-
 def _positive(what: str, value: Any, zero: bool = False) -> None:
     number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else -1.0
-    if not (0 < number < math.inf or (zero and number == 0)):
-        least = "of at least zero" if zero else "greater than zero"
-        raise TrainingError(f"{what} must be a number {least}, and finite, and is {value!r}")
+    least = "of at least" if zero else "above"
+    fits = 0 < number < math.inf or (zero and number == 0)
+    require(what, value, fits, f"a finite number {least} 0", TrainingError)

@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxonnx._data.ragged import DECODER_TOKENS
 from jaxonnx._data.tokenizer import Tokenizer
+from jaxonnx._require import require
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Generator, stop_tokens
 from jaxonnx.training._step import State, Step
@@ -28,8 +29,8 @@ class Samples:
     def __init__(self, step: Step, prompts: Sequence[Any] | None):
         self._model, self._step = step.model, step
         several = isinstance(prompts, list | tuple) and len(prompts) > 0
-        if prompts is not None and not several:
-            raise TrainingError(f"samples is a list of texts or of tokens, and is {prompts!r}")
+        fits = prompts is None or several
+        require("samples", prompts, fits, "a list of texts or of tokens", TrainingError)
         folder = self._model.folder
         texts = [p for p in prompts or () if isinstance(p, str)]
         if texts and folder is None:

@@ -1,6 +1,5 @@
 """The settings of a run, checked before anything is compiled."""
 
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, make_dataclass
@@ -10,7 +9,7 @@ import numpy as np
 
 from jaxonnx._arguments import NAN_POLICIES, OPTIMIZERS, Hook, TrainArguments, declared
 from jaxonnx._data.ragged import Padding
-from jaxonnx._text import is_one_of
+from jaxonnx._require import is_one_of, require, require_choice, require_integer
 from jaxonnx.errors import TrainingError
 from jaxonnx.lora import Adapters, LoRA
 from jaxonnx.quantization import Quantization
@@ -39,16 +38,14 @@ class Settings(_VALUES):
     def __post_init__(self):
         if isinstance(self.epochs, int) and self.epochs == 0:
             raise TrainingError(
-                "epochs must be an integer of at least 1, and is 0; jaxonnx.evaluate(model, data, "
+                "epochs must be an integer of at least 1, got 0; jaxonnx.evaluate(model, data, "
                 "loss=, metrics=) or the command jaxonnx evaluate computes metrics without training"
             )
-        _integer("epochs", self.epochs, 1)
-        _integer("seed", self.seed, 0, 2**63 - 1)
-        _integer("accumulate", self.accumulate, 1)
-        if self.patience is not None:
-            _integer("patience", self.patience, 1)
-        if self.checkpoint_every is not None:
-            _integer("checkpoint_every", self.checkpoint_every, 1)
+        require_integer("seed", self.seed, 0, 2**63 - 1, TrainingError)
+        for name in ("epochs", "accumulate", "patience", "checkpoint_every"):
+            value = getattr(self, name)
+            if value is not None or name in ("epochs", "accumulate"):
+                require_integer(name, value, error=TrainingError)
         _flag("remat", self.remat)
         _flag("master", self.master)
         if self.resume != "anyway":
@@ -58,29 +55,16 @@ class Settings(_VALUES):
         self._check_step()
         self._check_checkpoints()
         for hook in self.hooks:
-            if not callable(hook):
-                raise TrainingError(
-                    "on_log must be a function (step, metrics), or a list of such functions, "
-                    f"and has {_describe(hook)}"
-                )
+            expected = "a function (step, metrics), or a list of such functions"
+            require("on_log", hook, callable(hook), expected, TrainingError)
 
     def _check_step(self) -> None:
-        if not is_one_of(self.nan, NAN_POLICIES):
-            policies = ", ".join(NAN_POLICIES)
-            raise TrainingError(f"nan must be one of {policies}, and is {self.nan!r}")
-        if self.ema is not None and not (isinstance(self.ema, float) and 0 < self.ema < 1):
-            raise TrainingError(
-                f"ema must be a decay between 0 and 1, like 0.999, and is {self.ema!r}"
-            )
-        if not is_one_of(self.precision, (None, *PRECISIONS)):
-            raise TrainingError(
-                "precision must be 'bf16' or 'fp16' (or None, for that of the file), and is "
-                f"{self.precision!r}"
-            )
-        if not is_one_of(self.statistics, (None, "batch", "frozen", "recompute")):
-            raise TrainingError(
-                f"statistics must be 'batch', 'frozen' or 'recompute', and is {self.statistics!r}"
-            )
+        require_choice("nan", self.nan, NAN_POLICIES, TrainingError)
+        decay = self.ema is None or (isinstance(self.ema, float) and 0 < self.ema < 1)
+        require("ema", self.ema, decay, "a decay between 0 and 1, like 0.999", TrainingError)
+        require_choice("precision", self.precision, (*PRECISIONS, None), TrainingError)
+        choices = "batch", "frozen", "recompute", None
+        require_choice("statistics", self.statistics, choices, TrainingError)
         if self.sharding is not None and self.mesh is None:
             raise TrainingError(
                 "sharding says how tensors are split over a mesh, and there is none: pass "
@@ -88,11 +72,9 @@ class Settings(_VALUES):
             )
         self._check_optimizer()
         self._check_inputs()
-        if self.lora is not None and not isinstance(self.lora, LoRA | Adapters):
-            raise TrainingError(
-                "lora must be a jaxonnx.LoRA, like LoRA(rank=8), or Adapters to continue with, and "
-                f"is a {type(self.lora).__name__}"
-            )
+        fits = self.lora is None or isinstance(self.lora, LoRA | Adapters)
+        expected = "a jaxonnx.LoRA, like LoRA(rank=8), or Adapters to continue with"
+        require("lora", self.lora, fits, expected, TrainingError)
         if self.lora is not None and self.sparsity is not None:
             raise TrainingError(
                 "lora cannot be combined with sparsity: merge the "
@@ -107,12 +89,12 @@ class Settings(_VALUES):
         named, parts = is_one_of(self.optimizer, (None, *OPTIMIZERS)), ("init", "update")
         made = all(callable(getattr(self.optimizer, part, None)) for part in parts)
         made = made or is_planned(self.optimizer)
-        if not (named or made):
-            raise TrainingError(
-                f"optimizer must be a name ({', '.join(OPTIMIZERS)}), an optax transformation, "
-                "like optax.adam(1e-3) or jaxonnx.training.optimizer('adamw', 1e-3), or a function "
-                f"of steps (the updates of the run) to one, and is {_describe(self.optimizer)}"
-            )
+        expected = (
+            f"a name ({', '.join(OPTIMIZERS)}), an optax transformation, like optax.adam(1e-3) or "
+            "jaxonnx.training.optimizer('adamw', 1e-3), or a function of steps (the updates of the "
+            "run) to one"
+        )
+        require("optimizer", self.optimizer, named or made, expected, TrainingError)
         if self.learning_rate is not None and not named:
             raise TrainingError(
                 "learning_rate goes with an optimizer by name, like optimizer='adam'; an optax "
@@ -121,25 +103,20 @@ class Settings(_VALUES):
 
     def _check_inputs(self) -> None:
         for name, given in (("fixed", self.fixed), ("batching", self.batching)):
-            if given is not None and not isinstance(given, Mapping):
-                raise TrainingError(f"{name} must be a dict by input name, and is {given!r}")
-        if any(axis is not None for axis in (self.batching or {}).values()):
-            raise TrainingError(
-                "batching names inputs without an axis of examples, like {'edges': None}, and is "
-                f"{self.batching!r}; all others have it first"
-            )
+            fits = given is None or isinstance(given, Mapping)
+            require(name, given, fits, "a dict by input name", TrainingError)
+        whole = all(axis is None for axis in (self.batching or {}).values())
+        expected = "None for each input without an axis of examples, like {'edges': None}"
+        require("batching", self.batching, whole, expected, TrainingError)
         if self.batching and self.mesh is not None:
             raise TrainingError(
                 "batching passes inputs whole, and mesh= splits batches: leave one of the two out"
             )
 
     def _check_checkpoints(self) -> None:
-        if self.checkpoint_dir is not None and not isinstance(
-            self.checkpoint_dir, str | os.PathLike
-        ):
-            raise TrainingError(
-                f"checkpoint_dir must be the path of a folder, not {self.checkpoint_dir!r}"
-            )
+        folder = self.checkpoint_dir
+        fits = folder is None or isinstance(folder, str | os.PathLike)
+        require("checkpoint_dir", folder, fits, "the path of a folder", TrainingError)
         if self.checkpoint_dir is not None and "\0" in str(self.checkpoint_dir):
             raise TrainingError(f"checkpoint_dir has a null byte: {str(self.checkpoint_dir)!r}")
         every, monitor = self.checkpoint_every, self.monitor
@@ -184,17 +161,6 @@ class Settings(_VALUES):
         return [name for name, value, default in named if value and value != default]
 
 
-def _integer(name: str, value: Any, least: int, most: float = math.inf) -> None:
-    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if not whole or not least <= value <= most:
-        limits = f"of at least {least}" + (f", up to {most}" if whole and value > most else "")
-        raise TrainingError(f"{name} must be an integer {limits}, and is {value!r}")
-
-
 def _flag(name: str, value: Any, more: str = "") -> None:
-    if not isinstance(value, bool | np.bool_):
-        raise TrainingError(f"{name} must be True or False{more}, and is {value!r}")
-
-
-def _describe(value: Any) -> str:
-    return repr(value) if isinstance(value, str | int | float) else f"a {type(value).__name__}"
+    fits = isinstance(value, bool | np.bool_)
+    require(name, value, fits, f"True or False{more}", TrainingError)

@@ -15,7 +15,7 @@ from onnx import ModelProto
 
 from jaxonnx._io import records
 from jaxonnx._mesh.rules import mesh_of
-from jaxonnx._text import is_one_of
+from jaxonnx._require import require_choice
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model
 from jaxonnx.training._settings import Settings
@@ -55,8 +55,7 @@ def sparsify(
     method = options.pop("method", "three_phase")
     methods = {"three_phase": sparse.three_phase, "sr_ste": sparse.sr_ste,
                "s_ste": sparse.s_ste, "one_shot": sparse.fixed_mask}  # fmt: skip
-    if method not in methods:
-        raise TrainingError(f"a method of sparsity is any of {', '.join(methods)}, not {method!r}")
+    require_choice("the method of sparsity", method, [*methods], TrainingError)
     known = [*dict.fromkeys([*_CHOICE, *_options(method), "products"])]
     if not isinstance(sparsity, str | Mapping) or options.keys() - {*known}:
         raise TrainingError(
@@ -113,8 +112,7 @@ def _are_sparse(
     """Return whether products are sparse, for which the kernel is made ready, or refuse that."""
     from jaxonnx import sparse
 
-    if not is_one_of(products, ("sparse", "cusparselt")):
-        raise TrainingError(f"products are 'dense', 'sparse' or by 'cusparselt', not {products!r}")
+    require_choice("products", products, ("dense", "sparse", "cusparselt"), TrainingError)
     on_gpu = storage.platform in ("gpu", "cuda")
     if products == "cusparselt" and not on_gpu:
         raise TrainingError(

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from jaxonnx._require import describe
 from jaxonnx.errors import TrainingError
 
 T = TypeVar("T")
@@ -190,11 +191,9 @@ def _direction(monitor: Any) -> tuple[str, int]:
     """Return the name of a metric, and 1 if smaller is better, else -1."""
     if isinstance(monitor, tuple) and len(monitor) == 2 and monitor[1] in ("min", "max"):
         return monitor[0], 1 if monitor[1] == "min" else -1
+    expected = 'a name like "validation_loss", or a pair of a name and "min" or "max"'
     if not isinstance(monitor, str):
-        raise TrainingError(
-            'monitor must be a name like "validation_loss", or a pair of a name and "min" or '
-            f'"max", and is {monitor!r}'
-        )
+        raise TrainingError(f"monitor must be {expected}, got {describe(monitor)}")
     if monitor.endswith(_SMALLER):
         return monitor, 1
     if monitor.endswith(_GREATER) or monitor.rpartition("top_")[2].isdigit():

@@ -12,6 +12,7 @@ from jaxonnx._graph.uses import Weight
 from jaxonnx._graph.values import dimension
 from jaxonnx._io.build import Writer, names, onnx_type
 from jaxonnx._io.protos import opset_of
+from jaxonnx._require import require_choice
 from jaxonnx.errors import TrainingError
 from jaxonnx.onnx_out import Nodes, Tensor
 from jaxonnx.optim import OnnxTransformation
@@ -115,8 +116,7 @@ def _check(
             "the model carries training_info already; remove it first "
             "(`del model_proto.training_info[:]`) or train with it"
         )
-    if loss not in _LOSSES:
-        raise TrainingError(f"the loss is {loss!r}; there are {', '.join(_LOSSES)}")
+    require_choice("loss", loss, [*_LOSSES], TrainingError)
     if not isinstance(optimizer, OnnxTransformation):
         raise TrainingError(
             "the optimizer must be jaxonnx.optim.adam, adagrad or momentum, which ONNX has "

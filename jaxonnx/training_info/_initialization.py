@@ -10,6 +10,7 @@ from onnx import helper
 from jaxonnx._axes import Matrix
 from jaxonnx._graph.uses import Weight
 from jaxonnx._io.build import Writer, onnx_type
+from jaxonnx._require import require_choice
 from jaxonnx.errors import TrainingError
 
 _NUMBERS = {"zeros": 0.0, "ones": 1.0}
@@ -35,8 +36,7 @@ def kinds(
     """
     chosen = init if isinstance(init, Mapping) else {} if init is None else {".*": init}
     for pattern, kind in chosen.items():
-        if kind not in KINDS:
-            raise TrainingError(f"init is {kind!r}; there are {', '.join(KINDS)}")
+        require_choice("init", kind, KINDS, TrainingError)
         if not any(name == pattern or re.fullmatch(pattern, name) for name in values):
             raise TrainingError(f"init={{{pattern!r}: ...}} matches none of {', '.join(values)}")
     result: dict[str, str | float] = {}

@@ -326,9 +326,13 @@ BAD = {
     ),
     "longer": ({"input_ids": IDS}, {"length_buckets": (8, 16)}, "example 8 has the length 17"),
     "no pad": ({"input_ids": IDS}, {"pad": {"input_id": 0}}, "pad has 'input_id'; there are 'inp"),
-    "pad": ({"input_ids": IDS}, {"pad": 0}, "pad is a dict of numbers"),
+    "pad": ({"input_ids": IDS}, {"pad": 0}, "pad must be a dict of numbers"),
     "half": ({"input_ids": IDS}, {"pad": {"input_ids": 0.5}}, "0.5 pads .* is not a valid int64"),
-    "buckets": ({"input_ids": IDS}, {"length_buckets": (0, 8)}, "length_buckets is a width or"),
+    "buckets": (
+        {"input_ids": IDS},
+        {"length_buckets": (0, 8)},
+        "length_buckets must be a width",
+    ),
     "lengths": (
         {"input_ids": IDS, "attention_mask": IDS[1:], "labels": IDS},
         {},
@@ -344,7 +348,7 @@ BAD = {
         {},
         "arrays of numbers whose shapes differ only",
     ),
-    "words": ({"input_ids": [["a"], ["b", "c"]], "labels": IDS[:2]}, {}, "must be numbers, and is"),
+    "words": ({"input_ids": [["a"], ["b", "c"]], "labels": IDS[:2]}, {}, "must be numbers, got"),
     "number": ({"input_ids": [1, [2, 3]]}, {}, "input 'input_ids' must be arrays of numbers"),
     "tokens": ({"attention_mask": IDS}, {}, "it lacks the model's input 'input_ids'"),
     "size": (

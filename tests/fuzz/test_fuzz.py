@@ -40,12 +40,12 @@ def explained(node, refused="", errors=None, different=None, x=X):
     ("message", "runs", "known"),
     [
         (
-            "node 'y' (OneHot, opset 13): depth is [-4]; it must be positive [inputs]",
+            "node 'y' (OneHot, opset 13): depth must be positive, got [-4] [inputs]",
             ["reference"],
             True,
         ),
-        ("node 'y' (OneHot, opset 13): depth is [-4]; it must be positive", ["onnxruntime"], False),
-        ("node 'y' (Split, opset 13): depth is [-4]; it must be positive", ["reference"], False),
+        ("node 'y' (OneHot, opset 13): depth must be positive, got [-4]", ["onnxruntime"], False),
+        ("node 'y' (Split, opset 13): depth must be positive, got [-4]", ["reference"], False),
         ("node 'y' (OneHot, opset 13): OneHot does not take these inputs", ["reference"], False),
         ("the ModelProto uses opset 99, the installed onnx 1.23 knows 27", ["onnxruntime"], True),
     ],

@@ -151,7 +151,7 @@ def test_drawn_tokens_depend_on_the_seed():
     [
         ({"ids": []}, "tokens to continue are integers"),
         ({"ids": np.zeros((1, 2))}, "tokens to continue are integers"),
-        ({"max_new_tokens": 0}, "max_new_tokens must be a positive integer"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be an integer of at least 1"),
         ({"temperature": -1}, "temperature must be at least 0"),
         ({"stop": [1.5]}, "stop must be tokens, or texts for a model of a folder with a tokenizer"),
         ({"stop": [5, ""]}, "stop must be tokens, or texts .*, got ''"),

@@ -69,7 +69,7 @@ def test_names_of_quantizers(tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"init": "loft"}, "'normal' or 'loftq', and was 'loft'"),
+        ({"init": "loft"}, "'normal' or 'loftq', got 'loft'"),
         ({"init": "loftq"}, "goes with against="),
         ({"init": "loftq", "against": {"v": (K, N)}}, "has no weight 'w' in floating point"),
         ({"init": "loftq", "against": {"w": (K, N + 1)}}, r"matrix of \[41, 64\].* of \[40, 64\]"),

@@ -44,7 +44,7 @@ def test_frozen_statistics(net, x):
     kept = frozen.with_trainable("classifier.*").with_outputs("features")
     _, state = kept.apply_train(kept.params, kept.state, None, x)
     assert all(np.array_equal(state[name], value) for name, value in kept.state.items())
-    with pytest.raises(jaxonnx.InputError, match="'batch' or 'frozen', and was 'running'"):
+    with pytest.raises(jaxonnx.InputError, match="'batch' or 'frozen', got 'running'"):
         net.with_statistics("running")
 
 
@@ -121,8 +121,8 @@ def test_dropout_where_the_exporter_left_none(net, x):
 @pytest.mark.parametrize(
     ("ratio", "words"),
     [
-        ({"classifier.1": 1.0}, r"\[0, 1\), and was 1.0"),
-        ({"classifier.1": "0.1"}, r"\[0, 1\), and was '0.1'"),
+        ({"classifier.1": 1.0}, r"\[0, 1\), got 1.0"),
+        ({"classifier.1": "0.1"}, r"\[0, 1\), got '0.1'"),
         ({"clasifier": 0.1}, "no value, node or module 'clasifier'.*classifier"),
     ],
 )

@@ -47,7 +47,7 @@ def test_what_does_not_fit():
         suppress(BOXES[..., :3], SCORES)
     with pytest.raises(NodeError, match=r"must be \(batch, (n, 4|classes, n)\)"):
         suppress(BOXES[:0], SCORES)
-    with pytest.raises(NodeError, match="center_point_box is 5"):
+    with pytest.raises(NodeError, match=r"center_point_box must be .*got 5"):
         suppress(BOXES, SCORES, center_point_box=5)
 
 

@@ -76,7 +76,7 @@ def test_known_and_traced_values_quantize_alike():
         ([X, np.ones(3, np.float32)], {"axis": 0}, "does not fit axis 0"),
         ([X, np.ones(3, np.float32)], {"axis": 0, "block_size": 2}, "one per block"),
         ([X, np.float32([1]), np.int8([0])], {"output_dtype": 2}, "contradicts"),
-        ([X, np.float32([1])], {"precision": 6}, "must be of a floating-point type, and is int32"),
+        ([X, np.float32([1])], {"precision": 6}, "must be of a floating-point type, got int32"),
     ],
 )
 def test_refused(inputs, attributes, message):

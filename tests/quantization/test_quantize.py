@@ -335,9 +335,9 @@ def test_blocks_have_a_scale_for_each_group_of_inputs():
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (lambda: Quantization(weights="int3"), "weights is one of 'int8', 'uint8'"),
+        (lambda: Quantization(weights="int3"), "weights must be 'int8', 'uint8'"),
         (lambda: Quantization(weights="fp4"), "has no DequantizeLinear of fp4"),
-        (lambda: Quantization.of("int9"), "'int2', or a jaxonnx.Quantization, and was 'int9'"),
+        (lambda: Quantization.of("int9"), "'int2' or a jaxonnx.Quantization, got 'int9'"),
         (lambda: Quantization(dialect="tensorrt"), "TensorRT takes activations of int8"),
         (lambda: Quantization(dialect="qnn", activations="int8"), "QNN takes activations of uint8"),
         (lambda: Quantization(activations="fp8"), "onnxruntime takes activations of uint8 or int8"),
@@ -359,8 +359,8 @@ def test_blocks_have_a_scale_for_each_group_of_inputs():
         (lambda: Quantization(bits="auto"), "go together"),
         (lambda: Quantization(bits="auto", size=0.1), "from 0.125 to 1"),
         (lambda: Quantization(bits="auto", size=0.3, weights="int4"), "chooses the types"),
-        (lambda: jaxonnx.quantize(demo.mlp(), [], method="up"), "method is 'round' or None"),
-        (lambda: jaxonnx.sensitivity(demo.mlp(), nan()[:1], ("int3",)), "and was 'int3'"),
+        (lambda: jaxonnx.quantize(demo.mlp(), [], method="up"), "method must be 'round' or None"),
+        (lambda: jaxonnx.sensitivity(demo.mlp(), nan()[:1], ("int3",)), "got 'int3'"),
         (
             lambda: train_static("int4"),
             "names weights of int4 and activations of uint8, but the file is quantized already, to "

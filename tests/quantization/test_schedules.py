@@ -206,9 +206,9 @@ def test_ranges_move_on_several_devices_as_on_one():
             lambda: Quantization(learn="ranges", activations=None),
             "needs activations=, which is None",
         ),
-        (lambda: Quantization(learn="ranges", decay=1), "from 0 to below 1, and was 1"),
-        (lambda: Quantization(learn="ranges", freeze=0), "above 0 to 1, and was 0"),
-        (lambda: Quantization(start=-1), "at least 0, and was -1"),
+        (lambda: Quantization(learn="ranges", decay=1), "from 0 to below 1, got 1"),
+        (lambda: Quantization(learn="ranges", freeze=0), "above 0, up to 1, got 0"),
+        (lambda: Quantization(start=-1), "at least 0, got -1"),
         (lambda: Quantization(freeze=0.2), "decay and freeze need learn='ranges'"),
         (
             lambda: train(Quantization(start=2)),

@@ -135,7 +135,7 @@ def test_an_axis_that_cannot_be_told_from_the_batch():
 def test_open_files_stay_as_they_are():
     path = DATA / "lenet.legacy.onnx"
     assert jaxonnx.load(path, batch="any").to_onnx() == jaxonnx.load(path).to_onnx()
-    with pytest.raises(jaxonnx.InputError, match="'any' or None, and was 8"):
+    with pytest.raises(jaxonnx.InputError, match="'any' or None, got 8"):
         jaxonnx.load(path, batch=8)
 
 

@@ -376,9 +376,9 @@ def test_refused(name):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((0,), "takes the number of classes or their names, not 0"),
-        ((True,), "not True"),
-        (("cat",), "not 'cat'"),
+        ((0,), "must be the number of classes or their names, got 0"),
+        ((True,), "got True"),
+        (("cat",), "got 'cat'"),
         ((["a", "b", "a"],), "'a' comes twice"),
         ((5, "hh"), "no value, node or module 'hh'"),
         ((5, "h"), r"'h' is not a last layer.*model.with_outputs\('h'\)"),
@@ -478,7 +478,7 @@ def test_losses_of_heads():
     for settings, message in (
         ({"head": 1}, "one output: say which loss"),
         ({"head": 5, "loss": "nonsense"}, "nonsense"),
-        ({"head": "cat"}, "not 'cat'"),
+        ({"head": "cat"}, "got 'cat'"),
         ({"head": {"q": 5}}, "'q'"),
     ):
         with pytest.raises(jaxonnx.Error, match=message):

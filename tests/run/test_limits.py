@@ -462,13 +462,13 @@ MESSAGES = {
     ),
     "DepthToSpace": (
         one("DepthToSpace", "x", IMAGE, blocksize=0),
-        ["blocksize is 0; it must be positive"],
+        ["blocksize must be positive, got 0"],
     ),
     "SpaceToDepth": (
         one("SpaceToDepth", "x", IMAGE, blocksize=0),
-        ["blocksize is 0; it must be positive"],
+        ["blocksize must be positive, got 0"],
     ),
-    "Split": (one("Split", "x", num_outputs=0), ["num_outputs is 0; it must be positive"]),
+    "Split": (one("Split", "x", num_outputs=0), ["num_outputs must be positive, got 0"]),
     "ConstantOfShape": (
         REFUSED["ConstantOfShape"],
         ["float32[4611686018427387904]", "1.8e+19 bytes"],
@@ -476,7 +476,7 @@ MESSAGES = {
     "Range": (REFUSED["Range, float"], ["float32[", "4.0e+38 bytes"]),
     "OneHot": (
         one("OneHot", "idv", (), {"i": ints(0), "d": ints(-4), "v": np.float32([0, 1])}),
-        ["depth is [-4]; it must be positive"],
+        ["depth must be positive, got [-4]"],
     ),
     "Scan": (
         one("Scan", "x", body=body([node("Identity", ["i"], ["o"])], 0, ["o"]), num_scan_inputs=9),

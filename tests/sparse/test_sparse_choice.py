@@ -208,7 +208,10 @@ def test_sr_ste_is_that_of_a_loop_of_ones_own():
 @pytest.mark.parametrize(
     ("sparsity", "message"),
     [
-        ({"method": "magnitude"}, "any of three_phase, sr_ste, s_ste, one_shot, not 'magnitude'"),
+        (
+            {"method": "magnitude"},
+            "'sr_ste', 's_ste' or 'one_shot', got 'magnitude'",
+        ),
         ({"method": "one_shot", "dense": 1}, "for one_shot any of pattern.*not"),
         ({"method": "sr_ste", "dynamic": 1}, "for sr_ste any of pattern.*decay"),
         ({"method": "s_ste", "transposable": True}, "along one axis: leave transposable out"),

@@ -123,7 +123,7 @@ def test_weights_are_pruned_before_they_are_packed(monkeypatch):
         ({}, "NVIDIA GPUs, and the run is on 'cpu': products='sparse' takes"),
         (
             {"sparsity": {"products": "fast", "dense": 0}},
-            "'dense', 'sparse' or by 'cusparselt', not 'fast'",
+            "'dense', 'sparse' or 'cusparselt', got 'fast'",
         ),
     ],
 )

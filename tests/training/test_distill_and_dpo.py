@@ -83,7 +83,7 @@ def test_dpo_prefers_what_was_chosen():
 
 
 def test_arguments_that_do_not_fit():
-    with pytest.raises(jaxonnx.TrainingError, match="beta is above 0"):
+    with pytest.raises(jaxonnx.TrainingError, match="beta must be above 0"):
         losses.dpo(beta=0)
     with pytest.raises(jaxonnx.TrainingError, match="temperature is above 0"):
         losses.distill(temperature=0)

@@ -196,9 +196,9 @@ def test_several_outputs():
 X, Y = examples()
 ONE = "y = MatMul(x, w)"
 BAD = {
-    "reduction": (lambda: cross_entropy(reduction="max"), "reduction is 'max'; there are 'mean'"),
-    "ignore_index": (lambda: cross_entropy(ignore_index=0.5), "must be an integer, and is 0.5"),
-    "weight": (lambda: cross_entropy(weight=[[1, 2]]), r"\(classes,\), and is int64\[1, 2\]"),
+    "reduction": (lambda: cross_entropy(reduction="max"), "'sum' or 'none', got 'max'"),
+    "ignore_index": (lambda: cross_entropy(ignore_index=0.5), "must be an integer, got 0.5"),
+    "weight": (lambda: cross_entropy(weight=[[1, 2]]), r"\(classes,\), got int64\[1, 2\]"),
     "negative": (lambda: cross_entropy(weight=[1, -2]), "negative or not finite"),
     "weights": (
         lambda: train(network(ONE), (X, Y), cross_entropy(weight=[1, 2])),

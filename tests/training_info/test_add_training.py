@@ -376,9 +376,9 @@ def test_distributions(init, fan, distribution):
 @pytest.mark.parametrize(
     ("proto", "settings", "message"),
     [
-        (mlp(), {"loss": "hinge"}, "the loss is 'hinge'; there are softmax"),
+        (mlp(), {"loss": "hinge"}, "loss must be 'softmax.*got 'hinge'"),
         (mlp(), {"optimizer": optax.adam(0.1)}, "must be jaxonnx.optim"),
-        (mlp(), {"init": "orthogonal"}, "init is 'orthogonal'; there are glorot"),
+        (mlp(), {"init": "orthogonal"}, "init must be 'glorot'.*got 'orthogonal'"),
         (mlp(), {"init": {"C": "he"}}, "matches none of A, a, B, b"),
         (mlp(), {"trainable": ["C"]}, "'C'"),
         (mlp(opset=11), {}, "opset 11, training needs 12"),

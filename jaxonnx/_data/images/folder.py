@@ -16,6 +16,7 @@ from jaxonnx._data.images import preparation as images
 from jaxonnx._data.images.augment import Augment
 from jaxonnx._data.images.preparation import Layout, M, Preparation
 from jaxonnx._network import Network
+from jaxonnx._require import require
 from jaxonnx.errors import InputError, TrainingError
 
 SUFFIXES = {".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
@@ -370,8 +371,7 @@ def _preprocess(model: Network, preprocess: Mapping[str, Any]) -> Preprocess:
     augment = given.pop("augment", Augment())
     decoded = DecodedImages(given.pop("memory", 2**30))
     workers = given.pop("workers", min(os.cpu_count() or 1, 16))
-    if workers < 1:
-        raise TrainingError(f"preprocess: workers must be at least 1, and is {workers}")
+    require("preprocess: workers", workers, workers >= 1, "at least 1", TrainingError)
     if not (images.says_numbers(model) or given.keys() & {"scale", "mean", "std"}):
         warnings.warn(
             "the file does not say how to scale pixels: they are divided by 255; "

@@ -13,6 +13,7 @@ from onnx import ModelProto
 from jaxonnx._io import records
 from jaxonnx._io.protos import text
 from jaxonnx._network import Network
+from jaxonnx._require import require, require_choice
 from jaxonnx.errors import Error, InputError, UnsupportedError
 
 M = TypeVar("M", bound=Network)
@@ -59,12 +60,9 @@ class Preparation:
                 raise InputError(
                     f"{name} {value} does not fit a network that takes {layout.channels} channels"
                 )
-        if not np.isfinite(self.scale):
-            raise InputError(f"scale must be a finite number, and is {self.scale!r}")
-        if self.order not in ("RGB", "BGR"):
-            raise InputError(f"order must be 'RGB' or 'BGR', and is {self.order!r}")
-        if not 0 < self.crop <= 1:
-            raise InputError(f"crop must be a share above 0, up to 1, and is {self.crop!r}")
+        require("scale", self.scale, np.isfinite(self.scale), "a finite number")
+        require_choice("order", self.order, ("RGB", "BGR"))
+        require("crop", self.crop, 0 < self.crop <= 1, "a share above 0, up to 1")
         pixels = (self.scale, {*self.mean}, {*self.std}) == (1, {0}, {1})
         if layout.dtype == np.uint8 and not pixels:
             raise InputError("the network takes pixels as they are: scale 1, mean 0, std 1")

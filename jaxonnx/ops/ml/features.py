@@ -27,7 +27,7 @@ def exactly_one(**options):
     """Return the only option that is set, as (name, value)."""
     present = [(name, value) for name, value in options.items() if value is not None]
     if len(present) != 1:
-        raise NodeError(f"exactly one of {', '.join(options)} must be given, not {len(present)}")
+        raise NodeError(f"exactly one of {', '.join(options)} must be given, got {len(present)}")
     return present[0]
 
 

@@ -31,7 +31,7 @@ def _kernel(x, vectors, kind, params):
         return jnp.tanh(gamma * dot + coef0)
     if kind == "RBF":
         return jnp.exp(-gamma * jnp.sum((x[:, None] - vectors) ** 2, axis=-1))
-    raise NodeError(f"kernel_type must be LINEAR, POLY, RBF or SIGMOID, not {kind!r}")
+    raise NodeError(f"kernel_type must be LINEAR, POLY, RBF or SIGMOID, got {kind!r}")
 
 
 @op("SVMRegressor", since=1, domain=ML)
