@@ -226,7 +226,7 @@ REFUSALS = (
         "rows of a Loop that the reference joins along their first axis",
         when=lambda node: node.op == "Loop",
     ),
-    Refusal("RoiAlign", "(output_height|output_width|sampling_ratio) is", NO_CHECK, BOTH),
+    Refusal("RoiAlign", "(output_height|output_width|sampling_ratio) must", NO_CHECK, BOTH),
     Refusal("ConvTranspose", "output_padding .* must be less", NO_CHECK, BOTH),
     Refusal("Conv|DeformConv", "[xw] has shape", NO_CHECK),
     Refusal("GroupNormalization", "x has shape .* with num_groups = -", NO_CHECK),
