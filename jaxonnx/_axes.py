@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 
 @dataclass(frozen=True)
 class Matrix:
@@ -104,21 +102,6 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class Storage:
-    """How a tensor of a file holds the numbers of a matrix in few bits."""
-
-    shape: tuple[int, ...]
-    """Of the matrix, which the tensor's own need not be."""
-    type: str
-    """Of a number: "int4", "uint8", "nf4"."""
-    block: int = 0
-    """How many numbers of a row share a scale; 0: all, or those of an axis."""
-
-    def __str__(self) -> str:
-        return f"{self.type} in blocks of {self.block}" if self.block else self.type
-
-
-@dataclass(frozen=True)
 class Form:
     """An operator's declaration of the axes of a weight."""
 
@@ -127,9 +110,8 @@ class Form:
     not a matrix."""
     attributes: tuple[str, ...] = ()
     """The attributes that `axes` depends on."""
-    storage: Callable[[tuple[int, ...], np.dtype, Mapping[str, Any]], Storage | None] | None = None
-    """By the tensor's shape and type, and the node's attributes: how it holds the numbers of the
-    matrix whose axes `axes` tells. Without it they are the tensor's own."""
+    rows: str = ""
+    """The attribute with the axis of the rows that a lookup reads; 0 without it."""
 
 
 def matrix(*, first: bool = False, transpose: str | None = None, batch: str | None = None) -> Form:
@@ -179,22 +161,17 @@ def recurrent() -> Form:
     return Form(lambda rank, *_: Matrix(1, 2, batch=(0,)) if rank == 3 else None)
 
 
-def packed(*, type: Callable[[Mapping[str, Any]], str], transpose: str | None = None) -> Form:
+def packed(*, transpose: str | None = None) -> Form:
     """Declare a matrix of the attributes N x K, outputs and inputs, in a tensor of another shape.
 
     Args:
-      type: of a number, by the node's attributes.
       transpose: an attribute without which the matrix has outputs along its second axis.
     """
 
     def axes(rank: int, attributes: Mapping[str, Any], position: int = 0) -> Matrix | None:
         return Matrix(0, 1) if transpose is None or attributes.get(transpose, 1) else Matrix(1, 0)
 
-    def storage(shape: tuple[int, ...], dtype: np.dtype, attributes: Mapping[str, Any]) -> Storage:
-        size = attributes["N"], attributes["K"]
-        return Storage(size, type(attributes), attributes["block_size"])
-
-    return Form(axes, ("N", "K", "block_size", *filter(None, [transpose])), storage)
+    return Form(axes, ("N", "K", *filter(None, [transpose])))
 
 
 def table(axis: str | None = None) -> Form:
@@ -206,7 +183,7 @@ def table(axis: str | None = None) -> Form:
         row = attributes.get(axis, 0) % 2 if axis else 0
         return Matrix(1 - row, row, lookup=True)
 
-    return Form(axes, (axis,) if axis else ())
+    return Form(axes, (axis,) if axis else (), rows=axis or "")
 
 
 def einsum(equation: str) -> Form:

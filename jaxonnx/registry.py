@@ -19,6 +19,10 @@ initializers, sparsity and `Model.summary` go by it. `params` are biases, scales
 running statistics; each with the value that it starts from. All names must be those of the
 function's inputs and attributes.
 
+`quantized` are operands in few bits, each with the inputs for its scale and zero point and with its
+form in the file (`jaxonnx._few_bits`); `like` is the operator that computes the same in floating
+point. Adapters, shardings and files go by these, never by the name of an operator.
+
 Annotations say what a parameter needs beyond its value: `Static` on an input that must be known
 while tracing; `Key`, `Training`, `Outputs` and `Names` on keyword-only parameters that the
 evaluator fills in and that are not attributes.
@@ -40,7 +44,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +52,11 @@ import numpy as np
 from jax import export
 
 from jaxonnx._axes import Form
+from jaxonnx._axes import matrix as matrix
+from jaxonnx._axes import packed as packed
 from jaxonnx._constraints import Constraints, Default, marks
+from jaxonnx._few_bits import InBytes as InBytes
+from jaxonnx._few_bits import Quantized, Storage
 
 Static = Annotated[np.ndarray, "static"]
 """An input whose value must be known while tracing; the function receives an `np.ndarray`."""
@@ -130,6 +138,8 @@ class Op:
     view: bool
     """Whether the result is a view of the first input, so that a weight keeps its role through it:
     a Transpose, say."""
+    same_axes: bool
+    """Whether it is a view with the axes of the first input: a Cast, say."""
     dynamic: bool
     """Whether the shape of the result depends on values, so that the node cannot be compiled."""
     static: frozenset[int]
@@ -166,6 +176,16 @@ class Op:
     """The values of optional attributes that a node omits."""
     constraints: Constraints = field(default_factory=Constraints, hash=False)
     """What the specification demands of inputs and attributes; checked before each call."""
+    like: str = ""
+    """The operator of ONNX that computes the same of operands in floating point; else its name."""
+    quantized: Mapping[int, Quantized] = field(default_factory=dict, hash=False)
+    """The declarations of operands in few bits."""
+    parts: Mapping[int, tuple[int, int, int]] = field(default_factory=dict, hash=False)
+    """For each operand in few bits, the inputs for its scale, zero point and groups; -1: none."""
+    result: int | None = None
+    """The input for the scale of a quantized result; the next one is for its zero point."""
+    bias: int | None = None
+    """The input that is added to a product; in units of both scales if the result is quantized."""
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Check the constraints, and call the function."""
@@ -181,6 +201,26 @@ class Op:
     def normalizes(self) -> bool:
         """Whether the operator normalizes by batch statistics in training."""
         return bool(self.state and self.params)
+
+    @property
+    def scales(self) -> set[int | None]:
+        """The inputs for scales and zero points, which are not learned tensors."""
+        return {self.result, *(i for places in self.parts.values() for i in places[:2])}
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether the operator computes with integers alone: without scales."""
+        return self.like != self.name and not self.quantized
+
+    @property
+    def dequantizes(self) -> bool:
+        """Whether the result has the numbers that an input in few bits stands for."""
+        return self.view and bool(self.quantized)
+
+    def storage(self, position: int, x: Any, attributes: Mapping[str, Any]) -> Storage | None:
+        """Return the form of an operand in few bits at an input; None if none is declared."""
+        declared = self.quantized.get(position)
+        return declared and declared.storage(tuple(x.shape), x.dtype, attributes)
 
     def role(self, position: int) -> str | None:
         """Return the role of an input: "param", "vector", "state", or None if it is not trained."""
@@ -216,7 +256,11 @@ def op(
     params: Starts = (),
     vectors: Starts = (),
     state: Starts = (),
-    view: bool = False,
+    quantized: Mapping[str, Quantized] | None = None,
+    like: str = "",
+    result: str = "",
+    bias: str = "",
+    view: bool | Literal["same axes"] = False,
     dynamic: bool = False,
     pointwise: bool = False,
     shapes: str = "",
@@ -226,8 +270,10 @@ def op(
 
     `weights`, `params`, `vectors` and `state` name the inputs for factors, for biases and other
     trained tensors, for bias or scale vectors, and for running statistics; a variadic input is
-    named without its asterisk and means every position from there on. `shapes` declares the shapes
-    of inputs, as `jaxonnx._constraints` describes; `without` names attributes of the function that
+    named without its asterisk and means every position from there on. `quantized` are operands in
+    few bits; `like` is the operator of ONNX that computes the same in floating point, `result` the
+    scale of a quantized result, `bias` what is added to a product. `shapes` declares the shapes of
+    inputs, as `jaxonnx._constraints` describes; `without` names attributes of the function that
     the operator does not have in this opset yet.
 
     Raises:
@@ -256,7 +302,9 @@ def op(
         forms = weights or {}
         named = {*order, *attributes}
         read = (form.attributes for form in forms.values())
-        for group in (forms, params, vectors, state, *read):
+        stored = quantized or {}
+        scale = filter(None, (result, bias))
+        for group in (forms, params, vectors, state, stored, scale, *read):
             if unknown := [*filter(lambda what: what not in named, group)]:
                 raise ValueError(f"operator {name} has no input or attribute {unknown[0]!r}")
         starts = [group for group in (params, vectors, state) if isinstance(group, Mapping)]
@@ -270,7 +318,13 @@ def op(
                 params=tuple(map(order.index, (*forms, *params))),
                 vectors=tuple(map(order.index, vectors)),
                 state=tuple(map(order.index, state)),
-                view=view,
+                view=bool(view),
+                same_axes=view == "same axes",
+                like=like or name,
+                quantized={order.index(n): declared for n, declared in stored.items()},
+                parts={order.index(n): declared.parts(order) for n, declared in stored.items()},
+                result=order.index(result) if result else None,
+                bias=order.index(bias) if bias else None,
                 dynamic=dynamic,
                 pointwise=pointwise,
                 pasts=tuple(i for i, name in enumerate(order) if name in _PASTS),

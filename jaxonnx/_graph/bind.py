@@ -359,6 +359,7 @@ _CALL = Op(
     vectors=(),
     state=(),
     view=False,
+    same_axes=False,
     dynamic=False,
     static=frozenset(),
     context=(),

@@ -18,12 +18,8 @@ from jaxonnx._graph.operands import STARTS
 from jaxonnx._graph.values import Value
 from jaxonnx.errors import InputError
 
-_VIEWS = (
-    *("Identity", "Cast", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Slice", "Gather"),
-    *("QuantizeLinear", "DequantizeLinear", "Pad", "Expand"),
-    *("TensorScatter", "ScatterND", "ScatterElements"),
-)
-"""Operators whose result continues their first input."""
+_CONTINUE = ("Expand", "Gather", "Pad", "ScatterElements", "ScatterND", "Slice", "TensorScatter")
+"""Operators, besides views, whose result continues their first input."""
 
 _COUNTS_OF_LOGITS = ("num_logits_to_keep", "logits_to_keep")
 """Inputs of Hugging Face's decoders: the number of places that get logits, 0 for all."""
@@ -197,7 +193,7 @@ def _find_continued(node: Node, carried: Mapping[str, str]) -> Iterator[tuple[st
             inner = _follow(branch, {**carried})
             pairs = zip(node.outputs, branch.outputs, strict=False)
             yield from ((o, inner[result]) for o, result in pairs if result in inner)
-    elif name in _VIEWS:
+    elif node.op.view or name in _CONTINUE:
         yield node.outputs[0], node.inputs[0]
     elif name == "Concat":
         yield from ((node.outputs[0], source) for source in node.inputs if source in carried)

@@ -15,10 +15,7 @@ from jaxonnx._axes import Matrix
 from jaxonnx._graph.bind import Graph, Node
 from jaxonnx._graph.uses import uses, weights
 
-_PRODUCTS = (
-    *("DynamicQuantizeMatMul", "Einsum", "FusedGemm", "FusedMatMul", "Gemm", "MatMul"),
-    *("MatMulBnb4", "MatMulIntegerToFloat", "MatMulNBits"),
-)
+_PRODUCTS = ("Einsum", "FusedGemm", "FusedMatMul", "Gemm", "MatMul")
 _BETWEEN = (
     *("Attention", "BiasGelu", "DecoderMaskedMultiHeadAttention", "Einsum", "Expand", "FastGelu"),
     *("FusedMatMul", "Gather", "Gelu", "GroupQueryAttention", "MatMul", "MultiHeadAttention"),
@@ -97,7 +94,7 @@ def _collect_weights(graph: Graph, tensors: Mapping[str, Any]) -> _Weights:
         long = [axis for axis, size in enumerate(shape) if size > 1]
         if matrix is not None:
             plain = not (matrix.lookup or matrix.grouped or matrix.kernel or matrix.batch)
-            if plain and use.node.op.name in _PRODUCTS:
+            if plain and use.node.op.like in _PRODUCTS:
                 result.products[use.node.index] = use.name, matrix
         elif len(long) == 1 and math.prod(shape) > 1:
             result.vectors.append((use.node.index, use.name, long[0]))

@@ -14,14 +14,12 @@ _ALIKE = 1e-3
 LARGE = 1e3
 """Larger magnitudes are those of additive masks (-1e4, -1e9), not of learned tables."""
 
-_KEEPS = ("Add", "Cast", "Concat", "Dropout", "Flatten", "Identity", "Mul", "Reshape", "Slice")
-_KEEPS += ("DequantizeLinear", "QLinearAdd", "QuantizeLinear", "Squeeze", "Transpose", "Unsqueeze")
-"""Operators whose result is an embedding if an input is: they move, scale, add or join values."""
+_KEEPS = ("Add", "Concat", "Dropout", "Mul", "Slice")
+"""Operators, besides views, whose result is an embedding if an input is: they scale, add or join.
+"""
 
-
-PRODUCTS = ("Conv", "ConvInteger", "DynamicQuantizeMatMul", "Gemm", "MatMul", "MatMulInteger")
-PRODUCTS += ("MatMulIntegerToFloat", "MatMulNBits", "QGemm", "QLinearConv", "QLinearMatMul")
-"""Products with weights, also with quantized ones."""
+PRODUCTS = ("Conv", "Gemm", "MatMul")
+"""Products with weights, also with quantized ones (`Op.like`)."""
 
 
 def embeddings(graph: Graph, uses: Sequence[Use]) -> set[str]:
@@ -42,13 +40,13 @@ def embeddings(graph: Graph, uses: Sequence[Use]) -> set[str]:
     values: set[str] = set()
     after_products: set[str] = set()
     for node in graph.nodes:
-        name, inputs = node.op.name, node.inputs
+        like, inputs = node.op.like, node.inputs
         kernel, steps = (node.attributes.get(what) for what in ("kernel_shape", "strides"))
-        patches = "Conv" in name and kernel == steps and max(kernel or [1]) > 1
-        first = "Conv" not in name and after_products.isdisjoint(inputs)
-        embeds = name in PRODUCTS and (patches or first)
-        keeps = name in _KEEPS and not values.isdisjoint(inputs)
-        if name in PRODUCTS or not after_products.isdisjoint(node.reads):
+        patches = like == "Conv" and kernel == steps and max(kernel or [1]) > 1
+        first = like != "Conv" and after_products.isdisjoint(inputs)
+        embeds = like in PRODUCTS and (patches or first)
+        keeps = (node.op.view or like in _KEEPS) and not values.isdisjoint(inputs)
+        if like in PRODUCTS or not after_products.isdisjoint(node.reads):
             after_products.update(node.outputs)
         if embeds or keeps or (not node.op.domain and node.index in looked_up):
             values.update(filter(None, node.outputs))

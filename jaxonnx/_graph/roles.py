@@ -27,9 +27,6 @@ from jaxonnx._io.protos import all_graphs
 KNOWN_LIMIT = 4096
 """Bytes; a frozen tensor above it is an argument of the compiled function, not a constant in it."""
 
-_QUANTIZED = ("Quant", "QLinear", "Integer", "NBits")
-"""Parts of the names of operators with quantization scales, which are not learned tensors."""
-
 HOST_ONLY = (object, ml_dtypes.float6_e2m3fn, ml_dtypes.float6_e3m2fn)
 """Element types that XLA does not have: such tensors stay in NumPy."""
 
@@ -147,7 +144,7 @@ class Roles:
         heavy = [use for use in weights if np.size(values[use.name]) > 1]
         layers = {u.outer.index for u in heavy if u.node.op.role(u.position) in (None, "param")}
         packed = [use for use in read if not jnp.issubdtype(values[use.name].dtype, jnp.floating)]
-        layers |= {use.outer.index for use in packed if use.node.op.name in PRODUCTS}
+        layers |= {use.outer.index for use in packed if use.node.op.like in PRODUCTS}
         stored = any(use.name in initializers for use in weights if use.node.op.form(use.position))
         places = Buffers(graph, read, layers, named, stored)
         placed = {use.name for use, _ in found} | self.spelled.statistics
@@ -203,7 +200,7 @@ class Roles:
         readers: dict[str, str] = {}
         for use in self.used:
             op = use.node.op
-            scale = (op.view and use.position > 0) or any(part in op.name for part in _QUANTIZED)
+            scale = (op.view and use.position > 0) or use.position in op.scales
             if not (use.passes or scale or op.domain == "ai.onnx.ml"):
                 readers.setdefault(use.name, op.name)
         placed = {*self.of, *self.constants, *self.trained, *self.spelled.statistics}

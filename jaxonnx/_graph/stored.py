@@ -9,21 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._graph.bind import Graph, Node
-from jaxonnx._graph.uses import Use, Weight, uses, weights
+from jaxonnx._graph.uses import Weight, uses_by_tensor, weights
 from jaxonnx.errors import ModelError
-
-SCALES: Mapping[tuple[str, int], tuple[int, int]] = {
-    ("DequantizeLinear", 0): (1, 2),
-    ("DynamicQuantizeMatMul", 1): (2, 3),
-    ("GatherBlockQuantized", 0): (2, 3),
-    ("MatMulBnb4", 1): (2, -1),
-    ("MatMulIntegerToFloat", 1): (3, 5),
-    ("MatMulNBits", 1): (2, 3),
-    ("QMoE", 2): (3, 11),
-    ("QMoE", 5): (6, 12),
-    ("QMoE", 8): (9, 13),
-}
-"""The positions of scales and zero points, by operator and position of the weight; -1: absent."""
 
 
 @dataclass(frozen=True)
@@ -51,23 +38,21 @@ def stored_matrices(
     Scales and zero points that several matrices share, and those among `apart`, are not part of
     one.
     """
-    found = {n: w for n, w in weights(graph, tensors).items() if w.storage and w.matrix}
-    read: dict[str, list[Use]] = {}
-    for use in uses(graph, tensors):
-        if use.is_direct:
-            read.setdefault(use.name, []).append(use)
+    read = uses_by_tensor(graph, tensors)
     result = {}
-    for name, weight in found.items():
-        own = {use.node.index for use in read[name]}
-        first = read[name][0]
-        places = SCALES.get((first.node.op.name, first.position), ())
-        beside = [first.node.inputs[i] for i in places if 0 <= i < len(first.node.inputs)]
+    for name, weight in weights(graph, tensors).items():
+        if not (weight.storage and weight.matrix):
+            continue
+        direct = [use for use in read[name] if use.is_direct]
+        own = {use.node.index for use in direct}
         members = [
             n
-            for n in beside
-            if n in tensors and n not in apart and own.issuperset(u.node.index for u in read[n])
+            for n in direct[0].parts[:2]
+            if n in tensors
+            and n not in apart
+            and own.issuperset(u.node.index for u in read[n] if u.is_direct)
         ]
-        axes = {n: _follow_axes(tensors[n].shape, weight, first) for n in (name, *members)}
+        axes = {n: _follow_axes(tensors[n].shape, weight) for n in (name, *members)}
         lengths = dict(zip(axes[name], tensors[name].shape, strict=True))
         units = tuple(math.gcd(size, lengths.get(i, 1)) for i, size in enumerate(weight.shape))
         size = sum(tensors[n].nbytes for n in axes)
@@ -75,12 +60,12 @@ def stored_matrices(
     return result
 
 
-def _follow_axes(shape: tuple[int, ...], weight: Weight, use: Use) -> tuple[int | None, ...]:
+def _follow_axes(shape: tuple[int, ...], weight: Weight) -> tuple[int | None, ...]:
     """Return `StoredMatrix.axes` of one of the tensors that store a matrix."""
-    rank, form = len(weight.shape), use.node.op.form(use.position)
-    if len(shape) == 1 and (form is None or form.storage is None):  # scales along one axis
-        default = 1 if use.node.op.name == "DequantizeLinear" else -1
-        return (use.node.attributes.get("axis", default) % rank,)
+    assert weight.storage is not None
+    if len(shape) == 1 and weight.storage.channels is not None:
+        return (weight.storage.channels,)
+    rank = len(weight.shape)
     return tuple(i if i < rank else None for i in range(len(shape)))
 
 
@@ -91,65 +76,58 @@ def check_stored(graph: Graph, tensors: Mapping[str, Any], names: Collection[str
       ModelError: floating-point scales or zero points are not finite, or a group index is out of
         range.
     """
-    for use in uses(graph, tensors):
-        if use.name not in names or not use.is_direct:
-            continue
+    read = uses_by_tensor(graph, tensors)
+    for use in (use for name in names for use in read.get(name, ()) if use.is_direct):
         node = use.node
-        for position, name in enumerate(node.inputs):
+        for name in node.inputs:
             value = tensors.get(name)
             if value is None or name == use.name:
                 continue
             value = np.asarray(value)
             if jnp.issubdtype(value.dtype, jnp.floating) and not np.isfinite(value).all():
                 raise ModelError(f"{node.label}: '{name}' has numbers that are not finite")
-            if node.op.name == "MatMulNBits" and position == 4 and value.size:
-                count = -(-node.attributes["K"] // node.attributes["block_size"])
-                if value.min() < 0 or value.max() >= count:
-                    worst = max(int(value.max()), -int(value.min()))
-                    raise ModelError(
-                        f"{node.label}: '{name}' has group {worst}, and there are {count} groups"
-                    )
-
-
-_PACKED = ("GatherBlockQuantized", "MatMulNBits", "QMoE")
-"""Operators whose zero points are packed into bytes as their weights are."""
+        *_, name = use.parts or ("",)
+        if name in tensors and np.size(tensors[name]):
+            groups = np.asarray(tensors[name])
+            storage = node.op.storage(use.position, tensors[use.name], node.attributes)
+            assert storage is not None
+            assert storage.axis is not None
+            count = -(-storage.shape[storage.axis] // storage.block)
+            if groups.min() < 0 or groups.max() >= count:
+                worst = max(int(groups.max()), -int(groups.min()))
+                raise ModelError(
+                    f"{node.label}: '{name}' has group {worst}, and there are {count} groups"
+                )
 
 
 def check_zero_points(graph: Graph, tensors: Mapping[str, Any]) -> None:
     """Raise a ModelError if zero points are not packed as their operator reads them.
 
     In packed form none can be out of the range of its bits; numbers that are not packed, or of
-    another type, would be read as others. Zero points in floating point, which MatMulNBits takes as
-    well, may be any number, as in onnxruntime.
+    another type, would be read as others. Zero points in floating point, where an operator takes
+    them as well, may be any number, as in onnxruntime.
     """
     for node in graph.nodes:
         for inner in node.subgraphs:
             check_zero_points(inner, tensors)
-        if node.op.name not in _PACKED:
-            continue
-        for (name, position), places in SCALES.items():
-            codes, scale, zero = (
-                tensors.get(node.inputs[i]) if i < len(node.inputs) else None
-                for i in (position, *places)
-            )
-            if name == node.op.name and not (codes is None or scale is None or zero is None):
-                _check_packing(node, node.inputs[places[1]], position, codes, scale, zero)
+        for position, declared in node.op.quantized.items():
+            names = [node.inputs[i : i + 1] for i in (position, *node.op.parts[position][:2])]
+            codes, scale, zero = (tensors.get(name[0]) if name else None for name in names)
+            if declared.repacked and not (codes is None or scale is None or zero is None):
+                _check_packing(node, names[2][0], position, codes, scale, zero)
 
 
 def _check_packing(node: Node, name: str, position: int, codes: Any, scale: Any, zero: Any) -> None:
     """Compare type and size of zero points with those of the codes and scales."""
-    form, shape = node.op.form(position), scale.shape
-    storage = form and form.storage and form.storage(codes.shape, codes.dtype, node.attributes)
-    free = node.op.name == "MatMulNBits"
-    if free:
-        shape = node.attributes["N"], -(-node.attributes["K"] // node.attributes["block_size"])
-    told, packed = f"{node.label}: zero points '{name}' are {zero.dtype} {[*zero.shape]}", ""
-    if zero.dtype != codes.dtype and not (free and jnp.issubdtype(zero.dtype, jnp.floating)):
-        more = " or in floating point" if free else ""
+    storage, declared = node.op.storage(position, codes, node.attributes), node.op.quantized
+    assert storage is not None
+    told = f"{node.label}: zero points '{name}' are {zero.dtype} {[*zero.shape]}"
+    floats, shape = declared[position].float_zeros, storage.blocks(scale.shape)
+    packed = storage.packed(shape) if zero.dtype == codes.dtype else shape
+    if zero.dtype != codes.dtype and not (floats and jnp.issubdtype(zero.dtype, jnp.floating)):
+        more = " or in floating point" if floats else ""
         raise ModelError(f"{told}; they must be {codes.dtype} as the weights{more}")
-    if storage and zero.dtype == np.uint8:
-        bits = int(storage.type.removeprefix("int"))
-        shape = *shape[:-1], -(-shape[-1] * bits // 8)
-        packed = f", packed in {bits} bits along rows"
-    if zero.size != np.prod(shape):
-        raise ModelError(f"{told}; their shape must be {[*shape]}{packed}")
+    if zero.size != math.prod(packed):
+        bits = f", packed in {storage.type.removeprefix('int')} bits along rows"
+        more = bits if packed != shape else ""
+        raise ModelError(f"{told}; their shape must be {[*packed]}{more}")

@@ -13,10 +13,6 @@ from jaxonnx._graph.bind import Graph
 
 _VIEWS = ("Identity", "Cast", "Reshape", "Squeeze", "Unsqueeze", "Flatten")
 """Operators whose result has the numbers of their first input."""
-_SAME = ("Identity", "Cast", "DequantizeLinear")
-"""Operators whose result has the shape of their first input."""
-_AXES = {"Gather": "axis", "GatherBlockQuantized": "gather_axis"}
-"""Operators of a table and indices, with the attribute that is 0 where they choose rows."""
 
 
 def count_rows(graph: Graph, tensors: Mapping[str, Any]) -> dict[str, int]:
@@ -42,13 +38,14 @@ def _count(
         kind, first = node.op.name, node.inputs[0] if node.inputs else ""
         if kind in _VIEWS and first in inputs and node.body is None:
             inputs[node.outputs[0]] = inputs[first]
-        elif kind in _SAME and first in shapes:
+        elif node.op.same_axes and first in shapes:
             shapes[node.outputs[0]] = shapes[first]
         elif kind == "Transpose" and len(shapes.get(first, ())) == 2:  # a tied layer of logits
             if [*(node.attributes.get("perm") or (1, 0))] == [0, 1]:
                 continue
             shapes[node.outputs[0]] = shapes[first][::-1]
-        if kind not in _AXES or node.attributes.get(_AXES[kind], 0) != 0:
+        form = node.op.form(0) if node.op.like == "Gather" else None
+        if form is None or node.attributes.get(form.rows, 0) != 0:
             continue
         table, index, *_ = node.inputs
         if index in inputs and shapes.get(table):

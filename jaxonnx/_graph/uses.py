@@ -9,14 +9,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._axes import Matrix, Storage
+from jaxonnx._axes import Matrix
+from jaxonnx._few_bits import Storage
 from jaxonnx._graph.bind import Graph, Node
 from jaxonnx.errors import Error
-
-_SAME_AXES = (
-    *("BeginRounding", "Cast", "CastLike", "DequantizeLinear", "Identity", "QuantizeLinear"),
-)
-"""Views that leave the axes as they are."""
 
 _SEVERAL = ("BeginRounding", "Concat")
 """Operators whose results are views of all their inputs, not of the first alone."""
@@ -75,7 +71,7 @@ class Use:
         if form is None or axes is None:
             return None
         place = form.axes(len(axes), self.node.attributes, self.position)
-        if form.storage is not None:  # packed: axes of the matrix have no view of the tensor
+        if self._is_repacked:  # axes of the matrix have no view of the tensor
             return place if self.is_direct else None
         return None if place is None else place.of(axes, self.rank, self.view.apart)
 
@@ -85,10 +81,22 @@ class Use:
         return self.node.inputs[self.position] == self.name
 
     @property
+    def _is_repacked(self) -> bool:
+        declared = self.node.op.quantized.get(self.position)
+        return declared is not None and declared.repacked
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The names of scale, zero points and groups of an operand in few bits; "" where absent."""
+        inputs = self.node.inputs
+        places = self.node.op.parts.get(self.position, ())
+        return tuple(inputs[i] if 0 <= i < len(inputs) else "" for i in places)
+
+    @property
     def summed(self) -> bool:
         """Whether a product here sums over an axis of the tensor's own."""
         form, axes = self.node.op.form(self.position), self.view.axes
-        if form is None or axes is None or form.storage is not None:
+        if form is None or axes is None or self._is_repacked:
             return False
         place = form.axes(len(axes), self.node.attributes, self.position)
         return place is not None and axes[place.input] is not None
@@ -127,6 +135,18 @@ def uses(
         return (*_walk(graph, ChainMap(), {*graph.inputs}, None, tensors, computed),)
 
     return graph.recall(key, walk)
+
+
+def uses_by_tensor(graph: Graph, tensors: Mapping[str, Any]) -> Mapping[str, Sequence[Use]]:
+    """Return the uses of each named tensor that has any. The graph keeps the result."""
+
+    def group() -> Mapping[str, Sequence[Use]]:
+        read: dict[str, list[Use]] = {}
+        for use in uses(graph, tensors):
+            read.setdefault(use.name, []).append(use)
+        return read
+
+    return graph.recall(("uses by tensor", _describe(tensors)), group)
 
 
 def _describe(tensors: Mapping[str, Any]) -> Hashable:
@@ -226,7 +246,7 @@ def _views(
 def _view_elementwise(view: View, node: Node, others: Sequence[Any]) -> View:
     """Return a view behind one that keeps all numbers; `others` are the node's other inputs."""
     axes, before = view.axes, view.shape
-    if axes is None or node.op.name in _SAME_AXES:
+    if axes is None or node.op.same_axes:
         return view
     if node.op.name == "Transpose":
         order = node.attributes.get("perm", range(len(axes))[::-1])
@@ -362,11 +382,9 @@ def weights(graph: Graph, tensors: Mapping[str, Any]) -> dict[str, Weight]:
 
 
 def _find_weights(graph: Graph, tensors: Mapping[str, Any]) -> dict[str, Weight]:
-    read: dict[str, list[Use]] = {}
-    for use in uses(graph, tensors):
-        read.setdefault(use.name, []).extend([] if use.node.body is not None else [use])
+    read = uses_by_tensor(graph, tensors)
     return {
-        name: _weight(tensors[name], read.get(name, ()))
+        name: _weight(tensors[name], [u for u in read.get(name, ()) if u.node.body is None])
         for name in dict.fromkeys([*read, *tensors])
     }
 
@@ -397,8 +415,6 @@ def _storage(tensor: Any, all_uses: Sequence[Use]) -> Storage | None:
     if not narrow or not all(use.position in use.node.op.factors for use in direct):
         return None
     for use in direct:
-        form = use.node.op.form(use.position)
-        if form is not None and form.storage is not None:
-            return form.storage(shape, tensor.dtype, use.node.attributes)
-        return Storage(shape, str(tensor.dtype), use.node.attributes.get("block_size", 0))
+        storage = use.node.op.storage(use.position, tensor, use.node.attributes)
+        return storage or Storage(shape, str(tensor.dtype))
     return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,22 +12,13 @@ from onnx import GraphProto, ModelProto, NodeProto, helper, numpy_helper
 
 from jaxonnx._axes import Matrix
 from jaxonnx._graph.bind import Graph
-from jaxonnx._graph.stored import SCALES
-from jaxonnx._graph.uses import Use, uses
+from jaxonnx._graph.uses import Use, uses_by_tensor
 from jaxonnx._io import records
 from jaxonnx._io.protos import all_nodes, subgraphs
 from jaxonnx.errors import InputError
 
 RANK = "lora_r"
 """The symbolic dimension of adapters that are inputs."""
-
-_PRODUCTS = (
-    *("DynamicQuantizeMatMul", "Gemm", "MatMul", "MatMulBnb4", "MatMulIntegerToFloat"),
-    "MatMulNBits",
-)
-_BIASES = {"Gemm": 2, "MatMulNBits": 5}
-"""Of products in floating point, the input that is added."""
-_LOOKUPS = ("Gather", "GatherBlockQuantized")
 
 _SUFFIX = re.compile(r"(\.MatMul)?[./](weight|kernel|qweight)(_\w+)?$")
 
@@ -108,7 +99,7 @@ def insert_adapters(
     result = ModelProto()
     result.CopyFrom(proto)
     writer = _Writer(result.graph)  # its lists of nodes are changed, and written at the end
-    read = _uses_of(factors, graph, tensors)
+    read = uses_by_tensor(graph, tensors)
     for weight, change in factors.items():
         pair = factor_names(weight, names)
         if taken := writer.taken.intersection(pair):
@@ -128,21 +119,11 @@ def insert_adapters(
     return result
 
 
-def _uses_of(
-    weights: Collection[str], graph: Graph, tensors: Mapping[str, Any]
-) -> dict[str, list[Use]]:
-    read: dict[str, list[Use]] = {}
-    for use in uses(graph, tensors):
-        if use.name in weights:
-            read.setdefault(use.name, []).append(use)
-    return read
-
-
 def factor_types(
     weights: Collection[str], graph: Graph, tensors: Mapping[str, Any]
 ) -> dict[str, np.dtype]:
     """Return the type that a file has the factors of each weight in."""
-    read = _uses_of(weights, graph, tensors)
+    read = uses_by_tensor(graph, tensors)
     return {name: _float_type(name, read.get(name, ()), tensors) for name in weights}
 
 
@@ -152,8 +133,7 @@ def _float_type(weight: str, read: Sequence[Use], tensors: Mapping[str, Any]) ->
     if own.kind not in "iu" and own.itemsize > 1:
         return own
     for use in (use for use in read if use.is_direct):
-        place = SCALES.get((use.node.op.name, use.position), (0,))[0]
-        scale = tensors.get(use.node.inputs[place])
+        scale = tensors.get((use.parts or use.node.inputs)[0])
         if scale is not None:
             return np.dtype(scale.dtype)
     return np.dtype(np.float32)
@@ -196,12 +176,12 @@ class _Writer:
             return
         direct = [use for use in read if use.is_direct]
         scale = self._declare_scale(weight, change.scale, pair[0])
-        if all(use.node.op.name == "DequantizeLinear" and use.node is use.outer for use in direct):
+        if all(use.node.op.dequantizes and use.node is use.outer for use in direct):
             change_name = self._whole(weight, change, pair)
             for use in direct:
                 self._add_to_output(use.node.outputs[0], change_name, scale)
         elif any(use.node.op.form(use.position) is not None for use in final) and not any(
-            (use.node.op.name, use.position) in SCALES or use.node.body for use in direct
+            use.position in use.node.op.quantized or use.node.body for use in direct
         ):
             total = f"{weight}/with_adapter"
             for node in self.nodes:
@@ -254,12 +234,13 @@ class _Writer:
             nodes.append(made)
             return made.output[0]
 
-        if use.node.op.name in _LOOKUPS:
+        if use.node.op.like == "Gather":
             rows = new("Gather", [pair[0], node.input[1]], "lora_A", axis=0)
         else:
             x = use.node.inputs[0]
-            if use.node.op.name == "MatMulIntegerToFloat":  # a, b, a_scale, b_scale, a_zero_point
-                x = new("DequantizeLinear", [x, node.input[2], *node.input[4:5]], "lora_x")
+            if 0 in use.node.op.quantized:
+                *scale_and_zero, _ = replace(use, position=0).parts
+                x = new("DequantizeLinear", [x, *filter(None, scale_and_zero)], "lora_x")
             if use.node.attributes.get("transA", 0):
                 x = new("Transpose", [x], "lora_transposed", perm=[1, 0])
             rows = new("MatMul", [x, pair[0]], "lora_A")
@@ -309,15 +290,15 @@ def _copy(node: NodeProto) -> NodeProto:
 
 def _takes_product(use: Use, change: Factors) -> bool:
     """Check whether x a b can be added to what a node gives."""
-    name, main = use.node.op.name, use.node is use.outer and use.node.body is None
+    op, main = use.node.op, use.node is use.outer and use.node.body is None
     if not main or not change.is_plain or use.view.part or use.view.expanded:
         return False
-    bias = use.node.inputs[_BIASES[name] :][:1] if name in _BIASES else ()
+    bias = () if op.bias is None else use.node.inputs[op.bias :][:1]
     if change.scale is not None and any(bias):  # which is not scaled
         return False
     if change.place.lookup:
-        axis = use.node.attributes.get("axis", use.node.attributes.get("gather_axis", 0))
-        return (
-            name in _LOOKUPS and use.position == 0 and axis == 0 and use.view.axes in (None, (0, 1))
-        )
-    return name in _PRODUCTS and use.position == 1 and use.matrix is not None
+        form = op.form(use.position)
+        first = form is not None and use.node.attributes.get(form.rows, 0) == 0
+        return op.like == "Gather" and first and use.view.axes in (None, (0, 1))
+    product = op.like in ("Gemm", "MatMul") and use.position == 1
+    return product and use.matrix is not None

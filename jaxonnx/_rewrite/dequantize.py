@@ -13,26 +13,9 @@ from onnx import ModelProto, TensorProto, helper
 from jaxonnx._graph.bind import Graph, bind
 from jaxonnx._graph.uses import weights
 from jaxonnx._io import records
-from jaxonnx._rewrite.qoperators import LAYOUTS
 from jaxonnx._run.scope import Context, run
 from jaxonnx._text import format_count
 from jaxonnx.errors import InputError
-
-_DEQUANTIZE = "DequantizeLinear"
-
-INTEGER_PRODUCTS = (
-    "ConvInteger",
-    "DynamicQuantizeMatMul",
-    "MatMulInteger",
-    "MatMulIntegerToFloat",
-    "MatMulNBits",
-    "QLinearConv",
-    "QLinearMatMul",
-)
-"""Operators of matrix products and convolutions whose weight is stored as integers."""
-
-_WITHOUT_GRADIENT = ("ConvInteger", "MatMulInteger")
-"""Those of them whose results are integers, too."""
 
 
 def dequantize_weights(
@@ -51,7 +34,7 @@ def dequantize_weights(
       InputError: no DequantizeLinear reads only stored tensors.
     """
     graph = bind(proto, proto.graph, tensors.keys())
-    nodes = [n for n in graph.nodes if n.op.name == _DEQUANTIZE and tensors.keys() >= {*n.reads}]
+    nodes = [n for n in graph.nodes if n.op.dequantizes and tensors.keys() >= {*n.reads}]
     names = tuple(node.outputs[0] for node in nodes)
     if not names:
         raise InputError(
@@ -94,10 +77,8 @@ def notes(graph: Graph, tensors: Mapping[str, Any]) -> Iterator[str]:
             f"{'are' if len(stored) > 1 else 'is'} not trained; lora=jaxonnx.LoRA(rank=8) trains "
             "low-rank changes beside them"
         )
-    dequantized = [
-        n for n in graph.nodes if n.op.name == _DEQUANTIZE and tensors.keys() >= {*n.reads}
-    ]
-    quantized = [n for n in graph.nodes if (n.op.domain, n.op.name) in LAYOUTS]
+    dequantized = [n for n in graph.nodes if n.op.dequantizes and tensors.keys() >= {*n.reads}]
+    quantized = [n for n in graph.nodes if n.op.result is not None]
     if quantized:
         yield (
             f"weights of operators on integers ({quantized[0].op.name}, ...) are not trained; "
@@ -109,7 +90,7 @@ def notes(graph: Graph, tensors: Mapping[str, Any]) -> Iterator[str]:
             "jaxonnx.train(..., quantize=) trains them at their own scales, "
             "jaxonnx.load(path, dequantize=True) makes trained floating-point tensors of them"
         )
-    products = Counter(n.op.name for n in graph.nodes if n.op.name in _WITHOUT_GRADIENT)
+    products = Counter(n.op.name for n in graph.nodes if n.op.is_integer)
     if products:
         listed = ", ".join(f"{name} {count}" for name, count in products.items())
         yield (

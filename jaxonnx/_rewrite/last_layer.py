@@ -10,8 +10,8 @@ from onnx import GraphProto
 from jaxonnx._axes import Matrix
 from jaxonnx._graph.ancestors import behind
 from jaxonnx._graph.bind import Graph, Node
+from jaxonnx._graph.positions import PRODUCTS
 from jaxonnx._graph.scopes import resolve
-from jaxonnx._rewrite.dequantize import INTEGER_PRODUCTS
 from jaxonnx.errors import InputError
 
 ENDINGS = {"Softmax": "Softmax", "LogSoftmax": "Softmax", "Sigmoid": "Sigmoid"}
@@ -181,7 +181,7 @@ def _obstacle(node: Node, data: list[int], value: str) -> str:
             "a function of the file: put its nodes in the place of the call with "
             "onnx.inliner.inline_local_functions before loading"
         )
-    if node.op.name in INTEGER_PRODUCTS:
+    if node.op.like in PRODUCTS and node.op.like != node.op.name:
         return "which computes with integers: take the file from before quantization"
     if node.op.domain == "ai.onnx.ml":
         return "which is not a layer of a neural network"

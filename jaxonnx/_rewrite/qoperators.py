@@ -7,6 +7,7 @@ are; one that another rewrite has changed stays open.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -16,35 +17,12 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper
 
 from jaxonnx._io import order
 from jaxonnx._io.protos import opset_of
+from jaxonnx.registry import Op, lookup
 
 _CONTRIB = "com.microsoft"
 _CHANNELS_SINCE = 13
 
 
-class Layout(NamedTuple):
-    """The positions of the inputs of an operator on quantized tensors."""
-
-    op: str
-    """The operator of ONNX that computes the same in floating point."""
-    operands: tuple[int, ...]
-    """The quantized tensors, each followed by its scale and zero point; empty if there are any
-    number of them, from position 2 on."""
-    result: int | None
-    """The scale of the result, followed by its zero point; None if it has those of its operand."""
-    bias: int | None = None
-    """An int32 bias, whose scale is the product of the scales of both operands."""
-
-
-LAYOUTS = {
-    ("", "QLinearConv"): Layout("Conv", (0, 3), 6, 8),
-    ("", "QLinearMatMul"): Layout("MatMul", (0, 3), 6),
-    (_CONTRIB, "QGemm"): Layout("Gemm", (0, 3), 7, 6),
-    (_CONTRIB, "QLinearAdd"): Layout("Add", (0, 3), 6),
-    (_CONTRIB, "QLinearMul"): Layout("Mul", (0, 3), 6),
-    (_CONTRIB, "QLinearAveragePool"): Layout("AveragePool", (0,), 3),
-    (_CONTRIB, "QLinearGlobalAveragePool"): Layout("GlobalAveragePool", (0,), 3),
-    (_CONTRIB, "QLinearConcat"): Layout("Concat", (), 0),
-}
 SAME_NUMBERS = ("Flatten", "MaxPool", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
 """Operators of ONNX that only move or select numbers, so that scale and zero point stay the same;
 ONNX has them for integers, too, and a QOperator file has them between quantized operators."""
@@ -63,7 +41,13 @@ class Opened(NamedTuple):
 
 def has_quantized_operators(graph: GraphProto) -> bool:
     """Check whether a graph has operators on quantized tensors that `open_operators` knows."""
-    return any((node.domain, node.op_type) in LAYOUTS for node in graph.node)
+    return any(_find_operator(node.domain, node.op_type) is not None for node in graph.node)
+
+
+def _find_operator(domain: str, name: str) -> Op | None:
+    """Return an operator on quantized tensors, each followed by its scale and zero point."""
+    op = lookup(domain, name, sys.maxsize)
+    return None if op is None or op.result is None else op
 
 
 def open_operators(
@@ -114,38 +98,39 @@ class _Opener:
     def open(self, node: NodeProto) -> None:
         """Replace a node by DequantizeLinear, operator and QuantizeLinear, if it has a layout."""
         inputs, output = [*node.input], node.output[0] if node.output else ""
-        layout = LAYOUTS.get((node.domain, node.op_type))
+        quantized = _find_operator(node.domain, node.op_type)
         if node.op_type == "QuantizeLinear" and len(inputs) == 3:
             self._parameters[output] = (inputs[1], inputs[2])
-        elif layout is not None and self._fits(node, layout):
-            assert layout.result is not None
-            own = inputs[layout.result], inputs[layout.result + 1]
-            parts = [inputs[i : i + 3] for i in _operands(layout, inputs)]
-            inputs_in_float = [
-                self._dequantize(x, self._axis(node, k, x[1])) for k, x in enumerate(parts)
-            ]
-            if layout.bias is not None and any(inputs[layout.bias : layout.bias + 1]):
+        elif quantized is not None and self._fits(node, quantized):
+            assert quantized.result is not None
+            own = inputs[quantized.result], inputs[quantized.result + 1]
+            operands = _operands(quantized, inputs)
+            parts = [inputs[i : i + 3] for i in operands]
+            axes = (self._axis(node, quantized, i) for i in operands)
+            inputs_in_float = [*map(self._dequantize, parts, axes)]
+            bias = quantized.bias
+            if bias is not None and any(inputs[bias : bias + 1]):
                 inputs_in_float.append(
-                    self._dequantize_bias(inputs[layout.bias], output, *(x[1] for x in parts))
+                    self._dequantize_bias(inputs[bias], output, *(x[1] for x in parts))
                 )
-            self._replace(node, layout.op, inputs_in_float, own)
+            self._replace(node, quantized.like, inputs_in_float, own)
         # ranges pass through views only where the producer before was replaced: nodes are in order
         elif node.op_type in SAME_NUMBERS and not node.domain and inputs[0] in self._parameters:
             own = self._parameters[inputs[0]]
             inputs_in_float = [self._dequantize([inputs[0], *own], None), *inputs[1:]]
             self._replace(node, node.op_type, inputs_in_float, own)
 
-    def _fits(self, node: NodeProto, layout: Layout) -> bool:
-        """Check that scales and zero points are stored, and that no attribute changes the layout.
+    def _fits(self, node: NodeProto, op: Op) -> bool:
+        """Check that scales and zero points are stored, and that no attribute changes the meaning.
 
         The first operand must have one scale: ONNX has no product of data with scales per channel.
         A bias in as many scales needs a number for each.
         """
-        inputs, result = [*node.input], layout.result or 0
-        operands = _operands(layout, inputs)
+        inputs, result = [*node.input], op.result or 0
+        operands = _operands(op, inputs)
         scales = [inputs[i + 1] for i in operands]
         needed = [*scales, *(n for i in (*operands, result - 1) for n in inputs[i + 1 : i + 3])]
-        bias = inputs[layout.bias : layout.bias + 1] if layout.bias is not None else []
+        bias = inputs[op.bias : op.bias + 1] if op.bias is not None else []
         needed += filter(None, bias)
         attributes = {part.name: helper.get_attribute_value(part) for part in node.attribute}
         plain = not attributes.get("channels_last") and attributes.get("alpha", 1) == 1
@@ -155,13 +140,13 @@ class _Opener:
         channels = np.shape(self.tensors[scales[-1]])
         return not any(bias) or channels in ((), (1,), np.shape(self.tensors[bias[0]])[-1:])
 
-    def _axis(self, node: NodeProto, operand: int, scale: str) -> int | None:
+    def _axis(self, node: NodeProto, op: Op, operand: int) -> int | None:
         """Return the axis of an operand's scales per channel; None if it has one scale."""
-        if np.size(self.tensors[scale]) == 1:
+        if np.size(self.tensors[node.input[operand + 1]]) == 1:
             return None
-        if node.op_type == "QGemm":
-            return 0 if any(a.name == "transB" and a.i for a in node.attribute) else 1
-        return 0 if node.op_type == "QLinearConv" else -1
+        attributes = {part.name: helper.get_attribute_value(part) for part in node.attribute}
+        storage = op.storage(operand, self.tensors[node.input[operand]], attributes)
+        return None if storage is None else storage.channels
 
     def _dequantize(self, inputs: list[str], axis: int | None) -> str:
         """Return the result of a DequantizeLinear of these inputs; add the node if needed."""
@@ -216,11 +201,12 @@ def close_operators(graph: GraphProto, opened: Iterable[Opened]) -> None:
     used = set()
     for output, op, domain in opened:
         node, after = producers.get(output), readers.get(output)
-        layout = LAYOUTS.get((domain, op)) or Layout(op, (0,), None)
-        if node is None or after is None or node.op_type != layout.op:
+        quantized = _find_operator(domain, op)
+        like = op if quantized is None else quantized.like
+        if node is None or after is None or node.op_type != like:
             continue
         # a view has one quantized input; its others (shapes, axes) are plain tensors
-        count = len(node.input) if layout.result is not None else 1
+        count = 1 if quantized is None else len(node.input)
         before = [producers.get(name) for name in node.input[:count]]
         if after.op_type != "QuantizeLinear" or any(
             x is None or x.op_type != "DequantizeLinear" for x in before
@@ -228,34 +214,34 @@ def close_operators(graph: GraphProto, opened: Iterable[Opened]) -> None:
             continue  # another rewrite has changed the neighbours
         used.update(x.output[0] for x in before if x is not None)
         parts = [[*x.input] for x in before if x is not None]
-        view = [parts[0][0], *node.input[1:]]
-        node.input[:] = _arrange_inputs(layout, parts, [*after.input[1:3]]) or view
+        if quantized is None:
+            node.input[0] = parts[0][0]
+        else:
+            node.input[:] = _arrange_inputs(quantized, parts, [*after.input[1:3]])
         node.op_type, node.domain, node.output[0] = op, domain, after.output[0]
         graph.node.remove(after)
     _remove_unread(graph, used)
 
 
-def _arrange_inputs(layout: Layout, parts: list[list[str]], own: list[str]) -> list[str]:
-    """Return the inputs of a quantized operator in the order of its layout; none for a view.
+def _arrange_inputs(op: Op, parts: list[list[str]], own: list[str]) -> list[str]:
+    """Return the inputs of a quantized operator in its order.
 
     Args:
       parts: tensor, scale and zero point of each operand; of the bias, if there is one, last.
       own: scale and zero point of the result.
     """
-    bias = [parts.pop()[0]] if layout.bias is not None and len(parts) > 2 else []
+    bias = [parts.pop()[0]] if op.bias is not None and len(parts) > 2 else []
     whole = [name for part in parts for name in part]
-    if layout.result is None:
-        return []
-    if layout.result == 0:
+    if op.result == 0:
         return [*own, *whole]
-    if layout.bias is not None and layout.bias < layout.result:
+    if op.bias is not None and op.result is not None and op.bias < op.result:
         return [*whole, *(bias or [""]), *own]
     return [*whole, *own, *bias]
 
 
-def _operands(layout: Layout, inputs: list[str]) -> tuple[int, ...]:
-    """Return the positions of the operands; QLinearConcat has any number, from 2 on."""
-    return layout.operands or tuple(range(2, len(inputs), 3))
+def _operands(op: Op, inputs: list[str]) -> tuple[int, ...]:
+    """Return the positions of the operands; a variadic operator has any number of them."""
+    return (*op.quantized,) if op.inputs else (*range(op.last, len(inputs), 3),)
 
 
 def _remove_unread(graph: GraphProto, names: set[str]) -> None:

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._graph.bind import Graph
-from jaxonnx._graph.stored import SCALES
-from jaxonnx._graph.uses import Use, uses, weights
-from jaxonnx._rewrite.stored_grids import READERS, Grid
+from jaxonnx._graph.uses import Use, uses_by_tensor, weights
+from jaxonnx._rewrite.stored_grids import Grid, read_grid
 from jaxonnx.errors import InputError
 
 
@@ -47,14 +46,11 @@ def requantize(
       InputError: a weight is dequantized in several ways, or by an operator whose weights cannot be
         quantized again.
     """
-    readers: dict[str, list[Use]] = {}
-    for use in uses(graph, tensors):
-        if use.is_direct:
-            readers.setdefault(use.name, []).append(use)
+    read = uses_by_tensor(graph, tensors)
     arrays: dict[str, np.ndarray] = {}
     losses: dict[str, Loss] = {}
     for name, change in changes.items():
-        first, *others = readers[name]
+        first, *others = (use for use in read[name] if use.is_direct)
         names = storage_names(first)
         for use in others:
             if storage_names(use) != names or use.node.attributes != first.node.attributes:
@@ -64,10 +60,13 @@ def requantize(
                     "use adapters='nodes'"
                 )
         # scales and zero points that only this weight's nodes read may change
-        own = {use.node.index for use in readers[name]}
-        free = {n for n in names[1:] if own.issuperset(u.node.index for u in readers.get(n, ()))}
-        given = [np.asarray(tensors[n]) if n else None for n in names]
-        grid = READERS[first.node.op.name](first, *given)
+        own = {use.node.index for use in (first, *others)}
+        free = {
+            n
+            for n in names[1:]
+            if own.issuperset(u.node.index for u in read.get(n, ()) if u.is_direct)
+        }
+        grid = _read(first, tensors)
         rounded, losses[name] = _round(grid, change, names[1] in free, names[2] in free)
         arrays |= {n: x for n, x in zip(names, rounded, strict=False) if n == name or n in free}
     return arrays, losses
@@ -85,22 +84,21 @@ def dequantize(
     Raises:
       InputError: a weight is read where it cannot be rounded again.
     """
-    found = weights(graph, tensors)
-    shapes = {name: found[name].shape for name in names}
-    result = {n: np.asarray(tensors[n], np.float32) for n in shapes if not found[n].storage}
-    for use in uses(graph, tensors) if len(result) < len(shapes) else ():
-        if use.name not in shapes or use.name in result or not use.is_direct:
+    found, read = weights(graph, tensors), uses_by_tensor(graph, tensors)
+    result = {}
+    for name in names:
+        if not found[name].storage:
+            result[name] = np.asarray(tensors[name], np.float32)
             continue
-        given = [np.asarray(tensors[n]) if n else None for n in storage_names(use)]
-        grid = READERS[use.node.op.name](use, *given)
-        there, shape = grid.groups >= 0, shapes[use.name]
+        grid = _read(next(use for use in read[name] if use.is_direct), tensors)
+        there, shape = grid.groups >= 0, found[name].shape
         group = np.empty(grid.codes.shape[1], int)
         group[grid.groups[there]] = np.nonzero(there)[0]
         zero = np.broadcast_to(grid.zero, grid.scale.shape)
         rows = (grid.codes - zero[:, group]) * grid.scale[:, group]
         matrix = np.empty(math.prod(shape), np.float32)
         matrix[grid.arrange(np.arange(matrix.size).reshape(shape)).ravel()] = rows.ravel()
-        result[use.name] = matrix.reshape(shape)
+        result[name] = matrix.reshape(shape)
     return result
 
 
@@ -110,15 +108,28 @@ def storage_names(use: Use) -> tuple[str, ...]:
     Raises:
       InputError: the operator's weights cannot be rounded again.
     """
-    node = use.node
-    if node.op.name not in READERS:
+    if use.position not in use.node.op.quantized:
         raise InputError(
-            f"'{use.name}' is read by {node.label}, whose weights cannot be quantized again: "
+            f"'{use.name}' is read by {use.node.label}, whose weights cannot be quantized again: "
             "use adapters='nodes', or leave it out of where="
         )
-    places = [*SCALES[node.op.name, use.position], 4 if node.op.name == "MatMulNBits" else -1]
-    inputs = node.inputs
-    return (use.name, *(inputs[i] if 0 <= i < len(inputs) else "" for i in places))
+    return use.name, *use.parts
+
+
+def _read(use: Use, tensors: Mapping[str, Any]) -> Grid:
+    """Read a matrix in few bits from its tensors."""
+    arrays = [np.asarray(tensors[name]) if name else None for name in storage_names(use)]
+    storage = use.node.op.storage(use.position, arrays[0], use.node.attributes)
+    assert storage is not None
+    if storage.is_final:
+        raise InputError(
+            f"'{use.name}' is in {storage.type} at {use.node.label}, which cannot be quantized "
+            "again: leave it out of where=, or save the adapters separately (Adapters.save)"
+        )
+    codes, scale, *others = arrays
+    assert codes is not None
+    assert scale is not None
+    return read_grid(storage, codes, scale, *others)
 
 
 def _round(

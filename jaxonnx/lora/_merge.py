@@ -14,15 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._axes import Matrix
-from jaxonnx._graph.uses import uses
+from jaxonnx._graph.uses import uses_by_tensor
 from jaxonnx._require import require
 from jaxonnx._text import list_some
 from jaxonnx.errors import InputError
 from jaxonnx.lowering import ChangedWeight, LowRank, in_file, is_half, merge_change
 from jaxonnx.model import Model
-
-_SCALED = ("DequantizeLinear", "MatMulBnb4", "MatMulNBits")
-"""Operators whose weights in few bits become floats that can be scaled."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +68,15 @@ class Merge:
 
 def check_magnitudes(model: Model, names: Collection[str]) -> None:
     """Raise an InputError unless the outputs of these weights can be scaled (DoRA)."""
-    for use in uses(model.graph, model.tensors) if names else ():
-        kept = not is_float(model.tensors[use.name])
-        if use.name in names and use.is_direct and kept and use.node.op.name not in _SCALED:
-            raise InputError(
-                f"'{use.name}' is multiplied as it is stored, at {use.node.label}, so that DoRA "
-                "cannot scale its outputs: leave it out of where=, or train without dora="
-            )
+    read = uses_by_tensor(model.graph, model.tensors)
+    for name in (name for name in names if not is_float(model.tensors[name])):
+        for use in (use for use in read[name] if use.is_direct):
+            declared = use.node.op.quantized.get(use.position)
+            if declared is None or not declared.scalable:
+                raise InputError(
+                    f"'{name}' is multiplied as it is stored, at {use.node.label}, so that DoRA "
+                    "cannot scale its outputs: leave it out of where=, or train without dora="
+                )
 
 
 def checksum(model: Model, names: Collection[str]) -> str:
@@ -94,11 +93,13 @@ def checksum(model: Model, names: Collection[str]) -> str:
 
 def warn_about_ties(model: Model, names: Collection[str]) -> None:
     """Warn if one of these weights is both an embedding and the matrix of a product."""
-    read: dict[str, set[bool]] = {}
-    for use in uses(model.graph, model.tensors):
-        if use.name in names and not use.passes and use.matrix is not None:
-            read.setdefault(use.name, set()).add(use.matrix.lookup)
-    if tied := [f"'{name}'" for name, lookups in read.items() if len(lookups) > 1]:
+    read = uses_by_tensor(model.graph, model.tensors)
+    lookups = {
+        name: {use.matrix.lookup for use in used if not use.passes and use.matrix is not None}
+        for name, used in read.items()
+        if name in names
+    }
+    if tied := [f"'{name}'" for name, kinds in lookups.items() if len(kinds) > 1]:
         warnings.warn(
             f"{list_some(tied)}: the embedding and the output layer are one weight, so that its "
             "adapter changes both, unlike PEFT's adapter of an output layer; where the file stores "

@@ -39,8 +39,7 @@ def is_quantized(model: Network) -> bool:
     """Check whether a model has integer weights behind DequantizeLinear or in operators on them."""
     stored = {name for name, x in model.tensors.items() if np.dtype(x.dtype).kind not in "fcb"}
     return has_quantized_operators(model.proto.graph) or any(
-        node.op.name == "DequantizeLinear" and node.inputs[0] in stored
-        for node in model.graph.nodes
+        node.op.dequantizes and node.inputs[0] in stored for node in model.graph.nodes
     )
 
 

@@ -11,7 +11,7 @@ from onnx import NodeProto, ValueInfoProto
 from rich.console import Group
 from rich.text import Text
 
-from jaxonnx._axes import Storage
+from jaxonnx._few_bits import Storage
 from jaxonnx._graph.bind import Node
 from jaxonnx._graph.exporter_hints import is_folded
 from jaxonnx._graph.uses import uses, weights

@@ -133,7 +133,7 @@ def _number(text: str, dtype):
         raise NodeError(f"{text!r} is not a number that {dtype} can hold") from error
 
 
-@op("Cast", since=1, view=True)
+@op("Cast", since=1, view="same axes")
 def cast_1(x, *, to):
     try:
         return convert(x, element_dtype(onnx.TensorProto.DataType.Value(to)))
@@ -141,13 +141,13 @@ def cast_1(x, *, to):
         raise NodeError(f"{to!r} is not the name of a tensor element type") from None
 
 
-@op("Cast", since=6, view=True)
+@op("Cast", since=6, view="same axes")
 def cast(x, *, to, saturate=1, round_mode="up"):
     """The values as another type; `saturate` concerns float8 targets, `round_mode` float8e8m0."""
     return convert(x, element_dtype(to), saturate, round_mode)
 
 
-@op("CastLike", since=15, view=True)
+@op("CastLike", since=15, view="same axes")
 def cast_like(x, target_type, *, saturate=1, round_mode="up"):
     return convert(x, target_type.dtype, saturate, round_mode)
 

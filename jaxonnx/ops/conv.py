@@ -10,6 +10,7 @@ from jax import lax
 from jaxonnx import lowering
 from jaxonnx._axes import convolution
 from jaxonnx._constraints import Positive
+from jaxonnx._few_bits import along, scaled
 from jaxonnx._limits import check_size
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import divide
@@ -125,7 +126,12 @@ def _or_none(zero_point):
     return None if known else zero_point
 
 
-@op("ConvInteger", since=10, shapes=f"{WEIGHTED}, x_zero_point #1, w_zero_point #1 | #group*m")
+@op(
+    "ConvInteger",
+    since=10,
+    like="Conv",
+    shapes=f"{WEIGHTED}, x_zero_point #1, w_zero_point #1 | #group*m",
+)
 def conv_integer(
     x,
     w: Kernel,
@@ -148,9 +154,16 @@ def conv_integer(
     return lowering.integer_convolution(x, w, windows, group, x_zero_point, w_zero_point, channels)
 
 
+QUANTIZED = scaled("x", "w", storage=along(lambda own: 0))
+
+
 @op(
     "QLinearConv",
     since=10,
+    like="Conv",
+    quantized=QUANTIZED,
+    result="y_scale",
+    bias="b",
     shapes=f"{CONVOLUTION}, x_scale #1, x_zero_point #1, w_scale #1 | #group*m, "
     "w_zero_point #1 | #group*m, y_scale #1, y_zero_point #1",
 )

@@ -56,7 +56,7 @@ def _gemm(a, b, c, alpha, beta, transpose_a, transpose_b):
     return (y + (c if beta == 1 else (beta * c.astype(dtype)).astype(dtype))).astype(a.dtype)
 
 
-@op("Gemm", since=1, weights=FACTORS, params=("c",), shapes=MATRICES)
+@op("Gemm", since=1, weights=FACTORS, params=("c",), bias="c", shapes=MATRICES)
 def gemm_1(a, b: Factor, c, *, alpha=1.0, beta=1.0, transA=0, transB=0, broadcast=0):
     shape = a.shape[-1 if transA else 0], b.shape[0 if transB else -1]
     if not broadcast and c.shape != shape:
@@ -64,7 +64,7 @@ def gemm_1(a, b: Factor, c, *, alpha=1.0, beta=1.0, transA=0, transB=0, broadcas
     return _gemm(a, b, c, alpha, beta, transA, transB)
 
 
-@op("Gemm", since=7, weights=FACTORS, params=("c",), shapes=MATRICES)
+@op("Gemm", since=7, weights=FACTORS, params=("c",), bias="c", shapes=MATRICES)
 def gemm(a: Rows, b: Factor, c=None, *, alpha=1.0, beta=1.0, transA=0, transB=0):
     """Y = alpha * A' B' + beta * C; as in BLAS, C is not read at all when beta is 0."""
     rest = b, c, alpha, beta, transA, transB

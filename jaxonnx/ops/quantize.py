@@ -15,11 +15,15 @@ import numpy as np
 from jax import lax
 
 from jaxonnx._constraints import NotNegative
+from jaxonnx._few_bits import Quantized, along, scaled
 from jaxonnx.errors import NodeError
 from jaxonnx.lowering import SMALL, ChangedWeight, LowRank, Packed, integer_product
 from jaxonnx.ops.cast import convert
 from jaxonnx.ops.common import axis_of, divide, element_dtype
 from jaxonnx.registry import Factor, PerAxis, Rounded, Through, is_known, op, xp
+
+ALONG_AXIS = Quantized("scale", "zero_point", storage=along(lambda own: own.get("axis", 1)))
+"""Codes with scales along the attribute `axis`."""
 
 
 def _zero_point(value, x, axis, block_size) -> Any:
@@ -103,11 +107,11 @@ def _with_gradient_jvp(primals, tangents):
 @op(
     "QuantizeLinear",
     since=10,
-    view=True,
+    view="same axes",
     shapes="scale #1",
     without=("axis", "saturate", "block_size", "output_dtype", "precision"),
 )
-@op("QuantizeLinear", since=13, view=True)
+@op("QuantizeLinear", since=13, view="same axes")
 def quantize_linear(
     x,
     scale: PerAxis,
@@ -139,7 +143,7 @@ def _wide(dtype):
     return np.dtype(np.float32) if dtype.itemsize == 1 or _is_integer(dtype) else dtype
 
 
-@op("DequantizeLinear", since=13, view=True)
+@op("DequantizeLinear", since=13, quantized={"x": ALONG_AXIS}, view="same axes")
 def dequantize_linear_13(
     x: Through | Factor,
     scale: PerAxis,
@@ -206,7 +210,8 @@ def _pack_matrix(x, scale, zero_point, **options) -> Packed | None:
 @op(
     "DequantizeLinear",
     since=10,
-    view=True,
+    quantized={"x": ALONG_AXIS},
+    view="same axes",
     shapes="scale #1",
     without=("axis", "block_size", "output_dtype"),
 )
@@ -250,7 +255,7 @@ def _rows(value, column):
     return value.reshape(-1, 1) if value.ndim == 1 and value.size > 1 and not column else value
 
 
-@op("MatMulInteger", since=10)
+@op("MatMulInteger", since=10, like="MatMul")
 def matmul_integer(a, b, a_zero_point=None, b_zero_point=None):
     """`numpy.matmul` of 8-bit matrices less their zero points, accumulated in int32."""
     zeros = [
@@ -263,6 +268,9 @@ def matmul_integer(a, b, a_zero_point=None, b_zero_point=None):
 @op(
     "QLinearMatMul",
     since=10,
+    like="MatMul",
+    quantized=scaled("a", "b"),
+    result="y_scale",
     shapes="a_scale #a, a_zero_point #a, b_scale #b, b_zero_point #b, y_scale #y, y_zero_point #y",
 )
 def qlinear_matmul(a, a_scale, a_zero_point, b, b_scale, b_zero_point, y_scale, y_zero_point):

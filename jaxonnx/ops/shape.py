@@ -14,7 +14,7 @@ from jaxonnx.ops.common import axes_of, axis_of, sizes
 from jaxonnx.registry import Factor, Rows, Static, op, xp
 
 
-@op("Identity", since=1, view=True)
+@op("Identity", since=1, view="same axes")
 def identity(x):
     """The input itself, also when it is a sequence or an optional value."""
     return x

@@ -13,13 +13,13 @@ import ml_dtypes
 import numpy as np
 from jax import lax
 
-from jaxonnx._axes import Form, Matrix, Storage, matrix
+from jaxonnx._axes import Form, Matrix, matrix
+from jaxonnx._few_bits import InBytes, Quantized, Storage, unpack_bits
 from jaxonnx._limits import check_size
 from jaxonnx.errors import NodeError
 from jaxonnx.lowering import ChangedWeight, LowRank, product
 from jaxonnx.ops.contrib.attention import refuse
 from jaxonnx.ops.contrib.fused import DOMAIN
-from jaxonnx.ops.contrib.quantized import unpack_bits
 from jaxonnx.registry import Factor, Omissible, op
 
 ROWS = matrix(first=True)
@@ -182,17 +182,15 @@ def _read_integers(codes, scales, zero_points, bits, inputs, dtype):
     Returns:
       (outputs, inputs).
     """
-    numbers = unpack_bits(codes, bits)[:, :inputs].astype(np.float32)
-    in_blocks = scales.ndim > 1
+    storage = InBytes.of((len(codes), inputs), bits, 0, axis=1)
+    numbers = storage.unpack(codes, storage.shape).astype(np.float32)
+    zero: Any = np.float32(storage.middle)
+    if zero_points is not None:  # packed along the last axis of scales: blocks, or else rows
+        zero = storage.unpack(zero_points, scales.shape).reshape(len(codes), -1)
     scales = scales.reshape(len(codes), -1).astype(np.float32)
-    zero: Any = np.float32(2 ** (bits - 1))
-    blocks = scales.shape[1]
-    block = -(-inputs // blocks)
-    if zero_points is not None:  # packed along the blocks of a row, or else along the rows
-        packed = zero_points.reshape(len(codes) if in_blocks else 1, -1)
-        zero = unpack_bits(packed, bits).astype(np.float32)
-        zero = zero[:, :blocks] if in_blocks else zero[0, : len(codes), None]
-        zero = jnp.repeat(zero, block, axis=1)[:, :inputs]
+    block = -(-inputs // scales.shape[1])
+    if zero_points is not None:
+        zero = jnp.repeat(zero.astype(np.float32), block, axis=1)[:, :inputs]
     return ((numbers - zero) * jnp.repeat(scales, block, axis=1)[:, :inputs]).astype(dtype)
 
 
@@ -211,34 +209,40 @@ def _read_float4(codes, scales, global_scale, dtype):
     return (numbers * jnp.repeat(scales, block, axis=1)).astype(dtype)
 
 
-def _declare(widths: str) -> Form:
-    """Declare matrices (experts, outputs, inputs) in bytes; in float4 inputs come first.
+def _declare(layer: int) -> Quantized:
+    """Declare the matrices (experts, outputs, inputs) of a layer, in bytes along the inputs.
 
-    Args:
-      widths: the attribute with the bits of a number, where it is not `expert_weight_bits`.
+    In float4 the tensor has inputs first, and outputs in bytes.
     """
 
-    def axes(rank, attributes, position=0):
-        if rank != 3:
-            return None
-        ends = (1, 2) if attributes.get("quant_type", "int") == "int" else (2, 1)
-        return Matrix(*ends, batch=(0,))
-
     def storage(shape, dtype, attributes):
-        integers = attributes.get("quant_type", "int") == "int"
-        bits = attributes.get(widths) or attributes.get("expert_weight_bits", 4) if integers else 4
-        kind = f"int{bits}" if integers else "fp4"
-        size = (*shape[:2], shape[2] * 8 // bits)
-        return Storage(size, kind, attributes.get("block_size", 0))
+        block = attributes.get("block_size", 0)
+        if attributes.get("quant_type", "int") != "int":
+            return Storage((*shape[:2], shape[2] * 2), "fp4", block, is_final=True)
+        bits = attributes.get(f"fc{layer}_expert_weight_bits")
+        bits = bits or attributes.get("expert_weight_bits", 4)
+        return InBytes.of((*shape[:2], shape[2] * 8 // bits), bits, block, axis=2)
 
-    return Form(axes, ("quant_type", "expert_weight_bits", "block_size", widths), storage)
+    names = f"fc{layer}_scales", f"fc{layer}_zero_points"
+    return Quantized(*names, storage=storage, repacked=True, scalable=False)
+
+
+def _axes_of_experts(rank, attributes, position=0):
+    if rank != 3:
+        return None
+    ends = (1, 2) if attributes.get("quant_type", "int") == "int" else (2, 1)
+    return Matrix(*ends, batch=(0,))
+
+
+EXPERTS = Form(_axes_of_experts, ("quant_type",))
 
 
 @op(
     "QMoE",
     since=1,
     domain=DOMAIN,
-    weights={f"fc{i}_experts_weights": _declare(f"fc{i}_expert_weight_bits") for i in (1, 2, 3)},
+    quantized={f"fc{i}_experts_weights": _declare(i) for i in (1, 2, 3)},
+    weights={f"fc{i}_experts_weights": EXPERTS for i in (1, 2, 3)},
     params=dict.fromkeys(("fc1_experts_bias", "fc2_experts_bias", "fc3_experts_bias"), 0.0),
 )
 def quantized_mixture_of_experts(

@@ -75,7 +75,7 @@ def moving_range(x, low, high, count, *, to, decay, freeze=None, symmetric=0, tr
     return scale, low, high, point
 
 
-@op("BeginRounding", since=1, domain=DOMAIN, view=True)
+@op("BeginRounding", since=1, domain=DOMAIN, view="same axes")
 def begin_rounding(x, rounded, count, *, start, training: Training):
     """`x` in the steps of training before the number `start`; `rounded` from then on."""
     return jnp.where(count < start, x, rounded) if training else rounded

@@ -4,13 +4,15 @@ Each one dequantizes, computes in floating point and quantizes again, so that gr
 through as in `jaxonnx.ops.quantize`.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._axes import Form, Matrix, Storage, matrix, packed
+from jaxonnx._axes import Form, Matrix, matrix, packed
+from jaxonnx._few_bits import InBytes, Quantized, Storage, pack_bits, scaled, unpack_bits
 from jaxonnx._limits import check_size
 from jaxonnx.errors import NodeError
 from jaxonnx.lowering import LowRank, Packed
@@ -18,6 +20,7 @@ from jaxonnx.ops.common import INDEX, axis_of
 from jaxonnx.ops.contrib.fused import DOMAIN
 from jaxonnx.ops.linear import matmul
 from jaxonnx.ops.quantize import (
+    ALONG_AXIS,
     dequantize_linear,
     dequantize_linear_13,
     dynamic_quantize_linear,
@@ -26,19 +29,19 @@ from jaxonnx.ops.quantize import (
     with_gradient_of,
 )
 from jaxonnx.ops.reduction import reduce_mean
-from jaxonnx.registry import Factor, Omissible, Rounded, Through, op
+from jaxonnx.registry import Factor, Omissible, Rounded, Through, op, xp
 
 
 def _value(x):
     return x.value if isinstance(x, Rounded) else x
 
 
-@op("QuantizeLinear", since=1, domain=DOMAIN, view=True)
+@op("QuantizeLinear", since=1, domain=DOMAIN, view="same axes")
 def quantize_linear_contrib(x, scale, zero_point=None, *, axis=None):
     return quantize_linear(x, scale, zero_point, axis=_axis(scale, axis))
 
 
-@op("DequantizeLinear", since=1, domain=DOMAIN, view=True)
+@op("DequantizeLinear", since=1, domain=DOMAIN, quantized={"x": ALONG_AXIS}, view="same axes")
 def dequantize_linear_contrib(x: Through, scale, zero_point=None, *, axis=None):
     return dequantize_linear(x, scale, zero_point, axis=_axis(scale, axis))
 
@@ -53,26 +56,34 @@ def _binary(function):
     def apply(
         a: Through,
         a_scale,
-        a_zero: Omissible,
+        a_zero_point: Omissible,
         b: Through,
         b_scale,
-        b_zero: Omissible,
+        b_zero_point: Omissible,
         c_scale,
         c_zero=None,
     ):
-        c = function(dequantize_linear(a, a_scale, a_zero), dequantize_linear(b, b_scale, b_zero))
-        return quantize_linear(
-            c, c_scale, np.zeros((), _value(a).dtype) if c_zero is None else c_zero
-        )
+        c_zero = np.zeros((), _value(a).dtype) if c_zero is None else c_zero
+        a = dequantize_linear(a, a_scale, a_zero_point)
+        b = dequantize_linear(b, b_scale, b_zero_point)
+        return quantize_linear(function(a, b), c_scale, c_zero)
 
     return apply
 
 
-op("QLinearAdd", since=1, domain=DOMAIN)(_binary(lambda a, b: a + b))
-op("QLinearMul", since=1, domain=DOMAIN)(_binary(lambda a, b: a * b))
+_PAIR: Any = {"quantized": scaled("a", "b"), "result": "c_scale"}
+op("QLinearAdd", since=1, domain=DOMAIN, like="Add", **_PAIR)(_binary(lambda a, b: a + b))
+op("QLinearMul", since=1, domain=DOMAIN, like="Mul", **_PAIR)(_binary(lambda a, b: a * b))
 
 
-@op("QLinearGlobalAveragePool", since=1, domain=DOMAIN)
+@op(
+    "QLinearGlobalAveragePool",
+    since=1,
+    domain=DOMAIN,
+    like="GlobalAveragePool",
+    quantized=scaled("x"),
+    result="y_scale",
+)
 def qlinear_global_average_pool(
     x: Through, x_scale, x_zero_point, y_scale, y_zero_point, *, channels_last=0
 ):
@@ -81,7 +92,14 @@ def qlinear_global_average_pool(
     return quantize_linear(reduce_mean(y, axes, True), y_scale, y_zero_point)
 
 
-@op("QLinearConcat", since=1, domain=DOMAIN)
+@op(
+    "QLinearConcat",
+    since=1,
+    domain=DOMAIN,
+    like="Concat",
+    quantized={"inputs": Quantized()},
+    result="y_scale",
+)
 def qlinear_concat(y_scale, y_zero_point, *inputs, axis):
     """`inputs` are triples of values, scale and zero point."""
     parts = [dequantize_linear(*inputs[i : i + 3]) for i in range(0, len(inputs), 3)]
@@ -116,13 +134,31 @@ def _row(zero_point):
     return zero_point.reshape(() if zero_point.size == 1 else -1)
 
 
-@op("DynamicQuantizeMatMul", since=1, domain=DOMAIN, weights={"b": matrix()}, params=("bias",))
+@op(
+    "DynamicQuantizeMatMul",
+    since=1,
+    domain=DOMAIN,
+    like="MatMul",
+    quantized=scaled("b"),
+    bias="bias",
+    weights={"b": matrix()},
+    params=("bias",),
+)
 def dynamic_quantize_matmul(a, b: Factor, b_scale, b_zero_point=None, bias=None):
     integers, a_scale, zero = dynamic_quantize_linear(a)
     return _scaled_product(integers, a_scale, zero, b, b_scale, b_zero_point, bias, x=a)
 
 
-@op("MatMulIntegerToFloat", since=1, domain=DOMAIN, weights={"b": matrix()}, params=("bias",))
+@op(
+    "MatMulIntegerToFloat",
+    since=1,
+    domain=DOMAIN,
+    like="MatMul",
+    quantized=scaled("a", "b"),
+    bias="bias",
+    weights={"b": matrix()},
+    params=("bias",),
+)
 def matmul_integer_to_float(
     a: Through,
     b: Through | Factor,
@@ -135,60 +171,53 @@ def matmul_integer_to_float(
     return _scaled_product(a, a_scale, a_zero_point, b, b_scale, b_zero_point, bias)
 
 
-def unpack_bits(packed, bits):
-    """Unpack numbers of `bits` bits from the bytes of the last axis, lowest bits first."""
-    shifts = np.arange(0, 8, bits, dtype=np.uint8)
-    numbers = (packed[..., None] >> shifts) & np.uint8(2**bits - 1)
-    return numbers.reshape(*packed.shape[:-1], packed.shape[-1] * len(shifts))
-
-
-def pack_bits(numbers, bits):
-    """Pack numbers into bytes along the last axis: the inverse of `unpack_bits`."""
-    parts = numbers.astype(np.uint8).reshape(*numbers.shape[:-1], -1, 8 // bits)
-    return np.bitwise_or.reduce(parts << np.arange(0, 8, bits, dtype=np.uint8), axis=-1)
-
-
 @dataclass(frozen=True)
-class _NBits:
+class _Rows:
     """The `unpack` function of MatMulNBits for `lowering.Packed`.
 
     Attributes:
-      columns: of the matrix; rows may be padded beyond them.
-      bits: of a number.
-      block: the numbers of a row that share a scale.
+      storage: of the matrix; rows may be padded beyond its columns.
       zeros: whether there are zero points.
       dtype: of the result.
     """
 
-    columns: int
-    bits: int
-    block: int
+    storage: InBytes
     zeros: bool
     dtype: np.dtype
 
     def __call__(self, packed, scale, *others):
         # `others` are the zero points, if there are any, and then `g_idx`, the block of each column
-        zero, block = others[0] if self.zeros else None, others[self.zeros :]
-        count = scale.shape[1]
+        zero, groups = others[0] if self.zeros else None, others[self.zeros :]
+        (rows, count), columns = scale.shape, self.storage.shape[1]
         if zero is None:
-            zero = np.full((1, count), 2 ** (self.bits - 1), self.dtype)
+            zero = np.full((1, count), self.storage.middle, self.dtype)
         elif zero.dtype == np.uint8:
-            zero = unpack_bits(zero, self.bits)[:, :count]
-        values = unpack_bits(packed, self.bits).astype(self.dtype)
+            zero = self.storage.unpack(zero, scale.shape)
         zero, scale = zero.astype(self.dtype), scale.astype(self.dtype)
-        if block:
-            zero, scale = (jnp.take(x, block[0], axis=1) for x in (zero, scale))
-            return (values[:, : self.columns] - zero) * scale
-        values = values.reshape(-1, count, self.block)
-        rows = ((values - zero[..., None]) * scale[..., None]).reshape(len(packed), -1)
-        return rows[:, : self.columns]
+        if groups:
+            values = self.storage.unpack(packed, (rows, columns)).astype(self.dtype)
+            zero, scale = (jnp.take(x, groups[0], axis=1) for x in (zero, scale))
+            return (values - zero) * scale
+        values = self.storage.unpack(packed, (rows, count * self.storage.block))
+        values = values.astype(self.dtype).reshape(rows, count, -1)
+        return ((values - zero[..., None]) * scale[..., None]).reshape(rows, -1)[:, :columns]
+
+
+def _n_bits(shape, dtype, attributes):
+    size = attributes["N"], attributes["K"]
+    return InBytes.of(size, attributes.get("bits", 4), attributes["block_size"], axis=1)
 
 
 @op(
     "MatMulNBits",
     since=1,
     domain=DOMAIN,
-    weights={"b": packed(type=lambda attributes: f"int{attributes.get('bits', 4)}")},
+    like="MatMul",
+    quantized={
+        "b": Quantized("scales", "zero_points", "g_idx", _n_bits, repacked=True, float_zeros=True)
+    },
+    bias="bias",
+    weights={"b": packed()},
     params=("bias",),
 )
 def matmul_n_bits(
@@ -219,7 +248,8 @@ def matmul_n_bits(
     groups = [stored.reshape(N, -1), scales.reshape(N, blocks)]
     if zero_points is not None:
         groups.append(zero_points.reshape(N, -1))
-    unpack = _NBits(K, bits, block_size, zero_points is not None, np.dtype(a.dtype))
+    storage = InBytes.of((N, K), bits, block_size, axis=1)
+    unpack = _Rows(storage, zero_points is not None, np.dtype(a.dtype))
     shared = () if g_idx is None else (g_idx,)
     weight: Any = Packed((*groups,), shared, unpack, (N, K), unpack.dtype)
     y = matmul(a, _add_change(b, weight).T)
@@ -233,7 +263,7 @@ def _add_change(b, weight):
 
 # the 4-bit types of bitsandbytes: the values of the codes 0 to 15
 _FP4 = [0, 0.0625 / 12, 8 / 12, 1, 4 / 12, 6 / 12, 2 / 12, 3 / 12]
-BNB4 = (
+_TABLES = (
     np.array(_FP4 + [-x for x in _FP4], np.float32),
     np.array(
         # quantiles of the normal distribution (QLoRA, arXiv 2305.14314, appendix E)
@@ -249,46 +279,63 @@ BNB4 = (
 
 
 @dataclass(frozen=True)
-class _Bnb4:
-    """The `unpack` function of MatMulBnb4 for `lowering.Packed`.
+class _Bnb4(Storage):
+    """Codes of two in a byte, the first in its high bits, that stand for the numbers of a table."""
 
-    A byte has two codes, the first in its high bits. Scales are for blocks of the flattened matrix.
+    @property
+    def table(self):
+        return _TABLES[self.type == "nf4"]
 
-    Attributes:
-      columns: of the matrix.
-      block: the consecutive numbers that share a scale.
-      type: the index into `BNB4`.
-      dtype: of the result.
-    """
+    @property
+    def levels(self):
+        return np.unique(self.table)
 
+    def unpack(self, x, shape):
+        codes = self._codes(x)[: math.prod(shape)].reshape(shape)
+        return xp(codes).asarray(self.table)[codes]
+
+    def pack(self, numbers, x):
+        order = np.argsort(self.table, kind="stable")
+        codes = order[np.searchsorted(self.table[order], numbers.reshape(-1))]
+        whole = np.concatenate([codes, self._codes(x)[codes.size :]]).reshape(-1, 2)
+        return pack_bits(whole[:, ::-1].reshape(-1), 4).reshape(x.shape)
+
+    def _codes(self, x):
+        return unpack_bits(x.reshape(-1), 4).reshape(-1, 2)[:, ::-1].reshape(-1)
+
+
+@dataclass(frozen=True)
+class _BnbRows:
+    """The `unpack` function of MatMulBnb4 for `lowering.Packed`; blocks are of the flat matrix."""
+
+    storage: _Bnb4
     columns: int
-    block: int
-    type: int
     dtype: np.dtype
 
     def __call__(self, packed, scale):
-        codes = unpack_bits(packed.reshape(-1), 4).reshape(-1, 2)[:, ::-1].reshape(-1)
-        size = len(codes) // self.columns * self.columns
-        scale = jnp.repeat(scale.reshape(-1), self.block)[:size]
-        numbers = jnp.asarray(BNB4[self.type], self.dtype)[codes[:size]] * scale
-        return numbers.reshape(-1, self.columns)
+        shape = packed.size * 2 // self.columns, self.columns
+        scale = jnp.repeat(scale.reshape(-1), self.storage.block)[: math.prod(shape)]
+        return self.storage.unpack(packed, shape).astype(self.dtype) * scale.reshape(shape)
+
+
+def _bnb4(shape, dtype, attributes):
+    kind = ("fp4", "nf4")[attributes["quant_type"] % 2]
+    return _Bnb4((attributes["N"], attributes["K"]), kind, attributes["block_size"])
 
 
 @op(
     "MatMulBnb4",
     since=1,
     domain=DOMAIN,
-    weights={
-        "b": packed(
-            type=lambda attributes: ("fp4", "nf4")[attributes["quant_type"] % 2],
-            transpose="transB",
-        )
-    },
+    like="MatMul",
+    quantized={"b": Quantized("absmax", storage=_bnb4, repacked=True)},
+    weights={"b": packed(transpose="transB")},
 )
 def matmul_bnb4(a, b: Factor, absmax, *, K, N, block_size, quant_type, training_mode=0, transB=1):
     """A W' (or A W) with W (N, K) of 4 bits, the first in the high ones, scaled per block."""
     stored = b.w if isinstance(b, LowRank) else b
-    unpack = _Bnb4(K, min(block_size, N * K), quant_type, np.dtype(a.dtype))
+    storage = _Bnb4((N, K), ("fp4", "nf4")[quant_type], min(block_size, N * K))
+    unpack = _BnbRows(storage, K, np.dtype(a.dtype))
     if K % 2 == 0 and K % block_size == 0:
         groups = stored.reshape(N, -1), absmax.reshape(N, -1)
         weight: Any = Packed(groups, (), unpack, (N, K), unpack.dtype)
@@ -298,23 +345,32 @@ def matmul_bnb4(a, b: Factor, absmax, *, K, N, block_size, quant_type, training_
     return matmul(a, weight.T if transB else weight)
 
 
-def _quantized_table() -> Form:
-    """Declare the rows of a matrix along its first axis; bytes may hold several numbers."""
+def _rows_of_table() -> Form:
+    """Declare the rows of a matrix along its first axis."""
 
     def axes(rank, attributes, position=0):
         first = attributes.get("gather_axis", 0) % rank == 0
         return Matrix(1, 0, lookup=True) if rank == 2 and first else None
 
-    def storage(shape, dtype, attributes):
-        bits = attributes.get("bits", 4)
-        several = 8 // bits if dtype == np.uint8 else 1
-        kind = f"int{bits}" if dtype == np.uint8 else str(dtype)
-        return Storage((shape[0], shape[1] * several), kind, attributes.get("block_size", 128))
-
-    return Form(axes, ("gather_axis", "bits", "block_size"), storage)
+    return Form(axes, ("gather_axis",), rows="gather_axis")
 
 
-@op("GatherBlockQuantized", since=1, domain=DOMAIN, weights={"data": _quantized_table()})
+def _table(shape, dtype, attributes):
+    block, bits = attributes.get("block_size", 128), attributes.get("bits", 4)
+    axis = attributes.get("quantize_axis", 1) % len(shape)
+    if dtype != np.uint8:
+        return Storage(shape, str(dtype), block, axis)
+    return InBytes.of((*shape[:-1], shape[-1] * (8 // bits)), bits, block, axis)
+
+
+@op(
+    "GatherBlockQuantized",
+    since=1,
+    domain=DOMAIN,
+    like="Gather",
+    quantized={"data": Quantized("scales", "zero_points", "", _table, True, scalable=False)},
+    weights={"data": _rows_of_table()},
+)
 def gather_block_quantized(
     data: Factor,
     indices,

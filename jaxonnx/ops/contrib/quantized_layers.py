@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._constraints import NotNegative
+from jaxonnx._few_bits import along, scaled
 from jaxonnx.errors import NodeError
 from jaxonnx.lowering import product
 from jaxonnx.ops.activation import leaky_relu, sigmoid, softmax
 from jaxonnx.ops.common import axis_of, divide
 from jaxonnx.ops.contrib.attention import refuse, self_attention
 from jaxonnx.ops.contrib.fused import DOMAIN, layer_norm
-from jaxonnx.ops.conv import qlinear_conv
+from jaxonnx.ops.conv import QUANTIZED, qlinear_conv
 from jaxonnx.ops.pool import average_pool
 from jaxonnx.ops.quantize import dequantize_linear, dynamic_quantize_linear, quantize_linear
 from jaxonnx.ops.reduction import reduce_mean
@@ -80,13 +81,16 @@ def qlinear_reduce_mean(
     "QLinearAveragePool",
     since=1,
     domain=DOMAIN,
+    like="AveragePool",
+    quantized=scaled("x"),
+    result="y_scale",
     shapes="x (N, _, _, *D)",
     without=("dilations",),
 )
 def qlinear_average_pool(
     x: Through,
     x_scale,
-    x_zero: Omissible,
+    x_zero_point: Omissible,
     y_scale,
     y_zero=None,
     *,
@@ -98,7 +102,7 @@ def qlinear_average_pool(
         channels = -1 if channels_last else 1
         return average_pool(x, count_include_pad=count_include_pad, channels=channels, **window)
 
-    return _requantize(pool, x, x_scale, x_zero, y_scale, y_zero)
+    return _requantize(pool, x, x_scale, x_zero_point, y_scale, y_zero)
 
 
 @op("QLinearWhere", since=1, domain=DOMAIN)
@@ -113,6 +117,10 @@ def qlinear_where(
     "QLinearConv",
     since=1,
     domain=DOMAIN,
+    like="Conv",
+    quantized=QUANTIZED,
+    result="y_scale",
+    bias="b",
     shapes="w (group*m, c, K1, *K), x (N, group*c, D1, *D) | (N, D1, *D, group*c), b (group*m), "
     "x_scale #1, x_zero_point #1, w_scale #1 | #group*m, w_zero_point #1 | #group*m, "
     "y_scale #1, y_zero_point #1",
@@ -154,7 +162,15 @@ def _matrix(x, scale, zero):
     return dequantize_linear(x, scale, zero, axis=-1)
 
 
-@op("QGemm", since=1, domain=DOMAIN)
+@op(
+    "QGemm",
+    since=1,
+    domain=DOMAIN,
+    like="Gemm",
+    quantized=scaled("a", "b", storage=along(lambda own: 0 if own.get("transB") else 1)),
+    result="y_scale",
+    bias="c",
+)
 def qgemm(
     a: Through,
     a_scale,
@@ -183,7 +199,7 @@ def qgemm(
     return y if y_scale is None else divide(y, y_scale)  # as onnxruntime has it
 
 
-@op("QAttention", since=1, domain=DOMAIN, params=("bias",))
+@op("QAttention", since=1, domain=DOMAIN, quantized=scaled("x", "weight"), params=("bias",))
 def qattention(
     x: Through,
     weight: Through,
@@ -257,6 +273,7 @@ def _fake_quantize(x):
     "DynamicQuantizeLSTM",
     since=1,
     domain=DOMAIN,
+    quantized=scaled("w", "r"),
     params={"b": 0.0, "p": 0.0},
     shapes="r (directions, hidden_size, 4*hidden_size), w (directions, _, 4*hidden_size), "
     "b (directions, 8*hidden_size), r_scale (directions, *_), w_scale (directions, *_)",
