@@ -17,7 +17,7 @@ import jaxonnx
 from benchmarks.compiled.programs import ENVIRONMENT, SEARCHED, apart, compiled, device
 from jaxonnx import demo
 from jaxonnx.sparse import _kernels, _search, _templates
-from tests.ops.test_operators import CASES, compilable, newest, partial, traced
+from tests.ops.operator_cases import CASES, compilable, newest, partial, traced
 
 PLATFORMS = ("tpu", "cuda", "rocm")
 COMPILABLE = [case for case in CASES if compilable(case.values[0])]

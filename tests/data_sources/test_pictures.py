@@ -19,7 +19,7 @@ from jaxonnx._data.images.augment import Augment, crop_and_resize, part, prepare
 from jaxonnx._data.images.folder import find_folders, image_paths
 from jaxonnx.cli import main
 from jaxonnx.training._data import sources
-from tests.cli.test_classify import net
+from tests.support.pictures import net
 from tests.support.tiny_networks import LABELS, same
 
 RNG = np.random.default_rng(0)

@@ -19,10 +19,9 @@ from jaxonnx import docs
 from jaxonnx.cli import main
 from jaxonnx.cli._flags import VERBS
 from jaxonnx.cli._options import parse
+from tests.support.pages import PAGES, blocks
 from tests.support.paths import ROOT
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "jaxonnx" / "docs").glob("*.md"))]
-PAGES = [page for page in PAGES if page.stem != "reference"]
 LONG = {
     "back_to_onnx",
     "command_line",
@@ -34,12 +33,6 @@ LONG = {
     "training",
 }
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-
-
-def blocks(page, language):
-    """The code of a page, except what is marked as not to be run."""
-    found = re.findall(rf"(<!-- [^\n]* -->\n)?```{language}\n(.*?)```", page.read_text(), re.DOTALL)
-    return [code for mark, code in found if "not run" not in mark]
 
 
 @pytest.mark.deep

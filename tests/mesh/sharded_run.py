@@ -23,7 +23,7 @@ import jaxonnx
 from jaxonnx import demo
 from jaxonnx.sparse._products import _cpu
 from jaxonnx.training import _checkpoint
-from tests.model.test_packed import MS, network, normal, raw
+from tests.support.few_bit_files import MS, network, normal, raw
 from tests.support.paths import DATA
 from tests.support.tiny_networks import LABELS
 

@@ -4,39 +4,19 @@ import json
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import onnx
 import onnxruntime
 import optax
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 import jaxonnx
 from jaxonnx._io import checkpoints
-from tests.model.test_lora import FORMS, parse
-from tests.model.test_packed import FILES, MS, network, normal, raw
+from tests.support.adapter_files import base_tensors, changed, peft_folder, session, two_layers
+from tests.support.few_bit_files import FILES, normal
+from tests.support.lora_networks import FORMS, parse
 from tests.support.paths import DATA
-
-
-def session(path):
-    return onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-
-
-def changed(model, rank=3, where="w"):
-    """The model with adapters whose B is no longer zero."""
-    adapted = jaxonnx.LoRA(rank, alpha=2.0 * rank, where=where).attach(model, jax.random.key(0))
-    return adapted.replace(
-        params={
-            n: jnp.asarray(0.3 * normal(*v.shape)) if "lora" in n else v
-            for n, v in adapted.params.items()
-        }
-    )
-
-
-def base_tensors(proto):
-    arrays = {t.name: onnx.numpy_helper.to_array(t) for t in proto.graph.initializer}
-    return {name: (x.dtype, x.tobytes()) for name, x in arrays.items()}
 
 
 @pytest.mark.parametrize("form", ["nodes", "inputs"])
@@ -84,21 +64,6 @@ def test_adapters_beside_weights_in_float(kind, form, tmp_path):
     if form == "inputs":
         plain = session(proto.SerializeToString()).run(None, {"x": x})[0]
         np.testing.assert_allclose(session(path).run(None, {"x": x})[0], plain, atol=1e-5)
-
-
-def two_layers(size=32):
-    """A file as onnxruntime-genai's builder names its weights, in 4 bits."""
-    nodes, tensors = [], {}
-    for name, x, y in (("q_proj", "x", "h"), ("o_proj", "r", "y")):
-        weight = f"model.layers.0.attn.{name}.MatMul.weight_"
-        sizes = {"K": size, "N": size, "bits": 4, "block_size": 16, "accuracy_level": 1}
-        inputs = [x, f"{weight}Q4", f"{weight}scales"]
-        node = f"/model/layers.0/attn/{name}/MatMul_Q4"
-        nodes.append(onnx.helper.make_node("MatMulNBits", inputs, [y], node, domain=MS, **sizes))
-        tensors[f"{weight}Q4"] = raw(size, size // 16, 8)
-        tensors[f"{weight}scales"] = 0.05 * normal(size, size // 16)
-    nodes.insert(1, onnx.helper.make_node("Relu", ["h"], ["r"]))
-    return network(nodes, ("x", onnx.TensorProto.FLOAT, ["n", size]), **tensors)
 
 
 def test_onnxruntime_swaps_adapters_of_one_base(tmp_path):
@@ -261,20 +226,6 @@ def test_damaged_scales_zero_points_and_groups(name, value, words):
             tensor.CopyFrom(onnx.numpy_helper.from_array(array, name))
     with pytest.raises(jaxonnx.ModelError, match=words):
         jaxonnx.LoRA(2, where="w").attach(jaxonnx.load(proto), jax.random.key(0))
-
-
-def peft_folder(folder, factors, **config):
-    """A folder as PEFT writes it."""
-    folder.mkdir()
-    arrays = {
-        f"base_model.model.{name}.lora_{end}.weight": x
-        for name, pair in factors.items()
-        for end, x in pair.items()
-    }
-    save_file(arrays, folder / "adapter_model.safetensors")
-    whole = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none"} | config
-    (folder / "adapter_config.json").write_text(json.dumps(whole))
-    return arrays
 
 
 @pytest.mark.parametrize(("file", "kv"), [("llama", 16), ("phi3", 32)])  # float32, MatMulNBits

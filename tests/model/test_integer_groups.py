@@ -13,7 +13,7 @@ from onnx.reference import ReferenceEvaluator
 from onnxruntime.quantization import QuantType, quantize_dynamic
 
 import jaxonnx
-from tests.model.test_adapter_files import base_tensors, session
+from tests.support.adapter_files import base_tensors, session
 
 DRAW = np.random.default_rng(0)
 SIZE, HIDDEN = 32, 48

@@ -5,30 +5,16 @@ import numpy as np
 import onnx
 import onnx.parser
 import pytest
-from onnx import numpy_helper
 from onnxruntime.quantization import quantize_dynamic
 
 import jaxonnx
 from jaxonnx.lora import _loftq
-from tests.model.test_packed import FILES, K, N, normal, runtime
+from tests.support.few_bit_files import FILES, K, N, floats, normal, runtime
 
 KINDS = (
     *("4 bits, padded", "4 bits, g_idx", "8 bits", "nf4, blocks over rows"),
     *("a scale a row", "blocks of rows", "blocks of columns"),
 )
-
-
-def floats(**matrices):
-    """Products with matrices (inputs, outputs), one after another, as a file."""
-    names = [*matrices]
-    ends = ["x", *(f"h{i}" for i in range(1, len(names))), "y"]
-    lines = [f"{y} = MatMul({x}, {n})" for x, y, n in zip(ends, ends[1:], names, strict=False)]
-    proto = onnx.parser.parse_model(
-        f"""<ir_version: 9, opset_import: ["": 17]>
-        g (float[n,{len(matrices[names[0]])}] x) => (float[n,m] y) {{ {" ".join(lines)} }}"""
-    )
-    proto.graph.initializer.extend(numpy_helper.from_array(x, n) for n, x in matrices.items())
-    return proto
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -16,8 +16,8 @@ from onnx.helper import make_node, make_operatorsetid
 from safetensors.numpy import load_file
 
 import jaxonnx
-from tests.model.test_adapter_files import changed, peft_folder
-from tests.model.test_packed import network, normal
+from tests.support.adapter_files import changed, peft_folder
+from tests.support.few_bit_files import network, normal
 from tests.support.genai_builder import FOLDER, STORED
 
 IDS = np.array(json.loads((FOLDER / "losses.json").read_text())["ids"])

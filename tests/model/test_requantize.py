@@ -9,8 +9,8 @@ from onnxruntime.capi._pybind_state import quantize_matmul_4bits
 
 import jaxonnx
 from jaxonnx._rewrite.requantize import requantize
-from tests.model.test_adapter_files import base_tensors, changed, two_layers
-from tests.model.test_packed import FILES, MS, K, network, normal, raw, runtime
+from tests.support.adapter_files import base_tensors, changed, two_layers
+from tests.support.few_bit_files import FILES, MS, K, network, normal, raw, runtime
 
 ROUNDED = pytest.mark.filterwarnings("ignore:.*rounded anew")
 

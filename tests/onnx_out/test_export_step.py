@@ -25,41 +25,9 @@ from jaxonnx import docs
 from jaxonnx.cli import main
 from jaxonnx.onnx_out._export import reads
 from jaxonnx.training import step
-from tests.model.test_adapter_files import two_layers
+from tests.support.adapter_files import two_layers
+from tests.support.exported_steps import STEPS, run, sessions, trained
 from tests.support.tiny_networks import LABELS, examples, mlp
-
-STEPS = 20
-
-
-def sessions(folder):
-    """The graphs of a folder, after ONNX's own check."""
-    for name in ("step", "evaluate", "init"):
-        onnx.checker.check_model(folder / f"{name}.onnx", full_check=True)
-        model = onnx.load(folder / f"{name}.onnx")
-        assert {entry.domain for entry in model.opset_import} == {""}
-        yield onnxruntime.InferenceSession(folder / f"{name}.onnx")
-
-
-def run(session, feeds):
-    """The outputs of a graph by name, of feeds that may be more than its inputs."""
-    feeds = {value.name: np.asarray(feeds[value.name]) for value in session.get_inputs()}
-    names = [value.name for value in session.get_outputs()]
-    return dict(zip(names, session.run(names, feeds), strict=True))
-
-
-def trained(folder, batch, steps=STEPS):
-    """Train with nothing but the folder; return the losses, the state and the sums of a batch."""
-    manifest = json.loads((folder / "manifest.json").read_text())
-    one, evaluate, init = sessions(folder)
-    values = run(init, {})
-    arrays = dict(zip(manifest["step"]["batch"], batch, strict=True))
-    losses = []
-    for _ in range(steps):
-        found = run(one, values | arrays)
-        losses.append(found[manifest["step"]["loss"]])
-        assert found[manifest["step"]["finite"]]
-        values = {name: found[new] for name, new in manifest["step"]["state"].items()}
-    return losses, values, run(evaluate, values | arrays), manifest
 
 
 def agree(folder, model, data, tolerance=1e-4, steps=STEPS, **settings):

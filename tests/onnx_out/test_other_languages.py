@@ -10,7 +10,7 @@ import numpy as np
 import onnxruntime
 import pytest
 
-from tests.docs.test_readme import PAGES, blocks
+from tests.support.pages import PAGES, blocks
 
 PAGE = next(page for page in PAGES if page.stem == "other_languages")
 HEADERS = [Path(root, "include", "onnxruntime") for root in ("/usr", "/usr/local")]

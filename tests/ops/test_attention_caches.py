@@ -9,7 +9,7 @@ import pytest
 from jaxonnx.errors import NodeError, StaticError
 from jaxonnx.registry import lookup
 from tests.ops.contrib_cases import DOMAIN, Fused, i32
-from tests.ops.test_contrib import onnxruntime_result
+from tests.ops.contrib_table import onnxruntime_result
 
 HEADS, KV_HEADS, SIZE, WINDOW = 4, 2, 32, 4
 GROUPED = {"num_heads": HEADS, "kv_num_heads": KV_HEADS}

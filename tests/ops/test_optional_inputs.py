@@ -12,7 +12,7 @@ from onnxruntime.capi.onnxruntime_pybind11_state import get_all_operator_schema
 
 import jaxonnx
 from jaxonnx.registry import operators
-from tests.ops import test_contrib, test_operators
+from tests.ops import contrib_table, operator_cases
 from tests.ops.case_table import run_onnxruntime
 
 REFUSALS = (
@@ -75,7 +75,7 @@ REFUSED = {("QGemm", 7): "y_scale", ("QMoE", 3): "fc1_scales", ("QMoE", 6): "fc2
 COARSE = {("QMoE", 11), ("QMoE", 12)}
 """With one of two zero points onnxruntime's products are of rounded activations."""
 CONTRIB = [
-    (case, case.domain, None) for case in test_contrib.CASES if not (case.expected or case.shared)
+    (case, case.domain, None) for case in contrib_table.CASES if not (case.expected or case.shared)
 ]
 
 
@@ -89,14 +89,14 @@ def test_a_contrib_operator_without(position, cases):
     for case in cases:
         if (case.op, position) in REFUSED:  # onnxruntime gives anything or crashes
             with pytest.raises(jaxonnx.Error, match=REFUSED[case.op, position]):
-                test_contrib.run(without(case, position))
+                contrib_table.run(without(case, position))
             return
         case = without(case, position)
         try:
-            expected = test_contrib.onnxruntime_result(case)
+            expected = contrib_table.onnxruntime_result(case)
         except REFUSALS:
             continue
-        model, given = test_contrib.model_of(case)
+        model, given = contrib_table.model_of(case)
         results = jaxonnx.load(model)(**given)
         results = results if isinstance(results, tuple) else (results,)
         for y, e in zip(results, expected, strict=True):
@@ -111,15 +111,15 @@ def test_a_contrib_operator_without(position, cases):
 UNCOMPARED = {"DFT", "Dropout", "LayerNormalization"}
 """Without an input onnxruntime crashes on two of these; the third draws."""
 STANDARD = [
-    (case, case.domain, test_operators.newest(case))
-    for case in (param.values[0] for param in test_operators.CASES)
+    (case, case.domain, operator_cases.newest(case))
+    for case in (param.values[0] for param in operator_cases.CASES)
     if case.domain == "" and case.op not in UNCOMPARED and onnx.defs.has(case.op, case.domain)
 ]
 
 
 def onnxruntime_result(case):
     inputs = {f"x{i}": np.asarray(x) for i, x in enumerate(case.inputs) if x is not None}
-    return run_onnxruntime(case.model(test_operators.newest(case)), inputs)
+    return run_onnxruntime(case.model(operator_cases.newest(case)), inputs)
 
 
 @pytest.mark.parametrize(("position", "cases"), omissions(STANDARD))
@@ -128,14 +128,14 @@ def test_an_onnx_operator_without(position, cases):
     compared = 0
     with jax.enable_x64(True):
         for case in cases:
-            version, shorter = test_operators.newest(case), without(case, position)
+            version, shorter = operator_cases.newest(case), without(case, position)
             try:
-                test_operators.assert_same(onnxruntime_result(case), case.wanted(version), case)
+                operator_cases.assert_same(onnxruntime_result(case), case.wanted(version), case)
                 expected = onnxruntime_result(shorter)
             except (AssertionError, *REFUSALS):
                 continue
             results = shorter.function(version)(*shorter.inputs)
-            test_operators.assert_same(results, expected, case)
+            operator_cases.assert_same(results, expected, case)
             compared += 1
     if not compared:
         pytest.skip("onnxruntime needs this input")

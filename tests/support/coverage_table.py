@@ -21,8 +21,8 @@ from onnx.backend.test.loader import load_model_tests
 
 from jaxonnx.registry import operators
 from tests.ops.case_table import schema_versions
-from tests.ops.test_contrib import CASES as FUSED
-from tests.ops.test_operators import CASES
+from tests.ops.contrib_table import CASES as FUSED
+from tests.ops.operator_cases import CASES
 from tests.oracles.test_onnx_suite import UNWRITTEN
 from tests.support.paths import ROOT
 

@@ -14,10 +14,9 @@ from onnxruntime.quantization import quantize_dynamic
 
 import jaxonnx
 from jaxonnx.lowering import _packed
-from tests.model.test_adapter_files import two_layers
-from tests.model.test_loftq import floats
-from tests.model.test_lora import FORMS, X, Y, mlp, normal, parse, train
-from tests.model.test_packed import FILES, MS, K, N, network, raw, runtime
+from tests.support.adapter_files import two_layers
+from tests.support.few_bit_files import FILES, MS, K, N, floats, network, raw, runtime
+from tests.support.lora_networks import FORMS, X, Y, mlp, normal, parse, train
 from tests.support.paths import DATA
 
 ALPHA, RANK = 6.0, 3
@@ -291,7 +290,7 @@ def test_groups_of_an_optimizer_choose_magnitudes():
 
 @pytest.mark.parametrize("base", ["floats", "4 bits"])
 def test_an_exported_step_trains_the_same(base, tmp_path):
-    from tests.onnx_out.test_export_step import trained
+    from tests.support.exported_steps import trained
 
     model = jaxonnx.load(two_layers()) if base == "4 bits" else mlp()
     x = normal(16, model.inputs[0].shape[1])
