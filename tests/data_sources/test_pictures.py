@@ -618,3 +618,10 @@ def test_a_step_is_exported_for_a_folder_of_pictures(photos, tmp_path, monkeypat
     session = onnxruntime.InferenceSession("step/step.onnx", providers=["CPUExecutionProvider"])
     shapes = {value.name: value.shape for value in session.get_inputs()}
     assert [4, 3, 8, 6] in shapes.values()
+
+
+def test_pixels_become_finite_numbers():
+    where = images.Layout((2, 2), 1, "NCHW", np.dtype(np.float32))
+    for wrong in ({"scale": np.nan}, {"std": (np.nan,)}, {"mean": (np.inf,)}):
+        with pytest.raises(jaxonnx.InputError):
+            images.Preparation(**wrong).check(where)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import jaxonnx
 from jaxonnx._data.batch_memory import Memory
 from jaxonnx._data.batches import Arrays
+from jaxonnx._data.prefetch import prefetch
 from jaxonnx._graph.values import Value
 from jaxonnx.training._data import sources
 
@@ -383,3 +384,11 @@ def test_a_batch_keeps_its_values_while_a_step_may_read_it():
     seen = [(slow(batch.inputs[0], w), batch.targets) for batch in batches]
     for sums, rows in seen:
         np.testing.assert_allclose(sums, x[rows].sum(1), rtol=1e-3, atol=1e-3)
+
+
+def test_a_few_are_under_way():
+    begun = []
+    late = prefetch((begun.append(i) or i for i in range(5)), 2)
+    assert (next(late), begun) == (0, [0, 1, 2])
+    assert [*late] == [1, 2, 3, 4]
+    assert [*prefetch(iter("ab"), 2)] == ["a", "b"]

@@ -1,5 +1,7 @@
 """Checkpoints that onnxruntime-training wrote: parameters, moments, and damaged files."""
 
+import errno
+import os
 import random
 
 import jax
@@ -9,6 +11,7 @@ import optax
 import pytest
 
 import jaxonnx
+from jaxonnx._io.checkpoints import reason
 from jaxonnx.training import read_training_checkpoint, restore_checkpoint
 from tests.support.paths import DATA
 
@@ -103,3 +106,13 @@ def test_damaged_files_end_in_an_error(tmp_path):
         jaxonnx.load(ORT / "net.onnx", weights=path)
     with pytest.raises(jaxonnx.ModelError, match="does not say that it is one"):
         read_training_checkpoint(ORT / "net.onnx")
+
+
+def test_the_reason_of_the_system_is_said():
+    inner = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    outer = ValueError("x" * 300)
+    outer.__cause__ = inner
+    assert reason(outer) == reason(inner) == "No space left on device"
+    text = f'{"y" * 300} [OS error 28: ENOSPC No space left on device] "folder"'
+    assert reason(RuntimeError(text)) == "No space left on device"
+    assert reason(RuntimeError("first\nsecond")) == "first"

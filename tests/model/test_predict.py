@@ -9,7 +9,6 @@ from rich.console import Console
 
 import jaxonnx
 from jaxonnx import _progress as progress
-from jaxonnx._data.prefetch import prefetch
 from tests.support.lazy_cases import Module
 from tests.support.tiny_networks import examples, mlp
 
@@ -137,11 +136,3 @@ def test_progress_in_a_notebook(model, monkeypatch):
     x, _ = examples()
     model.predict([x[:8]] * 5)
     assert (drawn[0], drawn[-1]) == ((0, 5), (5, 5))
-
-
-def test_a_few_are_under_way():
-    begun = []
-    late = prefetch((begun.append(i) or i for i in range(5)), 2)
-    assert (next(late), begun) == (0, [0, 1, 2])
-    assert [*late] == [1, 2, 3, 4]
-    assert [*prefetch(iter("ab"), 2)] == ["a", "b"]

@@ -6,8 +6,7 @@ import numpy as np
 import onnx
 import pytest
 
-from jaxonnx._graph.bind import bind
-from jaxonnx._run.scope import Context, run
+import jaxonnx
 from jaxonnx.errors import NodeError
 from tests.support.gradient_points import operator
 
@@ -24,9 +23,8 @@ def fake_quantized(zero_type="int8", zero=3, between=""):
             y = DequantizeLinear({"r" if between else "q"}, s, z)
         }}
     """
-    model = onnx.parser.parse_model(text)
-    graph = bind(model, model.graph, ())
-    return lambda x, s: run(graph, {"x": x, "s": s}, Context())[0]
+    model = jaxonnx.load(onnx.parser.parse_model(text))
+    return lambda x, s: model.apply({}, x, s)
 
 
 def test_gradients_go_straight_through():

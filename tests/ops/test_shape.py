@@ -8,8 +8,7 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 
-from jaxonnx._graph.bind import bind
-from jaxonnx._run.scope import Context, run
+import jaxonnx
 from jaxonnx.errors import NodeError
 from tests.support.gradient_points import operator
 
@@ -22,9 +21,9 @@ def ints(*values):
 
 def evaluate(text, opset=21):
     """A function of the graph inputs of a model in ONNX's textual form."""
-    model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": {opset}]> {text}')
-    graph = bind(model, model.graph, ())
-    return lambda *xs: run(graph, dict(zip(graph.inputs, xs, strict=True)), Context())
+    proto = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": {opset}]> {text}')
+    model = jaxonnx.load(proto)
+    return lambda *xs: jax.tree.leaves(model.apply({}, *xs))
 
 
 def test_shape_arithmetic_leaves_the_jaxpr():
@@ -124,8 +123,7 @@ def test_sparse_constant():
     node = helper.make_node("Constant", [], ["y"], sparse_value=sparse)
     graph = helper.make_graph([node], "g", [], [helper.make_empty_tensor_value_info("y")])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)])
-    (y,) = run(bind(model, model.graph, ()), {}, Context())
-    np.testing.assert_array_equal(y, [[5, 0], [0, 7]])
+    np.testing.assert_array_equal(jaxonnx.load(model)(), [[5, 0], [0, 7]])
 
 
 @pytest.mark.parametrize("dtype", ["int2", "uint2", "int4", "uint4", "float4_e2m1fn"])

@@ -6,7 +6,6 @@ import onnx.parser
 import pytest
 
 import jaxonnx
-from jaxonnx._io.read import read
 from jaxonnx._rewrite.dequantize import dequantize_weights
 from tests.support.paths import DATA
 
@@ -109,13 +108,14 @@ def test_names_of_the_main_graph_mean_nothing_in_functions():
 
 
 def test_dequantize_leaves_its_source():
-    proto, tensors = read(
+    source = jaxonnx.load(
         onnx.parser.parse_model("""
         <ir_version: 9, opset_import: ["": 17]>
         g (float[n,2] x) => (float[n,2] y) <int8[2,2] q = {1,2,3,4}, float s = {0.5}> {
           w = DequantizeLinear(q, s) y = MatMul(x, w)
         }""")
     )
+    proto, tensors = source.proto, source.tensors
     before = proto.SerializeToString(), {*tensors}
     changed, values = dequantize_weights(proto, tensors)
     assert (proto.SerializeToString(), {*tensors}) == before

@@ -14,7 +14,6 @@ from onnx import TensorProto, helper, numpy_helper
 
 import jaxonnx
 from jaxonnx import sparse
-from jaxonnx._io.packed import KEY
 from jaxonnx.errors import InputError, ModelError, SparsityError, TrainingError
 
 RNG = np.random.default_rng(0)
@@ -159,9 +158,9 @@ def test_the_record_is_one_entry_of_the_metadata():
     proto = net()
     proto.metadata_props.add(key="author", value="someone")
     entries = {e.key: e.value for e in pruned(proto).to_onnx().metadata_props}
-    assert entries.keys() == {"author", KEY}
+    assert entries.keys() == {"author", "jaxonnx.sparsity"}
     pattern = {"pattern": "2:4", "transposable": True}
-    assert json.loads(entries[KEY]) == {
+    assert json.loads(entries["jaxonnx.sparsity"]) == {
         "method": "",
         "weights": {"k": pattern | {"axes": [0, 1]}, "w": pattern | {"axes": [1, 0]}},
     }
@@ -314,7 +313,7 @@ def test_records_of_weights_that_are_not_there():
     proto = net()
     pattern = {"pattern": "2:4", "transposable": True}
     value = {"weights": {n: pattern | {"axes": a} for n, a in (("z", [0, 1]), ("w", [0, 5]))}}
-    proto.metadata_props.add(key=KEY, value=json.dumps(value))
+    proto.metadata_props.add(key="jaxonnx.sparsity", value=json.dumps(value))
     assert not jaxonnx.load(proto).to_onnx().metadata_props
 
 

@@ -1,8 +1,6 @@
 """What must not be lost or silent: weights, runs and checkpoints, whatever comes in between."""
 
-import errno
 import json
-import os
 import re
 import resource
 from pathlib import Path
@@ -278,18 +276,6 @@ def test_what_is_no_checkpoint_stays_apart(tmp_path):
     assert not list(folder.glob("unreadable.5*"))
 
 
-def test_the_reason_of_the_system_is_said():
-    from jaxonnx._io.checkpoints import reason
-
-    inner = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    outer = ValueError("x" * 300)
-    outer.__cause__ = inner
-    assert reason(outer) == reason(inner) == "No space left on device"
-    text = f'{"y" * 300} [OS error 28: ENOSPC No space left on device] "folder"'
-    assert reason(RuntimeError(text)) == "No space left on device"
-    assert reason(RuntimeError("first\nsecond")) == "first"
-
-
 def small_files():
     """Limit the size of files that this process writes, but for JAX's compiled programs."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
@@ -432,12 +418,3 @@ def test_what_a_device_has_left_is_what_a_step_may_take(monkeypatch):
     _memory._check(Compiled(), [Device(600), Device(0)])
     with pytest.raises(MemoryError, match="allocates 400 bytes, of which there are 399 bytes"):
         _memory._check(Compiled(), [Device(0), Device(601)])
-
-
-def test_pixels_become_finite_numbers():
-    from jaxonnx._data.images.preparation import Layout, Preparation
-
-    where = Layout((2, 2), 1, "NCHW", np.dtype(np.float32))
-    for wrong in ({"scale": np.nan}, {"std": (np.nan,)}, {"mean": (np.inf,)}):
-        with pytest.raises(jaxonnx.InputError):
-            Preparation(**wrong).check(where)
