@@ -49,44 +49,43 @@ class Augmented(Source):
             yield self._change(self._key, np.uint32(epoch), np.uint32(number), batch)
 
 
-def parse_augment(augment: Any, preprocess: Mapping[str, Any] | None, data: Any) -> tuple[Any, Any]:
-    """Parse the argument `augment` of `train`.
-
-    Returns:
-      The function, or None; and `preprocess`, with the names of image augmentations added.
+def add_image_augmentation(
+    preprocess: Mapping[str, Any] | None, augment: Any, data: Any
+) -> Mapping[str, Any] | None:
+    """Add the names of image augmentations in `augment` of `train` to `preprocess`.
 
     Raises:
       TrainingError: names for data other than a folder of images, or names in `preprocess` as well.
     """
     if augment is None or callable(augment):
-        return augment, preprocess
+        return preprocess
     if not is_folder(data):
         raise TrainingError(
             f"augment={augment!r}: names go with a folder of pictures; for other data pass a "
             "function (key, x) that returns what x becomes, or (key, batch)"
         )
     if preprocess is not None and not isinstance(preprocess, Mapping):
-        return None, preprocess  # refused where it is read
+        return preprocess  # refused where it is read
     if preprocess is not None and "augment" in preprocess:
         raise TrainingError(
             "augment= and preprocess={'augment': ...} are two forms of one argument: leave one out"
         )
-    return None, {**(preprocess or {}), "augment": augment}
+    return {**(preprocess or {}), "augment": augment}
 
 
-def augment_examples(examples: Source, function: Callable | None, seed: int) -> Source:
+def augment_examples(examples: Source, augment: Any, seed: int) -> Source:
     """Return a source whose batches a user's function changes, on the device.
 
     Args:
       examples: the source.
-      function: of (key, x), or of (key, batch) if its second parameter has that name; None returns
-        the source as it is.
+      augment: a function of (key, x), or of (key, batch) if its second parameter has that name;
+        for any other argument of `train` the source is returned as it is.
       seed: of the run.
     """
-    if function is None:
+    if not callable(augment):
         return examples
-    takes_batch = [*inspect.signature(function).parameters][1:2] == ["batch"]
-    apply = jax.jit(_on_batch(function) if takes_batch else _on_inputs(function))
+    takes_batch = [*inspect.signature(augment).parameters][1:2] == ["batch"]
+    apply = jax.jit(_on_batch(augment) if takes_batch else _on_inputs(augment))
 
     def change_batch(key: jax.Array, epoch: Any, number: Any, batch: Batch) -> Batch:
         if takes_batch:

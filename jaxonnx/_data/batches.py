@@ -82,6 +82,9 @@ class Source(ABC):
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Return the batches of an epoch, from batch `start` on."""
 
+    def release(self) -> None:  # noqa: B027
+        """Free the memory of a cache; the batches can be read as before."""
+
 
 @dataclass(frozen=True)
 class Examples(Source):

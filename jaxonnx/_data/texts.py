@@ -340,11 +340,6 @@ def is_text(data: Any) -> bool:
     return bool(_kind(_peek(data)))
 
 
-def packs_texts(data: Any, preprocess: Any) -> bool:
-    """Check whether data has texts that are packed to rows."""
-    return is_text(data) and TextSettings.of(preprocess).pack
-
-
 def _kind(row: Any) -> tuple[str, ...]:
     """Return the entry of `TEXTS` that a row has; () if it is not a text."""
     if not isinstance(row, Mapping):

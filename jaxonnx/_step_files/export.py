@@ -4,7 +4,6 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Unpack
@@ -23,7 +22,7 @@ from jaxonnx._step_files import web as _web
 from jaxonnx._step_files.load import FORMAT
 from jaxonnx.errors import InputError, TrainingError
 from jaxonnx.lora import Adapters
-from jaxonnx.model import Model, file_tensors, load
+from jaxonnx.model import Model, as_model, file_tensors
 from jaxonnx.onnx_out import OPSET, known_tensor, reads, split_into_blocks, split_state, write_model
 from jaxonnx.training import (
     Batch,
@@ -31,7 +30,6 @@ from jaxonnx.training import (
     State,
     Step,
     build_step,
-    weights_of_classes,
     with_heads,
 )
 
@@ -114,10 +112,9 @@ def export_step(
             "the model that jaxonnx.quantize(model, data) returns"
         )
     require_choice("init", init, ("onnx", "safetensors", "npz"))
-    own = {"loss": loss, "optimizer": optimizer, "learning_rate": learning_rate}
-    chosen = Settings(**own, epochs=1 if epochs is None else epochs, **settings)
-    model = with_heads(model if isinstance(model, Model) else load(model), chosen)
-    chosen = replace(chosen, class_weights=weights_of_classes(model, chosen))
+    of_loss = {"loss": loss, "optimizer": optimizer, "learning_rate": learning_rate}
+    chosen = Settings(**of_loss, epochs=1 if epochs is None else epochs, **settings)
+    model = with_heads(as_model(model), chosen)
     step = build_step(model, chosen, epochs, steps_per_epoch, platform="onnx")
     exporter = _Exporter(step, batch, opset)
     with nullcontext() if web is None else _web.runtime(runtime) as source:

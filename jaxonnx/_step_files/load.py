@@ -14,7 +14,7 @@ from jaxonnx._io.read import weights_of
 from jaxonnx._safe_read import wrap_errors
 from jaxonnx.errors import InputError
 from jaxonnx.lora import Adapters
-from jaxonnx.model import Model, load
+from jaxonnx.model import Model, as_model, load
 
 FORMAT = "jaxonnx training step 1"
 """The value of "format" in a manifest."""
@@ -65,7 +65,7 @@ def import_step(
     values = {name: jnp.asarray(arrays[name]) for name in needed}
     if graph is not None:
         values = _finish_tensors(path, graph, values)
-    model = model if isinstance(model, Model) else load(model)
+    model = as_model(model)
     if graph is not None and graph.get("adapters") is not None:
         with wrap_errors(f"'{path}' is damaged: 'adapters' are none; export again", InputError):
             adapters = Adapters.read(graph["adapters"], values)

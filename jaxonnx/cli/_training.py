@@ -17,7 +17,6 @@ from jaxonnx._arguments import RATE, StepArguments, TrainArguments, declared
 from jaxonnx._atomic_write import check_writable
 from jaxonnx._data.batches import Batch, Source
 from jaxonnx._data.images import preparation as images
-from jaxonnx._data.images.folder import find_folders
 from jaxonnx._data.texts import is_text
 from jaxonnx._graph.projections import ROLES
 from jaxonnx._io.folders import is_folder
@@ -33,12 +32,7 @@ from jaxonnx.errors import InputError
 from jaxonnx.lora import LoRA
 from jaxonnx.model import Model
 from jaxonnx.quantization import Quantization
-from jaxonnx.training import (
-    optimizer,
-    padding_of,
-    source,
-    target_names,
-)
+from jaxonnx.training import Settings, optimizer, read_data
 
 _RATES = ("rate", "schedule", "warmup", "clip", "weight_decay")
 """Flags that say more of an optimizer than its name."""
@@ -112,13 +106,10 @@ def export_step(options: argparse.Namespace) -> Report:
         vars(options).setdefault(name, None)  # flags that one step does not have
     settings = _settings(options, model, path, None)
     made = {name: explain.evaluate_calls(value) for name, value in settings.items()}
-    if path.is_dir():
-        data, _, model = find_folders(path, None, model, settings.get("preprocess"))
-    else:
-        data, _ = reading.data(path, model, options)
-    examples = _examples(data, model, settings, options.batch_size)
-    own = {"loss", "optimizer", *declared(StepArguments)}
-    made = {name: value for name, value in made.items() if name in own}
+    data = path if path.is_dir() else reading.data(path, model, options)[0]
+    model, examples = _examples(data, model, settings, options.batch_size)
+    of_step = {"loss", "optimizer", *declared(StepArguments)}
+    made = {name: value for name, value in made.items() if name in of_step}
     made |= {"epochs": options.epochs or 1, "steps_per_epoch": examples.steps}
     batches = [*examples.batches(0)] if options.web else [next(examples.batches(0))]
     if options.web:
@@ -371,11 +362,14 @@ def _save(model: Model, path: Path) -> None:
         raise Failed(f"{error}; the trained model is in {folder / path.name}") from error
 
 
-def _examples(data: Any, model: Model, settings: Mapping[str, Any], size: int | None) -> Source:
-    """Return the examples of a file in their order, padded as the settings say."""
-    pad, buckets, loss = (settings.get(name) for name in ("pad", "length_buckets", "loss"))
-    padding = padding_of(pad, buckets, loss, model)
-    return source(data, model.inputs, size, padding=padding, target_names=target_names(model))
+def _examples(
+    data: Any, model: Model, settings: Mapping[str, Any], size: int | None
+) -> tuple[Model, Source]:
+    """Return the examples of a file in their order, and the model with the classes of images."""
+    names = {"pad", "length_buckets", "loss", "preprocess"} & settings.keys()
+    chosen = Settings(batch_size=size, **{name: settings[name] for name in names})
+    model, examples, _, _ = read_data(model, chosen, data, training=False)
+    return model, examples
 
 
 def _with_proof(report: Report, model: Model, data: Any, settings: Mapping[str, Any]) -> Report:
@@ -387,7 +381,7 @@ def _with_proof(report: Report, model: Model, data: Any, settings: Mapping[str, 
         where = images.layout(model, prepare.size)
         few = [prepare(np.zeros((size, *where.size, where.channels), np.uint8), where)]
     else:
-        few = next(_examples(data, model, settings, size).batches(0)).inputs
+        few = next(_examples(data, model, settings, size)[1].batches(0)).inputs
     proof = sparse.verify(model.apply, model.params, *few, layers=model.sparsity.layers)
     dense = sum(w.nbytes for w in model.params.values())
     packed = packed_nbytes(model.params, model.sparsity)

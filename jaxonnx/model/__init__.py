@@ -7,7 +7,7 @@ from jaxonnx._graph.values import Value
 from jaxonnx.model._adapters import file_tensors  # noqa: F401
 from jaxonnx.model._add_training import add_training
 from jaxonnx.model._generate import Generator, stop_tokens  # noqa: F401
-from jaxonnx.model._load import load
+from jaxonnx.model._load import as_model, load  # noqa: F401
 from jaxonnx.model._model import Model, Statistics, Trainable
 from jaxonnx.model._predict import hide_caches, read_inputs  # noqa: F401
 from jaxonnx.model._quantized import (  # noqa: F401

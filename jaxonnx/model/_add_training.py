@@ -8,7 +8,7 @@ from onnx import ModelProto
 
 from jaxonnx._graph.select import matching
 from jaxonnx._graph.uses import weights
-from jaxonnx.model._load import load
+from jaxonnx.model._load import as_model
 from jaxonnx.model._model import Model, Trainable
 from jaxonnx.model._save import to_proto
 from jaxonnx.optim import OnnxTransformation
@@ -62,7 +62,7 @@ def add_training(
         already, several outputs, or trained tensors that are neither float32 nor float64.
       UnsupportedError: the schedule uses an operation that ONNX does not have.
     """
-    model = model if isinstance(model, Model) else load(model)
+    model = as_model(model)
     model = model if trainable is None else model.with_trainable(trainable)
     if isinstance(init, Mapping):
         init = _by_tensor(init, model)

@@ -41,6 +41,14 @@ TRIM_LIMIT = 1 << 26
 """Bytes; reading weights above it leaves gaps in memory that are worth giving back."""
 
 
+def as_model(
+    model: Model | str | os.PathLike | bytes | ModelProto,
+    mesh: Mesh | Literal["all"] | None = None,
+) -> Model:
+    """Return a Model as it is, and load anything else."""
+    return model if isinstance(model, Model) else load(model, mesh=mesh)
+
+
 def load(
     source: str | os.PathLike | bytes | ModelProto,
     *,

@@ -27,6 +27,7 @@ from jaxonnx._rewrite.quantize import Record, Writer, learn_scales, record_of, s
 from jaxonnx.errors import InputError
 from jaxonnx.model import (
     Model,
+    as_model,
     is_quantized,
     load,
     open_quantized,
@@ -93,7 +94,7 @@ def quantize(
       TrainingError: the data do not fit the model.
     """
     require_choice("method", method, ("round", None))
-    net = model if isinstance(model, Model) else load(model)
+    net = as_model(model)
     whole, source = read_examples(net, data, batch_size, preprocess)
     examples = [batch.inputs for batch in islice(source.batches(0), batches)]
     quantized = _insert(whole, Quantization.of(scheme), examples, method)

@@ -16,7 +16,7 @@ from onnx import ModelProto
 from jaxonnx import sparse
 from jaxonnx._figures import new_axes
 from jaxonnx.errors import InputError
-from jaxonnx.model import Model, load
+from jaxonnx.model import Model, as_model
 from jaxonnx.quantization._ranges import read_examples, spread_scale, weight_parameters
 from jaxonnx.quantization._scheme import TYPES, Quantization
 from jaxonnx.quantization._sites import WeightSite, find_weights
@@ -110,7 +110,7 @@ def sensitivity(
       InputError: the model has no such weight, or there is no such dtype or pattern.
       TrainingError: the data do not fit the model.
     """
-    net = model if isinstance(model, Model) else load(model)
+    net = as_model(model)
     net, source = read_examples(net, data, batch_size, preprocess)
     chosen = net.params.keys() - net._factors
     sites = {n: s for n, s in find_weights(net.graph, net.tensors).items() if n in chosen}

@@ -7,8 +7,9 @@
 from jaxonnx._arguments import DataArguments, StepArguments, TrainArguments  # noqa: F401
 from jaxonnx._data.batches import Batch
 from jaxonnx._io.training_checkpoints import TrainingCheckpoint, read_training_checkpoint
-from jaxonnx.training._build_step import build_step, step, weights_of_classes  # noqa: F401
-from jaxonnx.training._data import padding_of, source  # noqa: F401
+from jaxonnx.training._build_step import build_step, step  # noqa: F401
+from jaxonnx.training._classification import ConfusionMatrix, Curve, Curves, PerClass
+from jaxonnx.training._data import read_data  # noqa: F401
 from jaxonnx.training._evaluate import evaluate
 from jaxonnx.training._head import with_heads  # noqa: F401
 from jaxonnx.training._history import History
@@ -20,7 +21,6 @@ from jaxonnx.training._result import Result
 from jaxonnx.training._settings import Settings  # noqa: F401
 from jaxonnx.training._step import State, Step, as_batch, target_names  # noqa: F401
 from jaxonnx.training._stopping import Interrupt  # noqa: F401
-from jaxonnx.training._tables import ConfusionMatrix, Curve, Curves, PerClass
 from jaxonnx.training._train import train
 
 __all__ = [

@@ -15,16 +15,17 @@ from jaxonnx._arguments import (
     check_names,
     documented,
 )
+from jaxonnx._data.batches import Source
 from jaxonnx._data.images import preparation as images
 from jaxonnx.errors import TrainingError
-from jaxonnx.model import Model, load
+from jaxonnx.model import Model, as_model
 from jaxonnx.quantization import prepare
 from jaxonnx.training import _objective as objective
 from jaxonnx.training._accumulate import accumulate
 from jaxonnx.training._class_weights import class_weights_by_index
 from jaxonnx.training._gradient_step import GradientStep
 from jaxonnx.training._head import complete_settings, with_heads
-from jaxonnx.training._losses import find
+from jaxonnx.training._losses import find_by_output
 from jaxonnx.training._mesh_step import MeshStep
 from jaxonnx.training._optimizers import is_planned
 from jaxonnx.training._select_parameters import freeze_without_gradient, select_parameters
@@ -79,8 +80,8 @@ def step(
       TrainingError: the settings do not fit the model.
     """
     check_names("step", StepArguments, arguments)
-    own = LossArguments(loss=loss, optimizer=optimizer, learning_rate=learning_rate)
-    settings = Settings(**own, **arguments, epochs=1 if epochs is None else epochs)
+    of_loss = LossArguments(loss=loss, optimizer=optimizer, learning_rate=learning_rate)
+    settings = Settings(**of_loss, **arguments, epochs=1 if epochs is None else epochs)
     if settings.nan == "rollback":
         raise TrainingError("nan must be stop or skip: a loop of your own keeps its own snapshots")
     if settings.statistics == "recompute":
@@ -88,24 +89,9 @@ def step(
             "statistics must be batch or frozen: after a loop of your own, call "
             "model.recompute_statistics(data)"
         )
-    model = model if isinstance(model, Model) else load(model, mesh=settings.mesh)
-    model = read_whole_sequences(with_heads(model, settings), loss)
-    if settings.quantize is not None:
-        model, _ = prepare(model, settings.quantize, None, epochs, steps_per_epoch)
-        model = read_whole_sequences(model, loss)
-    settings = replace(settings, class_weights=weights_of_classes(model, settings))
+    model = with_heads(as_model(model, settings.mesh), settings)
+    model = read_whole_sequences(model, loss)
     return build_step(model, settings, epochs, steps_per_epoch)
-
-
-def weights_of_classes(model: Model, settings: Settings, data: Any = None) -> Any:
-    """Return `settings.class_weights` by the number of the class."""
-    if settings.class_weights is None:
-        return None
-    labels = images.preparation(model).labels
-    wanted = settings.loss.values() if isinstance(settings.loss, Mapping) else [settings.loss]
-    parts = (x[0] if isinstance(x, tuple) and x else x for x in wanted)
-    losses = [find(loss) for loss in parts if loss is not None]
-    return class_weights_by_index(settings.class_weights, labels, data, losses)
 
 
 def build_step(
@@ -113,11 +99,42 @@ def build_step(
     settings: Settings,
     epochs: int | None,
     steps_per_epoch: int | None,
+    examples: Source | None = None,
     platform: str | None = None,
 ) -> Step:
-    """Return the step that trains a model as the settings say, on the platform of its arrays."""
-    one = _build_local_step(model, settings, epochs, steps_per_epoch, platform)
-    return one if settings.mesh is None else MeshStep(one, settings.mesh, settings.sharding)
+    """Return the step that trains a model as the settings say.
+
+    Args:
+      examples: for balanced class weights and the ranges of `quantize`.
+      platform: of the run; by default that of the model's arrays.
+    """
+    notes: list[str] = []
+    if settings.class_weights is not None:
+        losses, labels = find_by_output(settings.loss).values(), images.preparation(model).labels
+        weights = class_weights_by_index(settings.class_weights, labels, examples, [*losses])
+        settings = replace(settings, class_weights=weights)
+    if settings.quantize is not None:
+        model, *notes = _round(model, settings, epochs, steps_per_epoch, examples)
+    step = _build_local_step(model, settings, epochs, steps_per_epoch, platform)
+    step.notes = (*step.notes, *notes)
+    return step if settings.mesh is None else MeshStep(step, settings.mesh, settings.sharding)
+
+
+def _round(
+    model: Model,
+    settings: Settings,
+    epochs: int | None,
+    steps_per_epoch: int | None,
+    examples: Source | None,
+) -> tuple[Model, str]:
+    """Return a model that rounds as `quantize` says, with the inputs that it had, and a note."""
+    scheme: Any = settings.quantize
+    rounded, note = prepare(model, scheme, examples, epochs, steps_per_epoch)
+    inputs = {value.name: value for value in model.inputs}
+    rounded = read_whole_sequences(rounded, settings.loss, inputs)
+    if model.program.packing is not None and rounded.program.packing is None:
+        raise TrainingError("preprocess={'pack': True} cannot be combined with quantize")
+    return rounded, note
 
 
 def _build_local_step(
@@ -133,7 +150,7 @@ def _build_local_step(
         _check_file_algorithm(settings)
         return TrainingInfoStep(model, objective.find(model, None, settings.metrics), settings)
     model, frozen = freeze_without_gradient(model)
-    weights: Any = settings.class_weights  # by number: `weights_of_classes`
+    weights: Any = settings.class_weights  # by number: `build_step`
     goal = objective.find(model, settings.loss, settings.metrics, weights)
     goal = replace(goal, notes=(*notes, *frozen, *goal.notes))
     optimizer: Any = settings.optimizer

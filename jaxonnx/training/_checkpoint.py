@@ -73,8 +73,8 @@ class Checkpoints:
       settings: the arguments that a resumed run must share, by name; "data" holds the fingerprint
         of the examples, or None if it is not known.
       model: the model that is trained.
-      fixed: arrays of the model that are not trained; a resumed run must have the same.
-      together: the processes of the run, each of which writes its shards.
+      frozen: arrays of the model that are not trained; a resumed run must have the same.
+      processes: the processes of the run, each of which writes its shards.
 
     Raises:
       TrainingError: the folder cannot be written, or holds a run and `resume` is false.
@@ -86,8 +86,8 @@ class Checkpoints:
         resume: bool | Literal["anyway"],
         settings: dict[str, Any],
         model: Model,
-        fixed: dict[str, jax.Array],
-        together: Processes,
+        frozen: dict[str, jax.Array],
+        processes: Processes,
     ):
         # takes seconds to import
         from orbax import checkpoint as orbax
@@ -98,9 +98,9 @@ class Checkpoints:
         self._any_data = resume == "anyway"
         self.notes: list[str] = []
         """Differences that `restore` accepted."""
-        self._together = together
-        self._fixed = fixed
-        self._sealed = self._checksums()
+        self._processes = processes
+        self._frozen = frozen
+        self._frozen_checksums = self._checksums()
         self.folder = os.fspath(folder)
         path = Path(folder).absolute()
         try:
@@ -118,7 +118,7 @@ class Checkpoints:
                 check_form(step)
             except UNREADABLE as error:
                 damaged.append((step.name, error))
-        together.agree(not damaged)  # all have looked before one changes anything
+        processes.agree(not damaged)  # all have looked before one changes anything
         for name, error in sorted(damaged, key=lambda one: one[0]):
             self._set_aside(name, error)
 
@@ -142,10 +142,10 @@ class Checkpoints:
                 "continue it, or another folder"
             )
         self._adapters = None if model.program.adaption is None else Adapters.of(model).about
-        if not together.agree(latest is not None and (path / MODEL).exists()):
-            plain = together.gather(model)
+        if not processes.agree(latest is not None and (path / MODEL).exists()):
+            plain = processes.gather(model)
             try:
-                _write(plain, path / MODEL, together.first)
+                _write(plain, path / MODEL, processes.first)
             except OSError as error:
                 self._manager.close()
                 raise TrainingError(
@@ -198,7 +198,7 @@ class Checkpoints:
             "tensors": {**state.state, **(state.average or state.params)},
             "averaged": state.params if state.average else {},
             "adapters": self._adapters,
-            "fixed": self._sealed,
+            "fixed": self._frozen_checksums,
             "settings": self._settings,
             "position": list(at),
             "history": dataclasses.asdict(history),
@@ -280,12 +280,13 @@ class Checkpoints:
                     f"the run in '{self.folder}' has {name}={before}, and {name}={value} would not "
                     f"continue it; pass {name}={before}, or another checkpoint_dir"
                 )
-        fixed = self._sealed if about["fixed"] == self._sealed else self._checksums(about["fixed"])
+        same = about["fixed"] == self._frozen_checksums
+        fixed = self._frozen_checksums if same else self._checksums(about["fixed"])
         before, now = [*about["leaves"], *about["fixed"]], [*_leaves(tree), *fixed]
         if before != now:
             odd = [
-                f"{kind} {next((line for line in one if line not in other), 'another order')}"
-                for kind, one, other in (("it has", before, now), ("this one has", now, before))
+                f"{kind} {next((line for line in lines if line not in other), 'another order')}"
+                for kind, lines, other in (("it has", before, now), ("this one has", now, before))
             ]
             raise TrainingError(
                 f"the checkpoint in '{self.folder}' is of another run: its parameters, state or "
@@ -301,7 +302,7 @@ class Checkpoints:
         on other devices computes the kind of checksum that `before` has.
         """
         lines = []
-        for place, (name, x) in enumerate(self._fixed.items()):
+        for place, (name, x) in enumerate(self._frozen.items()):
             summed = isinstance(x, jax.Array) and not x.is_fully_replicated
             if place < len(before):
                 summed = before[place].startswith(f"{name} sum ")
@@ -325,9 +326,9 @@ class Checkpoints:
         """Rename a checkpoint that cannot be read: the run will write one of the same number."""
         names = (f"unreadable.{step}" + ("" if n == 1 else f".{n}") for n in count(1))
         aside = next(path for path in map(self._directory.joinpath, names) if not path.exists())
-        if self._together.first:
+        if self._processes.first:
             os.rename(self._directory / str(step), aside)
-        self._together.agree(True)
+        self._processes.agree(True)
         warnings.warn(
             f"the checkpoint of step {step} in '{self.folder}' cannot be read ({reason(error)}), "
             f"and was renamed to {aside.name}; the previous one is used",

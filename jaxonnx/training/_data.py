@@ -1,44 +1,60 @@
-"""Convert the data arguments of `train` to sources of batches."""
+"""Read the data arguments of `train` as sources of batches."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from jaxonnx._data.augmented import add_image_augmentation
 from jaxonnx._data.batches import Examples, Source
 from jaxonnx._data.images.batches import Pictures
-from jaxonnx._data.images.folder import Folder
+from jaxonnx._data.images.folder import Folder, find_folders
 from jaxonnx._data.ragged import IGNORED, PLAIN, Padding
 from jaxonnx._data.sources import check_size, examples_of, size_of_batches
+from jaxonnx._data.texts import TextSettings, is_text, read_texts
 from jaxonnx._graph.values import Value
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model
-from jaxonnx.training._losses import find
-from jaxonnx.training._sequences import is_next_token, shift_labels
+from jaxonnx.training._losses import find_by_output
+from jaxonnx.training._sequences import is_next_token, shift_labels, take_packed_rows
+from jaxonnx.training._settings import Settings
+from jaxonnx.training._step import target_names
 
 
-def padding_of(pad: Any, length_buckets: Any, loss: Any, model: Model) -> Padding:
-    """Return the padding settings that a loss needs.
+def read_data(
+    model: Model, settings: Settings, data: Any, *, training: bool = True
+) -> tuple[Model, Source, Source | None, list[str]]:
+    """Read data in any form that `train` documents.
+
+    Args:
+      model: fitted to the data.
+      settings: `validation`, `seed`, and those of the data.
+      training: else the examples keep their order, and none are held out.
+
+    Returns:
+      The model, whose file has the preprocessing and the classes of images; the examples to train
+      with; those of `validation`; notes for the history.
 
     Raises:
-      TrainingError: an argument of the wrong form, or an unknown loss.
+      TrainingError: the data has none of these forms, or does not fit the model.
     """
-    several = isinstance(loss, Mapping)
-    given = loss.items() if several else () if loss is None else [(None, loss)]
-    found = {o: find(one[0] if isinstance(one, tuple) and one else one) for o, one in given}
-    labels = {o: IGNORED if l.ignore_index is None else l.ignore_index for o, l in found.items()}
-    next_token = is_next_token(loss)
-    padding = Padding.of(
-        pad,
-        length_buckets,
-        ignored=labels if several and not next_token else next(iter(labels.values()), IGNORED),
-        next_token=next_token,
-        untargeted=bool(found) and not any(l.takes_targets for l in found.values()),
-        group=math.lcm(*(l.rows for l in found.values())),
-    )
-    return shift_labels(padding, model, loss)
+    validation, seed = (settings.validation, settings.seed) if training else (None, None)
+    preprocess = add_image_augmentation(settings.preprocess, settings.augment, data)
+    of_texts, notes = is_text(data) or is_text(validation), []
+    if of_texts and training and TextSettings.of(preprocess).pack:
+        model = take_packed_rows(model)
+    padding = padding_of(model, settings)
+    if of_texts:
+        data, validation, padding, notes = read_texts(data, validation, model, preprocess, padding)
+    else:
+        data, validation, model = find_folders(data, validation, model, preprocess, training)
+    if training and validation is None and settings.metrics is not None:
+        raise TrainingError("metrics are computed on validation data: pass validation= as well")
+    size, names = settings.batch_size, target_names(model)
+    examples, held_out = sources(data, validation, model.inputs, size, seed, padding, names)
+    return model, examples, held_out, notes
 
 
 def sources(
@@ -46,61 +62,57 @@ def sources(
     validation: Any,
     inputs: Sequence[Value],
     batch_size: int | None,
-    seed: int,
+    seed: int | None,
     padding: Padding = PLAIN,
     target_names: Collection[str] = (),
 ) -> tuple[Source, Source | None]:
-    """Return the examples to train with and those held out, in the forms that `train` documents.
+    """Return the examples to train with, and those held out.
 
     Args:
       validation: like `data`, a share of it between 0 and 1, or None.
       inputs: the model's; where they are fixed to a batch size, data in one piece takes it.
       batch_size: for data in one piece; the batches of an iterable have their own size.
       seed: of the order of data in one piece, which depends on it and on the epoch only, and of
-        which examples are held out; validation data keeps its order.
+        which examples are held out; None and validation data keep their order.
       padding: of sequences of unequal length.
       target_names: names that are of targets, which weights of examples could have, too.
     """
-    examples = source(data, inputs, batch_size, seed, padding, target_names)
+
+    def read(data: Any, name: str, seed: int | None = None) -> Source:
+        if not isinstance(data, Folder):
+            options: Any = {"padding": padding, "target_names": target_names}
+            return examples_of(data, inputs, batch_size, seed, name, **options)
+        if padding.group != 1:
+            raise TrainingError(f"{name}: a folder of images has no groups of {padding.group}")
+        return Pictures.of(data, size_of_batches(inputs, batch_size), seed)
+
+    examples = read(data, "data", seed)
+    check_size(examples, batch_size)
     if validation is None:
         return examples, None
     if isinstance(validation, int | float):
         return _split(examples, validation)
-    return examples, _source(
-        validation, inputs, batch_size, None, "validation", padding, target_names
+    return examples, read(validation, "validation")
+
+
+def padding_of(model: Model, settings: Settings) -> Padding:
+    """Return the padding settings that the loss needs.
+
+    Raises:
+      TrainingError: an argument of the wrong form, or an unknown loss.
+    """
+    parts = find_by_output(settings.loss)
+    labels = {o: IGNORED if l.ignore_index is None else l.ignore_index for o, l in parts.items()}
+    by_output, next_token = parts.keys() - {None}, is_next_token(settings.loss)
+    padding = Padding.of(
+        settings.pad,
+        settings.length_buckets,
+        ignored=labels if by_output and not next_token else next(iter(labels.values()), IGNORED),
+        next_token=next_token,
+        untargeted=bool(parts) and not any(l.takes_targets for l in parts.values()),
+        group=math.lcm(*(l.rows for l in parts.values())),
     )
-
-
-def source(
-    data: Any,
-    inputs: Sequence[Value],
-    batch_size: int | None,
-    seed: int | None = None,
-    padding: Padding = PLAIN,
-    target_names: Collection[str] = (),
-) -> Source:
-    """Return a source of examples, unshuffled without a seed."""
-    examples = _source(data, inputs, batch_size, seed, "data", padding, target_names)
-    check_size(examples, batch_size)
-    return examples
-
-
-def _source(
-    data: Any,
-    inputs: Sequence[Value],
-    batch_size: int | None,
-    seed: int | None,
-    what: str,
-    padding: Padding,
-    target_names: Collection[str],
-) -> Source:
-    if isinstance(data, Folder):
-        if padding.group != 1:
-            raise TrainingError(f"{what}: a folder of images has no groups of {padding.group}")
-        return Pictures.of(data, size_of_batches(inputs, batch_size), seed)
-    return examples_of(
-        data, inputs, batch_size, seed, what, padding=padding, target_names=target_names
-    )
+    return shift_labels(padding, model, settings.loss)
 
 
 def _split(examples: Source, share: float) -> tuple[Examples, Examples]:
@@ -117,14 +129,14 @@ def _split(examples: Source, share: float) -> tuple[Examples, Examples]:
         )
     groups = examples.rows.reshape(-1, examples.group)
     count = len(groups)
-    held = round(count * share) if 0 < share < 1 else 0
-    if isinstance(share, bool) or not 0 < held < count:
+    size = round(count * share) if 0 < share < 1 else 0
+    if isinstance(share, bool) or not 0 < size < count:
         raise TrainingError(
             f"validation={share!r} must be a share between 0 and 1 of the {count} "
             f"{'examples' if examples.group == 1 else 'groups of examples'} that leaves some on "
             "either side"
         )
     order = np.random.default_rng(np.random.SeedSequence(examples.seed, spawn_key=(0,)))
-    chosen = np.sort(order.permutation(count)[:held])
+    chosen = np.sort(order.permutation(count)[:size])
     rest, held_out = np.delete(groups, chosen, axis=0).reshape(-1), groups[chosen].reshape(-1)
     return replace(examples, rows=rest), replace(examples, rows=held_out, seed=None)

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any, Unpack
 
 import jax
@@ -12,19 +11,15 @@ from onnx import ModelProto
 from jaxonnx._arguments import DataArguments, check_names, documented
 from jaxonnx._data.batches import Source
 from jaxonnx._data.images import preparation as images
-from jaxonnx._data.images.folder import find_folders
 from jaxonnx._data.inputs_and_targets import is_zero_or_one
 from jaxonnx._data.prefetch import prefetch
-from jaxonnx._data.texts import read_texts
 from jaxonnx._progress import track_batches
 from jaxonnx.errors import TrainingError
-from jaxonnx.model import Model, load
+from jaxonnx.model import Model, as_model
 from jaxonnx.training import _objective as objective
-from jaxonnx.training._batch_size import fit_to_batches
-from jaxonnx.training._data import padding_of, source
-from jaxonnx.training._sequences import read_whole_sequences
+from jaxonnx.training._data import read_data
+from jaxonnx.training._fit_to_data import fit_to_evaluation
 from jaxonnx.training._settings import Settings
-from jaxonnx.training._step import target_names
 
 
 @documented(DataArguments)
@@ -77,16 +72,10 @@ def evaluate(
     """
     if loss is None and metrics is None:
         raise TrainingError("evaluate computes metrics=, like ['accuracy'], or loss=, or both")
-    net = model if isinstance(model, Model) else load(model)
     check_names("evaluate", DataArguments, arguments)
-    settings = Settings(**arguments)
-    net, _ = fit_to_batches(net, replace(settings, statistics="frozen"), data)
-    net = read_whole_sequences(net, loss, data)
-    padding, given = padding_of(settings.pad, settings.length_buckets, loss, net), data
-    data, _, padding, _ = read_texts(data, None, net, settings.preprocess, padding)
-    if data is given:
-        data, _, net = find_folders(data, None, net, settings.preprocess, False)
-    examples = source(data, net.inputs, settings.batch_size, None, padding, target_names(net))
+    settings = Settings(**arguments, loss=loss)
+    net = fit_to_evaluation(as_model(model), settings, data)
+    net, examples, _, _ = read_data(net, settings, data, training=False)
     goal = objective.find(net, loss, metrics)
     return evaluate_objective(goal, examples, images.preparation(net).labels, progress)
 

@@ -57,7 +57,7 @@ class GradientStep(Step):
         self._goal = goal
         self._optimizer = optimizer
         self._storage = storage
-        self._settings = settings
+        self.settings = settings
         self._structured = structured
 
     def init(self, params: Any = None) -> State:
@@ -67,17 +67,17 @@ class GradientStep(Step):
         params, state = copy((self._storage.store(self._storage.widen(model.params)), state))
         memory = jax.tree.map(jnp.asarray, self._memory(params))
         average = None
-        if self._settings.ema is not None:
+        if self.settings.ema is not None:
             average = {name: copy(_wide(x)) for name, x in params.items()}
-        scale = LossScale.initial() if self._settings.precision == "fp16" else None
+        scale = LossScale.initial() if self.settings.precision == "fp16" else None
         counts = jnp.int32(0), jnp.int32(0), jnp.bool(True)  # buffers of their own, to be donated
         return State(params, state, memory, average, *counts, scale)
 
     def advance(self, state: State, batch: Any, frozen: Any = None) -> tuple[State, Any, Any]:
         batch = self.as_batch(batch)
         frozen = self.frozen if frozen is None else frozen
-        key = jax.random.fold_in(jax.random.key(self._settings.seed), state.count)
-        accumulates = self._settings.accumulate > 1
+        key = jax.random.fold_in(jax.random.key(self.settings.seed), state.count)
+        accumulates = self.settings.accumulate > 1
 
         def objective(params):
             params = self._storage.apply_params(self._read(params))
@@ -98,8 +98,8 @@ class GradientStep(Step):
             return [pull(unit)[0] for unit in units], results
 
         gradient: Callable[[Any], Any] = differentiate
-        if self._settings.precision is not None:
-            gradient = round_products(gradient, PRECISIONS[self._settings.precision])
+        if self.settings.precision is not None:
+            gradient = round_products(gradient, PRECISIONS[self.settings.precision])
         if self._structured:
             gradient = with_products(gradient, state.optimizer, self._structured)
         gradients, (value, means, renewed) = gradient(state.params)
@@ -137,7 +137,7 @@ class GradientStep(Step):
             retry = state.finite & ~counts & (scale.factor > 1)
             scale = jax.tree.map(partial(jnp.where, retry), scale.shrink(), scale)
             expected |= retry
-        goes_on = expected | (self._settings.nan == "skip")
+        goes_on = expected | (self.settings.nan == "skip")
         count, finite = state.count + goes_on, state.finite & goes_on
         return state.replace(count=count, finite=finite, scale=scale), expected
 
@@ -147,7 +147,7 @@ class GradientStep(Step):
         Otherwise its zeros take a program for each shape, half a second for a MobileNet; but they
         lie where the parameters were put, which those of one program do not.
         """
-        about, init = self._settings, self._optimizer.init
+        about, init = self.settings, self._optimizer.init
         arrays = [x for x in jax.tree.leaves(params) if not isinstance(x, Tracer)]
         placed = about.mesh or any(x.committed for x in arrays)
         traces = self._storage.names and about.sparsity is None
@@ -157,7 +157,7 @@ class GradientStep(Step):
     def _run(self) -> Callable:
         """Evaluate `Model.apply_train`, in the formulation of the platform."""
         run = self._goal.model.apply_train
-        on_one = self._storage.platform == "tpu" and self._settings.mesh is None
+        on_one = self._storage.platform == "tpu" and self.settings.mesh is None
         return separate_heads(run) if on_one else run
 
     def _read(self, tensors: Any) -> Any:
@@ -165,7 +165,7 @@ class GradientStep(Step):
 
         With `remat` nothing whole is kept for the gradient: each part gathers what it reads.
         """
-        return tensors if self._settings.remat else self.gather(tensors)
+        return tensors if self.settings.remat else self.gather(tensors)
 
     def _apply_update(
         self, state: State, stay: State, gradient: Any, extra: dict[str, Any], good: Any = None
@@ -187,9 +187,9 @@ class GradientStep(Step):
         kept = _keep_finite_at_once if self._storage.platform == "onnx" else _keep_finite
         params: Any = jax.tree.map(partial(kept, good), state.params, new)
         taken, average = state.taken + 1, state.average
-        if self._settings.ema is not None:
+        if self.settings.ema is not None:
             # the parameters move once in `accumulate` steps, and so does their average
-            part = jnp.where(taken % self._settings.accumulate == 0, 1 - self._settings.ema, 0)
+            part = jnp.where(taken % self.settings.accumulate == 0, 1 - self.settings.ema, 0)
             average: Any = optax.incremental_update(jax.tree.map(_wide, params), average, part)
         moved = state.replace(
             params={},
@@ -235,7 +235,7 @@ class GradientStep(Step):
         batch = self.as_batch(batch)
         frozen = self.frozen if frozen is None else frozen
         params = self._storage.apply_params(self._read(_visible_params(state)))
-        key = jax.random.fold_in(jax.random.key(self._settings.seed), state.count)
+        key = jax.random.fold_in(jax.random.key(self.settings.seed), state.count)
 
         def renew(zeros):
             tensors = {**self._read(frozen), **state.state, **zeros}

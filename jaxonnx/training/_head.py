@@ -33,9 +33,15 @@ def with_heads(model: Model, settings: Settings) -> Model:
         return model
     heads = settings.head if isinstance(settings.head, Mapping) else {None: settings.head}
     key = jax.random.fold_in(jax.random.key(settings.seed), _HEADS)
-    for (at, classes), one in zip(heads.items(), jax.random.split(key, len(heads)), strict=True):
-        model = model.with_head(classes, at, rng=one)
+    for (at, classes), rng in zip(heads.items(), jax.random.split(key, len(heads)), strict=True):
+        model = model.with_head(classes, at, rng=rng)
     return model
+
+
+def has_own_algorithm(model: Model, settings: Settings) -> bool:
+    """Check whether a run takes the algorithm that the file carries (`training_info`)."""
+    carried = bool(model.proto.training_info) and not model.heads
+    return carried and settings.loss is None and settings.optimizer is None
 
 
 def complete_settings(model: Model, settings: Settings) -> tuple[Settings, list[str]]:
@@ -45,8 +51,7 @@ def complete_settings(model: Model, settings: Settings) -> tuple[Settings, list[
       TrainingError: a head, or the network, has no loss that goes without saying.
     """
     notes = [] if settings.head is None else [head.note for head in model.heads]
-    own = not model.heads and bool(model.proto.training_info)
-    if own and settings.loss is None and settings.optimizer is None:
+    if has_own_algorithm(model, settings):
         return settings, notes
     if settings.loss is None:
         settings = replace(settings, loss=_usual_loss(model))
@@ -57,13 +62,13 @@ def complete_settings(model: Model, settings: Settings) -> tuple[Settings, list[
         rates += f" for the head and {RATE_OF_REST} for other parameters" if model.heads else ""
         notes.append(f"optimizer: Adam, {rates} (default)")
     if name is None and rate is None and model.heads:
-        both: Any = {"head": optax.adam(RATE), "rest": optax.adam(RATE_OF_REST)}
+        rules: Any = {"head": optax.adam(RATE), "rest": optax.adam(RATE_OF_REST)}
         head = {*model.head}
         parts = labels({"head": lambda name, _: name in head}, default="rest")
-        settings = replace(settings, optimizer=optax.multi_transform(both, parts))
+        settings = replace(settings, optimizer=optax.multi_transform(rules, parts))
     elif name is None or isinstance(name, str):
-        made = optimizer(name or "adam", RATE if rate is None else rate)
-        settings = replace(settings, optimizer=made, learning_rate=None)
+        rule = optimizer(name or "adam", RATE if rate is None else rate)
+        settings = replace(settings, optimizer=rule, learning_rate=None)
     return settings, notes
 
 

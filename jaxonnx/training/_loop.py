@@ -1,8 +1,8 @@
 """The training loop."""
 
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -13,19 +13,17 @@ from jaxonnx._data.batches import Batch, Source
 from jaxonnx._mesh.processes import Processes
 from jaxonnx.model import Model
 from jaxonnx.training._check_batches import BatchChecks, is_unchecked
-from jaxonnx.training._checkpoint import Checkpoints, Position
+from jaxonnx.training._continuations import Continuations
 from jaxonnx.training._history import History
 from jaxonnx.training._memory import EXHAUSTED, FitCheck, to_stop
 from jaxonnx.training._optimizers import rate_of
-from jaxonnx.training._progress import Bar
 from jaxonnx.training._reporter import Reporter
-from jaxonnx.training._samples import Samples
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._snapshots import Snapshots
 from jaxonnx.training._sparsity import sparse_numbers
 from jaxonnx.training._statistics import Statistics, warn_of_single_values
-from jaxonnx.training._step import State, Step, copy
-from jaxonnx.training._stopping import Interrupt, Monitor, PatienceEnded, Stop
+from jaxonnx.training._step import State, Step
+from jaxonnx.training._stopping import Interrupt, Monitor, Stop
 
 
 def run(
@@ -34,90 +32,57 @@ def run(
     held_out: Source | None,
     settings: Settings,
     interrupt: Interrupt,
-    together: Processes,
+    processes: Processes,
 ) -> tuple[Model, History]:
     """Run the epochs; return the trained model and the history."""
     monitor = Monitor(settings.monitor, step.columns(held_out is not None), settings.patience)
-    update = FitCheck(_with_reports(step, together))
-    epochs, state, at = settings.epochs, step.init(), Position()
-    history, phase = History(), sparse_numbers(state.optimizer).get("phase")
-    best = None if settings.patience is None else copy((step.view(state), state.state))
+    update = FitCheck(_with_reports(step, processes))
+    reporter = Reporter(settings, examples.steps, interrupt, processes)
+    state = step.init()
     with ExitStack() as stack:
-        checkpoints = None
-        if settings.checkpoint_dir is not None:
-            checkpoints = _checkpoints(step, state, examples, settings, together)
-            stack.enter_context(checkpoints)
-            at, (state, best), history = checkpoints.restore((step.to_file(state), best))
-            state = step.from_file(state)
-        if not history.epochs:
-            history.phase = phase
-        history.notes = [*step.notes, *(checkpoints.notes if checkpoints is not None else ())]
-        batches, first = _first_batches(examples, at, epochs)
-        checks = BatchChecks(step, first, examples)
-        warn_of_single_values(step, first)
+        snapshots = Snapshots(step, state, examples, settings, monitor, reporter, processes)
+        stack.enter_context(snapshots.checkpoints or nullcontext())
+        state = snapshots.restore(state)
+        history, at = reporter.history, snapshots.at
         statistics = Statistics(step, examples, settings, state, interrupt)
-        checks.check_data(examples, held_out)
-        validate = _Validation(step, held_out, checks, first, interrupt)
-        samples = Samples(step, settings.samples if together.first else None)
-
-        progress, hooks = (settings.progress, settings.hooks) if together.first else (False, ())
-        bar = stack.enter_context(Bar(progress, epochs, examples.steps, len(history.losses)))
-        skip, several = settings.nan == "skip", together.several
-        reporter = Reporter(history, hooks, bar, interrupt, skip, several, at.sums)
-        stack.callback(reporter.call_hooks, "close")
-        snapshots = Snapshots(checkpoints, settings, reporter, step, state, interrupt, several)
+        batches = _Batches(step, examples, at.epoch, at.batch, settings.epochs, interrupt)
+        warn_of_single_values(step, batches.first)
+        batches.checks.check_data(examples, held_out)
+        validate = _Validation(step, held_out, batches, interrupt)
+        continuations = Continuations(step, settings.samples if processes.first else None)
+        stack.enter_context(reporter)
         interrupt.begin()
         try:
             monitor.record(history.epochs)
             monitor.check(history.epochs)
-            for epoch in range(at.epoch, epochs):
+            for epoch in range(at.epoch, settings.epochs):
                 began = time.perf_counter()
-                for batch in interrupt.iterate(batches):
-                    if snapshots.due():
-                        state = snapshots.keep(at, state, best)
-                    if is_unchecked(examples):
-                        checks(batch, f"a batch of epoch {epoch + 1}")
-                    together.step(epoch, at.batch)
-                    batch = step.put(batch, examples.in_shares)
-                    stop = together.stop_flag(interrupt.presses > 0)
-                    state, seen = update(state, batch, step.frozen, stop)
-                    at = at._replace(batch=at.batch + 1)
-                    if not reporter.add(seen):
-                        state = snapshots.settle(state)
-                    interrupt.check(reporter.stop_requested)
-                together.close_epoch(epoch, at.batch)
+                for batch in batches.of_epoch(epoch):
+                    state = snapshots.save_if_due(state)
+                    processes.step(epoch, snapshots.at.batch)
+                    batch = batches.put(batch, f"a batch of epoch {epoch + 1}")
+                    stop = processes.stop_flag(interrupt.presses > 0)
+                    state, report = update(state, batch, step.frozen, stop)
+                    state = snapshots.count_step(state, report)
+                    reporter.check_interrupt()
+                processes.close_epoch(epoch, snapshots.at.batch)
                 state = snapshots.settle(state)
-                checks.catch_up()
-                state = statistics.renew(state, epoch, reporter.step, at.batch)
-                row: dict[str, Any] = {"epoch": epoch + 1, "step": reporter.step}
-                row |= {"loss": reporter.loss}
-                row |= {"rate": history.rates[-1]} if history.rates else {}
-                row |= validate(state, epoch) | sparse_numbers(state.optimizer)
-                samples.write(state, epoch)
-                reporter.close_epoch(row | {"seconds": time.perf_counter() - began})
-                at = Position(epoch + 1)
-                improved = monitor.record(history.epochs)
-                history.best = monitor.best and monitor.best[0]
-                if improved and best is not None:
-                    best = copy((step.view(state), state.state))
-                if snapshots.due_after_epoch(improved, epoch + 1 == epochs):
-                    state = snapshots.keep(at, state, best, monitor.score(row))
+                batches.checks.catch_up()
+                state = statistics.renew(state, epoch, reporter.step, snapshots.at.batch)
+                numbers = validate(state, epoch) | sparse_numbers(state.optimizer)
+                continuations.write(state, epoch)
+                row = reporter.close_epoch(epoch, numbers, time.perf_counter() - began)
+                state = snapshots.close_epoch(state, row)
                 monitor.check(history.epochs)
-                interrupt.check(reporter.stop_requested)
-                if epoch + 1 < epochs:
-                    batches = examples.batches(epoch + 1)
+                reporter.check_interrupt()
             snapshots.finish(state)
         except (Stop, KeyboardInterrupt, *EXHAUSTED) as error:
-            end = to_stop(error, state, several)
-            checks.catch_up()  # wrong labels may be why a loss is not finite
-            state, stop = snapshots.end_early(end, at, state, best)
-            which = monitor.chosen or f"step {stop.step}"
-            history.stopped = f"{stop}; the weights are those of {which}{snapshots.where}"
-            history.early = isinstance(stop, PatienceEnded)
-    history.notes += statistics.notes(reporter.step, bool(monitor.chosen) or not at.batch)
-    if best is not None and monitor.chosen:
-        return step.to_model(*best), history
-    return step.to_model(step.view(state), state.state), history
+            end = to_stop(error, state, processes.several)
+            batches.checks.catch_up()  # wrong labels may be why a loss is not finite
+            state = snapshots.end_early(end, state)
+    whole = bool(monitor.chosen) or not snapshots.at.batch
+    history.notes += statistics.notes(reporter.step, whole)
+    return snapshots.to_model(state), history
 
 
 def _with_reports(step: Step, together: Processes) -> Callable[..., tuple[State, Any]]:
@@ -132,50 +97,57 @@ def _with_reports(step: Step, together: Processes) -> Callable[..., tuple[State,
     return update
 
 
-def _checkpoints(
-    step: Step, state: State, examples: Source, settings: Settings, together: Processes
-) -> Checkpoints:
-    """Open the checkpoint folder of a run; frozen tensors are compared, not stored."""
-    assert settings.checkpoint_dir is not None
-    same = {**settings.resumable, "batch_size": examples.size}
-    same |= {"preprocess": examples.resumable, "data": examples.identity}
-    tensors = {**step.model.params, **step.model.state}
-    fixed = {n: x for n, x in tensors.items() if n not in state.params and n not in state.state}
-    return Checkpoints(settings.checkpoint_dir, settings.resume, same, step.model, fixed, together)
-
-
-def _first_batches(examples: Source, at: Position, epochs: int) -> tuple[Any, Batch]:
-    """Return the batches of the epoch that a run begins in, and the first of them.
-
-    An iterator gives its first batch only once, so it is put back in front of the others.
-    """
-    batches = examples.batches(at.epoch, at.batch) if at.epoch < epochs else iter(())
-    first = next(batches, None)
-    if first is None:
-        return batches, next(examples.batches(at.epoch))
-    return chain([first], batches), first
-
-
-class _Validation:
-    """Computes the validation metrics, in inference mode; none without validation data.
+class _Batches:
+    """The batches of a run, checked and on their devices.
 
     Args:
-      first: a batch of the training data, whose shapes the sums are made for.
+      epoch, batch: where the run begins.
+      epochs: where it ends.
+
+    Attributes:
+      first: a batch, whose shapes the sums of validation are made for.
+      checks: of batches.
     """
 
     def __init__(
-        self,
-        step: Step,
-        held_out: Source | None,
-        checks: BatchChecks,
-        first: Batch,
-        interrupt: Interrupt,
+        self, step: Step, source: Source, epoch: int, batch: int, epochs: int, interrupt: Interrupt
     ):
+        self._step, self._source, self._interrupt = step, source, interrupt
+        batches = source.batches(epoch, batch) if epoch < epochs else iter(())
+        first = next(batches, None)
+        # an iterator gives its first batch only once, so it is put back in front of the others
+        self._begun = batches if first is None else chain([first], batches)
+        self.first = next(source.batches(epoch)) if first is None else first
+        self.checks = BatchChecks(step, self.first, source)
+
+    def of_epoch(self, epoch: int) -> Iterator[Batch]:
+        """Return the batches of an epoch, on the host; of the first one those that are left."""
+        begun, self._begun = self._begun, None
+        batches = self._source.batches(epoch) if begun is None else begun
+        return self._interrupt.iterate(batches)
+
+    def put(self, batch: Batch, name: str, source: Source | None = None) -> Batch:
+        """Check a batch and put it on the devices that share it.
+
+        Args:
+          name: of the batch, for errors.
+          source: of the batch, if it is not that of the run.
+        """
+        source = self._source if source is None else source
+        if is_unchecked(source):
+            self.checks(batch, name)
+        return self._step.put(batch, source.in_shares)
+
+
+class _Validation:
+    """Computes the validation metrics, in inference mode; none without validation data."""
+
+    def __init__(
+        self, step: Step, held_out: Source | None, batches: _Batches, interrupt: Interrupt
+    ):
+        self._step, self._held_out, self._batches = step, held_out, batches
         self._interrupt = interrupt
-        self._step = step
-        self._held_out = held_out
-        self._checks = checks
-        self._sums = None if held_out is None else step.sums(first, checks.shapes)
+        self._sums = None if held_out is None else step.sums(batches.first, batches.checks.shapes)
         self._evaluate: Callable = jax.jit(step.evaluate)
 
     def __call__(self, state: State, epoch: int) -> dict[str, float]:
@@ -183,8 +155,6 @@ class _Validation:
             return {}
         sums = self._sums
         for batch in self._interrupt.iterate(self._held_out.batches(epoch)):
-            if is_unchecked(self._held_out):
-                self._checks(batch, "a batch of validation")
-            batch = self._step.put(batch, self._held_out.in_shares)
+            batch = self._batches.put(batch, "a batch of validation", self._held_out)
             sums = self._evaluate(sums, state, batch, self._step.frozen)
         return self._step.row(sums)

@@ -355,6 +355,12 @@ def _takes(name: str) -> str:
     return "targets of the shape of the outputs"
 
 
+def find_by_output(loss: Any) -> dict[str | None, Loss]:
+    """Return the losses in the argument of `train`, by output; None for all outputs."""
+    losses = loss if isinstance(loss, Mapping) else {} if loss is None else {None: loss}
+    return {o: find(x[0] if isinstance(x, tuple) and x else x) for o, x in losses.items()}
+
+
 def find(loss: Any) -> Loss:
     """Return the loss of that name, or around that callable, which may be one of optax's itself."""
     if isinstance(loss, ClassLoss | GroupLoss):

@@ -41,7 +41,7 @@ class MeshStep(Step):
     def __init__(self, step: Step, mesh: Any, sharding: Sharding | None):
         self._step = step
         self._mesh = mesh_of(mesh)
-        self.model = step.model
+        self.model, self.settings = step.model, step.settings
         tensors = {**self.model.state, **self.model.params, **step.params}
         split = specs(self.model, self._mesh, DATA if sharding is None else sharding, tensors)
         self._laid = {

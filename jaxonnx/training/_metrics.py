@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxonnx._data.inputs_and_targets import is_zero_or_one
 from jaxonnx._require import require
 from jaxonnx.errors import TrainingError
-from jaxonnx.training import _tables as tables
+from jaxonnx.training._classification import ConfusionMatrix, Curves, PerClass
 from jaxonnx.training._losses import check_classes, totals
 from jaxonnx.training._predictions import Answers, Choices, Reader
 
@@ -167,20 +167,20 @@ _CLASSES = {
 """Metrics of decisions: their sums, and the value."""
 
 _TABLES = {
-    "confusion_matrix": (_matrix, tables.ConfusionMatrix.of, add),
-    "per_class": (_confusion, lambda sums: tables.PerClass.of(*sums[0]), add),
-    "roc_curve": (_gather_predictions, partial(tables.Curves.of, "roc"), None),
+    "confusion_matrix": (_matrix, ConfusionMatrix.of, add),
+    "per_class": (_confusion, lambda sums: PerClass.of(*sums[0]), add),
+    "roc_curve": (_gather_predictions, partial(Curves.of, "roc"), None),
     "precision_recall_curve": (
         _gather_predictions,
-        partial(tables.Curves.of, "precision_recall"),
+        partial(Curves.of, "precision_recall"),
         None,
     ),
 }
 """Metrics of decisions whose value is a table, for `evaluate`."""
 
 _AREAS = {
-    "roc_auc": lambda gathered: tables.Curves.of("roc", gathered).area,
-    "average_precision": lambda gathered: tables.Curves.of("precision_recall", gathered).area,
+    "roc_auc": lambda gathered: Curves.of("roc", gathered).area,
+    "average_precision": lambda gathered: Curves.of("precision_recall", gathered).area,
 }
 """Numbers that need the scores of all examples, for `evaluate`."""
 

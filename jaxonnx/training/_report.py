@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxonnx._atomic_write import write_atomically
-from jaxonnx._data.batches import Examples, Source
+from jaxonnx._data.batches import Batch, Examples, Source
 from jaxonnx._data.images import preparation as images
 from jaxonnx._graph.uses import uses
 from jaxonnx._io.protos import modules
@@ -25,8 +25,9 @@ from jaxonnx.model import Model
 from jaxonnx.quantization import list_layers, plot_ranges
 from jaxonnx.training import _objective as objective
 from jaxonnx.training._evaluate import evaluate_objective
+from jaxonnx.training._fit_to_data import fit_to_evaluation
 from jaxonnx.training._history import History
-from jaxonnx.training._sequences import read_whole_sequences
+from jaxonnx.training._sequences import take_packed_rows
 from jaxonnx.training._settings import Settings
 
 _CLASSES = 30
@@ -154,31 +155,21 @@ def _layers(result: ReportSource) -> Iterator[str]:
 
 def _rounded(result: ReportSource) -> Iterator[str]:
     """Draw the rounded inputs of the layers of a quantized network, and list them in a table."""
-    data = None if result.run is None else result.run.held_out
-    batch = next(data.batches(0)).inputs if isinstance(data, Examples) else None
-    layers = list_layers(result.model, batch)
+    model, batch = _fit_to_validation(result)
+    layers = list_layers(model, None if batch is None else batch.inputs)
     if not layers:
         return
     yield "<h2>Ranges</h2>"
     height = 1.5 + 0.3 * len(layers)
     yield _picture("ranges of layers", lambda axes: plot_ranges(layers, axes), (9, height))
-    heads = (
-        "layer",
-        "operator",
-        "tensor",
-        "type",
-        "scales",
-        "smallest scale",
-        "largest scale",
-        "range",
-        "clipped",
-    )
+    scales = "smallest scale", "largest scale"
+    heads = ("layer", "operator", "tensor", "type", "scales", *scales, "range", "clipped")
     rows = []
     for layer in layers:
-        for one in (*([layer.weight] if layer.weight else []), *layer.activations):
-            clipped = "" if one.clipped is None else f"{one.clipped:.2%}"
-            ends = f"{one.range[0]:.4g} to {one.range[1]:.4g}"
-            cells = (one.name, one.type, one.scales, *one.scale, ends, clipped)
+        for tensor in (*([layer.weight] if layer.weight else []), *layer.activations):
+            clipped = "" if tensor.clipped is None else f"{tensor.clipped:.2%}"
+            ends = f"{tensor.range[0]:.4g} to {tensor.range[1]:.4g}"
+            cells = (tensor.name, tensor.type, tensor.scales, *tensor.scale, ends, clipped)
             rows.append([layer.name, layer.operator, *cells])
     yield from _table(heads, rows)
     seen = "the first batch of the validation data" if batch is not None else "weights only"
@@ -190,18 +181,12 @@ def _status(result: ReportSource, name: str) -> str:
     model = result.model
     if name not in model.params:
         return "renewed" if result.changes.get(name) else "frozen"
-    if result.lora is not None:
-        return (
-            "adapters" if name in result.lora.layouts else _trained_text(name in result.lora.values)
-        )
-    sparse = {} if model.sparsity is None else {x.name: x.pattern for x in model.sparsity.layers}
-    if name in sparse:
-        return f"sparse {sparse[name]}"
-    return "trained"
-
-
-def _trained_text(yes: bool) -> str:
-    return "trained" if yes else "frozen"
+    if result.lora is not None and name in result.lora.layouts:
+        return "adapters"
+    if result.lora is not None and name not in result.lora.values:
+        return "frozen"
+    layers = () if model.sparsity is None else model.sparsity.layers
+    return next((f"sparse {x.pattern}" for x in layers if x.name == name), "trained")
 
 
 def confusion(result: ReportSource) -> Any:
@@ -209,7 +194,7 @@ def confusion(result: ReportSource) -> Any:
     run = result.run
     if run is None or run.settings.loss is None or not isinstance(run.held_out, Examples):
         return None
-    model = read_whole_sequences(result.model, run.settings.loss)
+    model, _ = _fit_to_validation(result)
     goal = objective.find(model, run.settings.loss, None)
     if len(goal.terms) != 1:
         return None
@@ -224,6 +209,17 @@ def confusion(result: ReportSource) -> Any:
     labels = images.preparation(result.model).labels
     values = evaluate_objective(goal, run.held_out, labels, progress=False)
     return next(value for key, value in values.items() if key.endswith(name))
+
+
+def _fit_to_validation(result: ReportSource) -> tuple[Model, Batch | None]:
+    """Return the model with the inputs of the validation data, and the first batch of these."""
+    run = result.run
+    if run is None or not isinstance(run.held_out, Examples):
+        return result.model, None
+    batch = next(run.held_out.batches(0))
+    model = fit_to_evaluation(result.model, run.settings, (batch.inputs, batch.targets))
+    packs = isinstance(run.settings.preprocess, Mapping) and run.settings.preprocess.get("pack")
+    return take_packed_rows(model) if packs else model, batch
 
 
 def _changed_settings(settings: Settings) -> dict[str, Any]:

@@ -5,15 +5,15 @@ in each step, so losses are read in groups, several steps after these were start
 """
 
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxonnx._arguments import Hook
+from jaxonnx._mesh.processes import Processes
 from jaxonnx.training._history import NOT_VALIDATED, ROLLED_BACK, SKIPPED, History
 from jaxonnx.training._progress import Bar
+from jaxonnx.training._settings import Settings
 from jaxonnx.training._stopping import Interrupt
 
 _AHEAD = 8
@@ -26,38 +26,48 @@ _IN_A_ROW = 10
 
 
 class Reporter:
-    """Reads the reports of steps into the history.
+    """Reads the reports of steps into the history, the hooks and the progress bar.
+
+    Of several processes the first one alone has hooks and a bar; their reports end with the stop
+    flag of all of them. Entering it shows the bar.
 
     Args:
-      history: of the run so far; it is appended to.
-      hooks: called with the number of a step and its metrics.
-      skip: skip steps that are not finite, instead of stopping.
-      reports_stop: whether reports end with the stop flag of all processes.
+      settings: `epochs`, `progress`, `on_log` and `nan`.
+      steps: the steps of an epoch, where known.
     """
 
     def __init__(
-        self,
-        history: History,
-        hooks: Sequence[Hook],
-        bar: Bar,
-        interrupt: Interrupt,
-        skip: bool = False,
-        reports_stop: bool = False,
-        sums: Any = ((0.0,), (0.0,)),
+        self, settings: Settings, steps: int | None, interrupt: Interrupt, processes: Processes
     ):
-        self.history = history
+        self.history = History()
+        self.sums = np.zeros((2, 1))
+        """The numerators and denominators of the epoch's losses."""
         self.trouble: str | None = None
         """The first step that was not finite and is not skipped, in words; None if all were."""
-        self._hooks = hooks
-        self._interrupt = interrupt
-        self._bar = bar
-        self.sums = np.asarray(sums, np.float64)
-        """The numerators and denominators of the epoch's losses."""
-        self.stop_requested: bool | None = False if reports_stop else None
+        self.interrupt = interrupt
+        self._hooks = settings.hooks if processes.first else ()
+        self._shows = settings.progress if processes.first else False
+        self._epochs, self._steps = settings.epochs, steps
+        self._stop_requested: bool | None = False if processes.several else None
         """Whether the stop flag was set in a report that was read; None without the flag."""
-        self._skip = skip
+        self._skip = settings.nan == "skip"
         self._skipped = 0
         self._pending: deque[Any] = deque()
+
+    def __enter__(self) -> "Reporter":
+        self._bar = Bar(self._shows, self._epochs, self._steps, self.step)
+        self._bar.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            self.call_hooks("close")
+        finally:
+            self._bar.__exit__(*error)
+
+    def resume(self, history: History, sums: Any) -> None:
+        """Continue a history, whose epoch has these sums of losses so far."""
+        self.history, self.sums = history, np.asarray(sums, np.float64)
 
     @property
     def step(self) -> int:
@@ -88,6 +98,10 @@ class Reporter:
         self._bar.show(self.history)
         return self.trouble is None
 
+    def check_interrupt(self) -> None:
+        """Raise `Interrupted` if Ctrl-C was pressed, in whichever process."""
+        self.interrupt.check(self._stop_requested)
+
     def flush(self) -> bool:
         """Wait for all steps and read their reports; return whether the run can go on."""
         return self._read(0)
@@ -99,8 +113,11 @@ class Reporter:
         self.history.events.append(event)
         self.trouble = None
 
-    def close_epoch(self, row: dict[str, Any]) -> None:
-        """Append the metrics of an epoch."""
+    def close_epoch(self, epoch: int, numbers: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """Append an epoch to the history: its loss and rate, and other numbers; return the row."""
+        row = {"epoch": epoch + 1, "step": self.step, "loss": self.loss}
+        row |= {"rate": self.history.rates[-1]} if self.history.rates else {}
+        row |= {**numbers, "seconds": seconds}
         self.history.epochs.append(row)
         self.sums = np.zeros((2, 1))
         for name, value in row.items():
@@ -110,6 +127,7 @@ class Reporter:
                 self.history.events.append(event | {"why": f"{name}, {value}, is not finite"})
         self._log(row)
         self._bar.show(self.history)
+        return row
 
     def call_hooks(self, name: str) -> None:
         """Call the method `name`, "flush" or "close", of hooks that have it."""
@@ -123,8 +141,8 @@ class Reporter:
         while len(self._pending) > keep and self.trouble is None:
             report, sums = map(np.asarray, self._pending.popleft())
             value, finite, *rate = report.tolist()
-            if self.stop_requested is not None:
-                self.stop_requested = self.stop_requested or bool(rate.pop())
+            if self._stop_requested is not None:
+                self._stop_requested = self._stop_requested or bool(rate.pop())
             self.history.losses.append(value)
             self.history.rates += rate
             self._log(dict(zip(("loss", "rate"), (value, *rate), strict=False)))
@@ -151,5 +169,5 @@ class Reporter:
 
     def _log(self, metrics: dict[str, Any]) -> None:
         for hook in self._hooks:
-            with self._interrupt.interruptible():
+            with self.interrupt.interruptible():
                 hook(self.step, dict(metrics))

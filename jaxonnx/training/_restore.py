@@ -4,6 +4,7 @@ import os
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxonnx._io.training_checkpoints import read_training_checkpoint
 from jaxonnx.errors import TrainingError
@@ -27,21 +28,21 @@ def restore_checkpoint(step: Step, path: str | os.PathLike) -> State:
       TrainingError: it has no moments of a parameter of the step, or of another shape; or the
         optimizer is not `jaxonnx.optim.adam`.
     """
-    found, where = read_training_checkpoint(path), f"'{os.fspath(path)}'"
-    if not found.moments:
+    saved, where = read_training_checkpoint(path), f"'{os.fspath(path)}'"
+    if not saved.moments:
         raise TrainingError(
             f"{where} has no optimizer moments: it was saved without include_optimizer_state; "
             "jaxonnx.load(model, weights=path) reads its parameters"
         )
     for name, x in step.params.items():
-        shapes = [y.shape for y in (*found.moments.get(name, ()), *_take_array(found.params, name))]
-        if shapes != [x.shape] * 3:
+        arrays = [*saved.moments.get(name, ()), saved.params.get(name)]
+        if [np.shape(y) for y in arrays] != [x.shape] * 3 or arrays[-1] is None:
             raise TrainingError(
                 f"{where} lacks two moments and a value of the shape {[*x.shape]} for '{name}'; "
-                f"it has those of {', '.join(found.moments)}: trainable= chooses what is trained"
+                f"it has those of {', '.join(saved.moments)}: trainable= chooses what is trained"
             )
-    own = {name: jnp.asarray(found.params[name], x.dtype) for name, x in step.params.items()}
-    state = step.to_file(step.init(own))
+    params = {name: jnp.asarray(saved.params[name], x.dtype) for name, x in step.params.items()}
+    state = step.to_file(step.init(params))
     replaced = 0
 
     def replace(node):
@@ -50,19 +51,15 @@ def restore_checkpoint(step: Step, path: str | os.PathLike) -> State:
             return node
         replaced += 1
         moments = (
-            {name: jnp.asarray(found.moments[name][i], x.dtype) for name, x in own.items()}
+            {name: jnp.asarray(saved.moments[name][i], x.dtype) for name, x in params.items()}
             for i in (0, 1)
         )
-        return AdamState(jnp.asarray(found.count, node.count.dtype), *moments)
+        return AdamState(jnp.asarray(saved.count, node.count.dtype), *moments)
 
     optimizer = jax.tree.map(
         replace, state.optimizer, is_leaf=lambda node: isinstance(node, AdamState)
     )
     if replaced != 1:
         raise TrainingError("the optimizer of the step must be one jaxonnx.optim.adam(rate, T=1)")
-    count = jnp.int32(found.count)
+    count = jnp.int32(saved.count)
     return step.from_file(state.replace(optimizer=optimizer, count=count, taken=jnp.copy(count)))
-
-
-def _take_array(arrays, name):
-    return [arrays[name]] if name in arrays else []

@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 
 from jaxonnx._arrays import to_host
+from jaxonnx._data.batches import Source
 from jaxonnx._text import format_count
 from jaxonnx.lora import Adapters
 from jaxonnx.model import Model
 from jaxonnx.training._history import History
 from jaxonnx.training._report import Run, write
+from jaxonnx.training._step import Step
 
 _MOST, _LEAST = 6, 2
 """How many tensors are listed, of those that changed most and least."""
@@ -51,6 +53,21 @@ class Result:
         return "\n".join([str(self.history), *self.history.notes, *_list_changes(self)])
 
     __repr__ = __str__
+
+
+def to_result(step: Step, trained: Model, history: History, held_out: Source | None) -> Result:
+    """Return the result of a run, with adapters apart or merged into the weights."""
+    if held_out is not None:
+        held_out.release()
+    before, adapters, names = step.model, None, None
+    if step.settings.lora is not None:
+        adapters = Adapters.of(trained)
+        names = {*adapters.layouts, *adapters.values}
+        if not adapters.are_apart(before):
+            trained, before = trained.merge_adapters(), before.merge_adapters()
+    old, tensors = {**before.state, **before.params}, {**trained.params, **trained.state}
+    new = {n: x for n, x in tensors.items() if n in old and (names is None or n in names)}
+    return Result(trained, history, changes(old, new), adapters, Run(step.settings, held_out))
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, float]:

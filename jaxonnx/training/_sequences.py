@@ -1,7 +1,6 @@
 """Prepare decoders for training: whole sequences, no caches, logits as the only output."""
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,7 @@ from jaxonnx._run.packing import Packing, find_packing
 from jaxonnx.errors import TrainingError
 from jaxonnx.losses import shift_right
 from jaxonnx.model import Model, hide_caches
-from jaxonnx.training._losses import Loss, find
+from jaxonnx.training._losses import Loss, find_by_output
 
 LOGITS = "logits"
 """The output of language models that exporters and runtimes agree on."""
@@ -117,12 +116,8 @@ def is_forcing(loss: Any) -> bool:
 
 
 def _only(loss: Any) -> Loss | None:
-    if isinstance(loss, Mapping):
-        if len(loss) != 1:
-            return None
-        (loss,) = loss.values()
-        loss = loss[0] if isinstance(loss, tuple) and loss else loss
-    return None if loss is None else find(loss)
+    losses = find_by_output(loss)
+    return next(iter(losses.values())) if len(losses) == 1 else None
 
 
 def shift_labels(padding: Padding, model: Model, loss: Any) -> Padding:

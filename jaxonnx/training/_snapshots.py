@@ -1,71 +1,132 @@
-"""Snapshots of a run: checkpoints on disk, and a copy in memory to roll back to."""
+"""Where a run is, and what it can go back to: checkpoints on disk, and a copy in memory."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxonnx._data.batches import Source
+from jaxonnx._mesh.processes import Processes
 from jaxonnx._text import format_count
 from jaxonnx.errors import TrainingError
+from jaxonnx.model import Model
 from jaxonnx.training._checkpoint import Checkpoints, NotWritten, Position
 from jaxonnx.training._history import ROLLED_BACK, SKIPPED
 from jaxonnx.training._reporter import Reporter
 from jaxonnx.training._settings import Settings
+from jaxonnx.training._sparsity import sparse_numbers
 from jaxonnx.training._step import State, Step, copy
-from jaxonnx.training._stopping import Interrupt, Interrupted, Stop
-
-Weights = tuple[dict[str, jax.Array], dict[str, jax.Array]] | None
-"""Parameters in the order of the file, and statistics."""
+from jaxonnx.training._stopping import Interrupted, Monitor, PatienceEnded, Stop
 
 _RETRIES = 3
 """Consecutive rollbacks to the same weights after which the run stops."""
 
 
 class Snapshots:
-    """Keeps the state on disk, if there are checkpoints, and in memory, to roll back to.
+    """The position of a run, its best weights, and its states on disk and in memory.
 
     Args:
-      settings: `checkpoint_every` and `nan`.
       state: of the run at its start.
-      several: whether several processes make the run, which must then end together.
+      settings: `checkpoint_dir`, `checkpoint_every`, `resume`, `nan`, and those that a resumed run
+        must share.
+      monitor: chooses the best epoch.
+
+    Raises:
+      TrainingError: the checkpoint folder cannot be written, or holds another run.
     """
 
     def __init__(
         self,
-        checkpoints: Checkpoints | None,
-        settings: Settings,
-        record: Reporter,
         step: Step,
         state: State,
-        interrupt: Interrupt,
-        several: bool = False,
+        examples: Source,
+        settings: Settings,
+        monitor: Monitor,
+        reporter: Reporter,
+        processes: Processes,
     ):
-        self._step = step
-        self._several = several
-        self._checkpoints = checkpoints
-        self._every = settings.checkpoint_every
-        self._record = record
-        self._interrupt = interrupt
+        self.at = Position()
+        """The next batch."""
+        self._step, self._monitor, self._record = step, monitor, reporter
+        self._several = processes.several
+        self._epochs, self._every = settings.epochs, settings.checkpoint_every
+        self._best = None if settings.patience is None else self._copy_weights(state)
+        """The parameters, in the order of the file, and statistics of the best epoch."""
         self._rollback = settings.nan == "rollback"
-        self._at = record.step
+        self._spare: State | None = None
+        self._saved = 0
+        """The step of the last snapshot."""
+        self._retries = self._back = 0
+        self.checkpoints: Checkpoints | None = None
+        """To be entered, and left at the end of the run."""
+        if settings.checkpoint_dir is not None:
+            same = {**settings.resumable, "batch_size": examples.size}
+            same |= {"preprocess": examples.resumable, "data": examples.identity}
+            tensors = {**step.model.params, **step.model.state}
+            learned = {*state.params, *state.state}
+            frozen = {name: x for name, x in tensors.items() if name not in learned}
+            folder, resume = settings.checkpoint_dir, settings.resume
+            self.checkpoints = Checkpoints(folder, resume, same, step.model, frozen, processes)
+
+    def restore(self, state: State) -> State:
+        """Return the state of the newest checkpoint, or this one; the reporter gets its history."""
+        phase, history = sparse_numbers(state.optimizer).get("phase"), self._record.history
+        notes = [*self._step.notes]
+        if self.checkpoints is not None:
+            tree = self._step.to_file(state), self._best
+            self.at, (state, self._best), history = self.checkpoints.restore(tree)
+            state = self._step.from_file(state)
+            notes += self.checkpoints.notes
+        history.phase = history.phase if history.epochs else phase
+        history.notes = notes
+        self._record.resume(history, self.at.sums)
+        self._saved = self._record.step
         self._spare = copy(state) if self._rollback else None
-        self._retries = 0
-        self._back = 0
+        return state
 
-    def due(self) -> bool:
-        """Check whether to save before the next step of an epoch."""
+    def save_if_due(self, state: State) -> State:
+        """Save the state before a step if that is due; return the state to continue from."""
         done = self._record.started
-        return self._every is not None and done % self._every == 0 and done > self._at
+        due = self._every is not None and done % self._every == 0 and done > self._saved
+        return self._save(state) if due else state
 
-    def due_after_epoch(self, best: bool, last: bool) -> bool:
-        """Check whether to save after an epoch, which may be the best or the last one."""
-        done = self._record.step
-        return done > self._at and (self._every is None or best or last or done % self._every == 0)
+    def count_step(self, state: State, report: Any) -> State:
+        """Count a step in flight; return the state to continue from.
 
-    def keep(self, at: Position, state: State, best: Weights, score: float | None = None) -> State:
+        Raises:
+          Stop: as in `settle`.
+        """
+        self.at = self.at._replace(batch=self.at.batch + 1)
+        return state if self._record.add(report) else self.settle(state)
+
+    def close_epoch(self, state: State, row: dict[str, Any]) -> State:
+        """Compare an epoch with the best, and save it if that is due.
+
+        Args:
+          row: what the history has of the epoch.
+
+        Raises:
+          Stop: a checkpoint could not be written.
+        """
+        self.at = Position(row["epoch"])
+        history, done = self._record.history, self._record.step
+        improved = self._monitor.record(history.epochs)
+        history.best = self._monitor.best and self._monitor.best[0]
+        if improved and self._best is not None:
+            self._best = self._copy_weights(state)
+        every, last = self._every, row["epoch"] == self._epochs
+        due = every is None or improved or last or done % every == 0
+        if due and done > self._saved:
+            return self._save(state, self._monitor.score(row))
+        return state
+
+    def _copy_weights(self, state: State) -> Any:
+        return copy((self._step.view(state), state.state))
+
+    def _save(self, state: State, score: float | None = None) -> State:
         """Save the state after the steps in flight; return the state to continue from.
 
         Args:
-          at: the next batch.
-          best: the weights of the best epoch, if the result is to have them.
           score: of this state (greater is better), or None if it cannot be the best.
 
         Raises:
@@ -76,15 +137,15 @@ class Snapshots:
             return settled
         done = self._record.step
         self._retries = 0 if done > self._back else self._retries
-        self._at = done
+        self._saved = done
         if self._rollback:
             self._spare = copy(state)
-        if self._checkpoints is not None:
+        if self.checkpoints is not None:
             self._record.call_hooks("flush")
             try:
-                tree = self._step.to_file(state), best
-                at = at._replace(sums=self._record.sums.tolist())
-                self._checkpoints.save(at, tree, self._record.history, score)
+                tree = self._step.to_file(state), self._best
+                at = self.at._replace(sums=self._record.sums.tolist())
+                self.checkpoints.save(at, tree, self._record.history, score)
             except NotWritten as error:
                 raise self._note_lost(error) from error
         return state
@@ -97,14 +158,14 @@ class Snapshots:
         """
         if self._record.flush():
             return state
-        what = str(self._record.trouble)
+        reason = str(self._record.trouble)
         if self._spare is None:
-            raise Stop(what, self._record.step - 1)
+            raise Stop(reason, self._record.step - 1)
         if self._retries == _RETRIES:
-            what += f", after {_RETRIES} returns to the weights of step {self._at}"
-            raise Stop(what, self._at)
+            reason += f", after {_RETRIES} returns to the weights of step {self._saved}"
+            raise Stop(reason, self._saved)
         self._retries += 1
-        self._record.go_back(self._at)
+        self._record.go_back(self._saved)
         self._back = self._record.step
         # batches and random numbers continue after the step that failed: they are not drawn again
         spare = copy(self._spare)
@@ -133,46 +194,54 @@ class Snapshots:
             )
 
     def _wait(self) -> None:
-        if self._checkpoints is not None:
+        if self.checkpoints is not None:
             try:
-                self._checkpoints.wait()
+                self.checkpoints.wait()
             except NotWritten as error:
                 raise self._note_lost(error) from error
 
-    def end_early(
-        self, end: Stop | KeyboardInterrupt, at: Position, state: State, best: Weights
-    ) -> tuple[State, Stop]:
-        """Return the final state of a run that ends early, and the reason.
+    def end_early(self, error: Stop | KeyboardInterrupt, state: State) -> State:
+        """Return the final state of a run that an error ends, and note why in the history.
 
         An interrupted run saves its state, unless Ctrl-C was pressed twice.
 
         Args:
-          end: the reason; a KeyboardInterrupt if data or a hook were interrupted.
+          error: a KeyboardInterrupt if data or a hook were interrupted.
         """
+        state, stop = self._end(error, state)
+        where = "" if self.checkpoints is None else f"; {self.checkpoints.where}"
+        weights = self._monitor.chosen or f"step {stop.step}"
+        history = self._record.history
+        history.stopped = f"{stop}; the weights are those of {weights}{where}"
+        history.early = isinstance(stop, PatienceEnded)
+        return state
+
+    def _end(self, end: Stop | KeyboardInterrupt, state: State) -> tuple[State, Stop]:
         if self._several and isinstance(end, KeyboardInterrupt):
             raise end  # this process alone cannot end the run
-        at_once = self._interrupt.interrupted_twice and not self._several
+        at_once = self._record.interrupt.interrupted_twice and not self._several
         if isinstance(end, KeyboardInterrupt) or at_once:
             if any(x.is_deleted() for x in jax.tree.leaves(state)):
                 raise end  # a handler of the program's own has interrupted a step
             return state, Stop("interrupted at once", int(state.count))
-        if self._spare is not None and end.step == self._at and not state.finite:
+        if self._spare is not None and end.step == self._saved and not state.finite:
             state = self._spare
         if not isinstance(end, Interrupted):
             return state, end
         try:
-            state = self.keep(at, state, best)
+            state = self._save(state)
             self._wait()
         except Stop as stop:
             return state, Stop(f"interrupted; {stop}", stop.step)
         except KeyboardInterrupt as second:  # in a hook, which is told of the last steps
-            return self.end_early(second, at, state, best)
+            return self._end(second, state)
         return state, Stop("interrupted", self._record.step)
 
-    @property
-    def where(self) -> str:
-        """A clause that says where the last checkpoint is; empty without checkpoints."""
-        return "" if self._checkpoints is None else f"; {self._checkpoints.where}"
+    def to_model(self, state: State) -> Model:
+        """Return the model with the weights of the best epoch, if they were kept, or these."""
+        if self._best is not None and self._monitor.chosen:
+            return self._step.to_model(*self._best)
+        return self._step.to_model(self._step.view(state), state.state)
 
     def _note_lost(self, error: NotWritten) -> Exception:
         done = self._record.step

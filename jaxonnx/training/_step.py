@@ -18,6 +18,7 @@ from jaxonnx._data.inputs_and_targets import count_examples, split_inputs, split
 from jaxonnx._data.ragged import derived_inputs, with_derived
 from jaxonnx.model import Model
 from jaxonnx.training._precision import LossScale
+from jaxonnx.training._settings import Settings
 
 SMALL = 2**10
 """Elements up to which an array is checked for non-finite numbers after its update."""
@@ -62,6 +63,7 @@ class Step(ABC):
 
     Attributes:
       model: the model that is trained, with adapters where `lora` puts them.
+      settings: of the run, with the loss and the optimizer that they leave open.
       frozen: the tensors that no step changes. `update` and `evaluate` use them anyway; where they
         are large, pass them as an argument of what you compile, or they become constants in it.
       notes: what is trained otherwise than the file says.
@@ -69,6 +71,7 @@ class Step(ABC):
     """
 
     model: Model
+    settings: Settings
     frozen: dict[str, Any]
     notes: tuple[str, ...]
     gather: Callable[[Mapping[str, Any]], dict[str, Any]] = dict

@@ -1,34 +1,25 @@
-"""`train`: prepares model, data and step, and runs the loop of `jaxonnx.training._loop`."""
+"""`train`: fits model and data to each other, builds the step, and runs the loop."""
 
 import os
 import warnings
-from collections.abc import Collection
-from dataclasses import replace
 from typing import Any, Unpack
 
 from onnx import ModelProto
 
 from jaxonnx._arguments import TrainArguments, check_names, documented
-from jaxonnx._data.augmented import augment_examples, parse_augment
-from jaxonnx._data.images.folder import Folder, find_folders, notes
-from jaxonnx._data.texts import packs_texts, read_texts
+from jaxonnx._data.augmented import augment_examples
+from jaxonnx._data.images.batches import notes_on_images
 from jaxonnx._mesh.processes import Processes
-from jaxonnx.errors import TrainingError
-from jaxonnx.lora import Adapters
-from jaxonnx.model import Model, load
-from jaxonnx.quantization import prepare
-from jaxonnx.training._batch_size import fit_to_batches, open_batch
-from jaxonnx.training._build_step import build_step, weights_of_classes
-from jaxonnx.training._data import padding_of, sources
-from jaxonnx.training._head import complete_settings, with_heads
+from jaxonnx.model import Model, as_model
+from jaxonnx.training._build_step import build_step
+from jaxonnx.training._data import read_data
+from jaxonnx.training._fit_to_data import fit_to_data
+from jaxonnx.training._head import with_heads
 from jaxonnx.training._loop import run
 from jaxonnx.training._memory import explain_memory_errors
 from jaxonnx.training._mesh_step import automatic
-from jaxonnx.training._report import Run
-from jaxonnx.training._result import Result, changes
-from jaxonnx.training._sequences import read_whole_sequences, take_packed_rows
+from jaxonnx.training._result import Result, to_result
 from jaxonnx.training._settings import Settings
-from jaxonnx.training._step import target_names
 from jaxonnx.training._stopping import Interrupt
 
 
@@ -117,59 +108,18 @@ def train(
     check_names("train", TrainArguments, arguments)
     settings = Settings(**arguments)
     with (
-        Processes(settings.mesh) as together,
+        Processes(settings.mesh) as processes,
         automatic(settings.mesh),
         explain_memory_errors(settings),
         Interrupt() as interrupt,
     ):
-        net = model if isinstance(model, Model) else load(model, mesh=settings.mesh)
-        net, fitted = fit_to_batches(with_heads(net, settings), settings, data)
-        net, opened = open_batch(net, settings)
-        net = read_whole_sequences(net, settings.loss, data)
-        augment, preprocess = parse_augment(settings.augment, settings.preprocess, data)
-        if packed := packs_texts(data, preprocess):
-            net = take_packed_rows(net)
-        padding = padding_of(settings.pad, settings.length_buckets, settings.loss, net)
-        given = data, settings.validation, net
-        data, validation, padding, said = read_texts(*given, preprocess, padding)
-        if data is given[0]:
-            data, validation, net = find_folders(data, validation, net, preprocess)
-        size, names = settings.batch_size, target_names(net)
-        examples, held_out = sources(
-            data, validation, net.inputs, size, settings.seed, padding, names
-        )
-        if settings.metrics is not None and held_out is None:
-            raise TrainingError("metrics are computed on validation data: pass validation= as well")
-        settings = replace(settings, class_weights=weights_of_classes(net, settings, examples))
-        rounding: list[str] = []
-        if settings.quantize is not None:
-            net, *rounding = prepare(
-                net, settings.quantize, examples, settings.epochs, examples.steps
-            )
-            net = read_whole_sequences(net, settings.loss, data)
-        examples = augment_examples(examples, augment, settings.seed)
-        step = build_step(net, settings, settings.epochs, examples.steps)
-        if packed and step.model.program.packing is None:
-            raise TrainingError("preprocess={'pack': True} cannot be combined with quantize")
-        trained, history = run(step, examples, held_out, settings, interrupt, together)
-        trained = together.gather(trained)
-        history.notes += [*fitted, *opened, *said, *notes(data, validation), *rounding]
-        if isinstance(data, Folder):
-            data.settings.decoded.release()  # the result refers to what is held out
+        net = with_heads(as_model(model, settings.mesh), settings)
+        net, notes = fit_to_data(net, settings, data)
+        net, examples, held_out, notes_on_texts = read_data(net, settings, data)
+        step = build_step(net, settings, settings.epochs, examples.steps, examples)
+        changed = augment_examples(examples, settings.augment, settings.seed)
+        trained, history = run(step, changed, held_out, settings, interrupt, processes)
+        history.notes += [*notes, *notes_on_texts, *notes_on_images(examples, held_out)]
         if history.stopped and not history.early:
             warnings.warn(history.stopped, stacklevel=2)
-        record = Run(complete_settings(net, settings)[0], held_out)
-        if settings.lora is None:
-            return Result(trained, history, _changes(step.model, trained), run=record)
-        adapters, before = Adapters.of(trained), step.model
-        if not adapters.are_apart(before):
-            trained, before = trained.merge_adapters(), before.merge_adapters()
-        changed = _changes(before, trained, {*adapters.layouts, *adapters.values})
-        return Result(trained, history, changed, adapters, record)
-
-
-def _changes(before: Model, after: Model, names: Collection[str] | None = None) -> dict[str, float]:
-    """Return the changes of all parameters and statistics, or of those named."""
-    old, tensors = {**before.state, **before.params}, {**after.params, **after.state}
-    shown = {n: v for n, v in tensors.items() if n in old and (names is None or n in names)}
-    return changes(old, shown)
+        return to_result(step, processes.gather(trained), history, held_out)

@@ -32,7 +32,7 @@ class TrainingInfoStep(Step):
         self.notes = ()
         self._training = model.training
         self._goal = goal
-        self._settings = settings
+        self.settings = settings
         self._inputs = [value.name for value in model.inputs]
         known = dict.fromkeys(name for names in self._training.inputs for name in names)
         self._targets = [name for name in known if name not in self._inputs]
@@ -46,12 +46,12 @@ class TrainingInfoStep(Step):
         return self._training.state
 
     def advance(self, state: State, batch: Any, frozen: Any = None) -> tuple[State, Any, Any]:
-        key = jax.random.fold_in(jax.random.key(self._settings.seed), state.count)
+        key = jax.random.fold_in(jax.random.key(self.settings.seed), state.count)
         new, outputs = self._training.step(state.params, self._values(batch), key=key)
         loss = self._loss(outputs)
         good = state.finite & jnp.isfinite(loss) & stays_finite(state.params, new)
         params = jax.tree.map(lambda new, old: jnp.where(good, new, old), new, state.params)
-        skip = self._settings.nan == "skip"
+        skip = self.settings.nan == "skip"
         state = state.replace(
             params=params,
             count=jnp.where(good | skip, state.count + 1, state.count),

@@ -17,6 +17,7 @@ import jaxonnx
 from jaxonnx.cli import main
 from jaxonnx.training import History
 from jaxonnx.training._report import confusion
+from tests.support.paths import DATA
 from tests.support.tiny_networks import examples, mlp, train
 
 X, Y = examples(24)
@@ -160,6 +161,37 @@ def test_the_matrix_of_a_loss_by_output():
     loss = {"kind": "softmax_cross_entropy_with_integer_labels"}
     result = train(two, (X, targets), loss=loss, validation=(X[:12], {"kind": Y[:12]}))
     assert confusion(result).counts.sum() == 12
+
+
+@pytest.mark.parametrize("inputs", ["float[n, 8] x, float[1] scale", "float[8] x"])
+def test_the_matrix_of_a_file_with_a_fixed_input_or_for_one_example(inputs, tmp_path):
+    """The validation data lacks the fixed input; the file lacks the batch axis of the data."""
+    axes = "n, 4" if "n, 8" in inputs else "4"
+    body = "h = MatMul(x, w)  y = Mul(h, scale)" if "scale" in inputs else "y = MatMul(x, w)"
+    numbers = ", ".join(f"{v:.3f}" for v in np.random.default_rng(0).normal(size=32))
+    net = onnx.parser.parse_model(
+        f"""<ir_version: 8, opset_import: ["": 17]>
+        net ({inputs}) => (float[{axes}] y) <float[8, 4] w = {{{numbers}}}> {{ {body} }}"""
+    )
+    fixed = {"scale": np.float32([2])} if "scale" in inputs else None
+    result = train(net, (X, Y), validation=(X, Y), fixed=fixed)
+    result.report(tmp_path / "run.html")
+    scores = X @ np.asarray(result.model.params["w"])
+    expected = np.zeros((4, 4), int)
+    np.add.at(expected, (Y, scores.argmax(1)), 1)
+    np.testing.assert_array_equal(confusion(result).counts, expected)
+
+
+def test_a_page_of_a_decoder_in_few_bits(tmp_path):
+    """The file has caches and no packed rows, the validation data the reverse."""
+    pytest.importorskip("tokenizers")
+    texts = [{"text": text} for text in ("a list", "of", "the dict has keys")]
+    result = jaxonnx.train(
+        DATA / "llm" / "qwen3-genai", texts, validation=texts, loss="causal_lm", batch_size=2,
+        learning_rate=1e-3, preprocess={"pack": True, "max_length": 40},
+    )  # fmt: skip
+    result.report(tmp_path / "run.html")
+    assert "weights only" not in (tmp_path / "run.html").read_text("utf-8")
 
 
 def test_a_page_of_a_run_without_validation_and_with_adapters(tmp_path):

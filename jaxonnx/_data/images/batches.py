@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxonnx._data.batch_memory import Memory
-from jaxonnx._data.batches import Batch, Examples
+from jaxonnx._data.batches import Batch, Examples, Source
 from jaxonnx._data.images.augment import Augment, prepare_batch
 from jaxonnx._data.images.folder import Folder
 from jaxonnx._data.prefetch import prefetch
@@ -52,6 +52,9 @@ class Pictures(Examples):
         how = {k: v for k, v in vars(settings.how).items() if k != "labels"}
         how = {k: list(v) if isinstance(v, tuple) else v for k, v in how.items()}
         return {**how, "augment": settings.augment._asdict(), "pictures": len(self.inputs.paths)}
+
+    def release(self) -> None:
+        self.inputs.settings.decoded.release()
 
     def contents(self) -> Sequence[np.ndarray]:
         """Return the classes, sizes and names of the files, without reading the files."""
@@ -159,3 +162,11 @@ class Pictures(Examples):
         if path not in broken:
             broken[path] = error
             warnings.warn(f"left out: {error}", stacklevel=2)
+
+
+def notes_on_images(*sources: Source | None) -> list[str]:
+    """Return notes for the history: the images of each folder, and those not read so far."""
+    folders = [source.inputs for source in sources if isinstance(source, Pictures)]
+    broken = [error for each in folders[:1] for error in each.settings.decoded.broken.values()]
+    notes = dict.fromkeys(note for each in folders for note in each.notes)
+    return [*notes, *(f"left out: {error}" for error in broken)]

@@ -146,7 +146,7 @@ def find_folders(
                 "class in it"
             )
         return data, validation, model
-    settings = _preprocess(model, preprocess or {})
+    settings = _preprocess(model, preprocess or {}, stacklevel=5)
     found, notes = _classes(data)
     given = "labels" in (preprocess or {})
     labels = _labels(data, found, settings.how.labels, model, given, training)
@@ -225,13 +225,6 @@ def _registered_suffixes() -> set[str]:
         for suffix, kind in image.EXTENSION.items()
         if kind in image.OPEN and not image.OPEN[kind][0].__module__.startswith("PIL.")
     }
-
-
-def notes(*data: Any) -> list[str]:
-    """Return the notes on those of the data that are folders, with the images not read so far."""
-    folders = [each for each in data if isinstance(each, Folder)]
-    broken = [str(error) for each in folders[:1] for error in each.settings.decoded.broken.values()]
-    return [note for each in folders for note in each.notes] + [f"left out: {e}" for e in broken]
 
 
 def _folder(
@@ -321,7 +314,7 @@ def _labels(
         warnings.warn(
             f"the folder '{root}' has one class only, {_names(found)}, and the file does not name "
             "its classes: it counts as class 0; preprocess={'labels': [...]} names all classes",
-            stacklevel=4,
+            stacklevel=5,
         )
     elif len(found) < 2:
         raise TrainingError(
@@ -337,7 +330,7 @@ def _sides(size: Any) -> tuple[int, int]:
     return height, width
 
 
-def _preprocess(model: Network, preprocess: Mapping[str, Any]) -> Preprocess:
+def _preprocess(model: Network, preprocess: Mapping[str, Any], stacklevel: int = 4) -> Preprocess:
     """Return the settings of the file, overridden by those of `preprocess`.
 
     Raises:
@@ -376,7 +369,7 @@ def _preprocess(model: Network, preprocess: Mapping[str, Any]) -> Preprocess:
         warnings.warn(
             "the file does not say how to scale pixels: they are divided by 255; "
             "preprocess={'mean': ..., 'std': ...} sets this (--mean, --std)",
-            stacklevel=4,
+            stacklevel=stacklevel,
         )
     how = replace(images.preparation(model), **given)
     where = images.layout(model, how.size)

@@ -1,4 +1,4 @@
-"""Fit a model to the batches: fixed inputs, a batch axis, a variable batch size."""
+"""Fit a model to the data: fixed inputs, a batch axis, an open batch size, whole sequences."""
 
 import warnings
 from collections.abc import Mapping
@@ -13,19 +13,35 @@ from jaxonnx._graph.values import list_values
 from jaxonnx._text import list_some
 from jaxonnx.errors import InputError, TrainingError
 from jaxonnx.model import Model, batch_norms, with_any_batch, with_whole_inputs
+from jaxonnx.training._head import has_own_algorithm
+from jaxonnx.training._sequences import read_whole_sequences
 from jaxonnx.training._settings import Settings
 
 
-def fit_to_batches(model: Model, settings: Settings, data: Any) -> tuple[Model, list[str]]:
-    """Return a model that takes batches of the data, and notes.
+def fit_to_data(model: Model, settings: Settings, data: Any) -> tuple[Model, list[str]]:
+    """Return a model that trains on batches of the data, and notes for the history.
 
     Inputs of `fixed` have their value, those of `batching` no axis of examples. A file for one
-    example is mapped over a batch; `restore_inputs` takes these three back.
+    example is mapped over a batch, and a batch that the file fixes to 1 is opened. A decoder reads
+    whole sequences. `restore_inputs` takes all but the open batch back.
 
     Raises:
       TrainingError: the batch cannot be opened, and `batch_size` asks for another; or a file for
         one example has BatchNormalization.
     """
+    model, notes = _fit_batch_axis(model, settings, data)
+    model, opened = _open_batch(model, settings)
+    return read_whole_sequences(model, settings.loss, data), [*notes, *opened]
+
+
+def fit_to_evaluation(model: Model, settings: Settings, data: Any) -> Model:
+    """Return a model that evaluates batches of the data, as `fit_to_data` fits one to training."""
+    model, _ = _fit_batch_axis(model, replace(settings, statistics="frozen"), data)
+    return read_whole_sequences(model, settings.loss, data)
+
+
+def _fit_batch_axis(model: Model, settings: Settings, data: Any) -> tuple[Model, list[str]]:
+    """Return a model with the inputs and the batch axis of the data, and notes."""
     model = model.with_fixed_inputs(settings.fixed or {})
     model = with_whole_inputs(model, settings.batching) if settings.batching else model
     model, notes = _start_at_zeros(model, data)
@@ -67,8 +83,8 @@ def _start_at_zeros(model: Model, data: Any) -> tuple[Model, list[str]]:
             for v in values
         }
     )
-    kept = {*model.graph.outputs} - {*states.values()}
-    started = replace(started, program=started.program.with_outputs(kept))
+    outputs = {*model.graph.outputs} - {*states.values()}
+    started = replace(started, program=started.program.with_outputs(outputs))
     first, *_ = started.inputs
     batch = (first.shape or (1,))[0]
     if not (isinstance(batch, int) or batch in sizes or lacks_batch_axis(data, started.inputs)):
@@ -82,7 +98,7 @@ def _start_at_zeros(model: Model, data: Any) -> tuple[Model, list[str]]:
     ]
 
 
-def open_batch(model: Model, settings: Settings) -> tuple[Model, list[str]]:
+def _open_batch(model: Model, settings: Settings) -> tuple[Model, list[str]]:
     """Return a model whose batch is open where the file fixes it to 1, and notes.
 
     A batch that is fixed to more stays, unless `batch_size` is another number. The open model is
@@ -94,8 +110,7 @@ def open_batch(model: Model, settings: Settings) -> tuple[Model, list[str]]:
     """
     inputs = model.without_cache().inputs  # a switch of caches has one element, for all examples
     firsts = {v.shape[0] for v in inputs if v.shape and isinstance(v.shape[0], int)}
-    own = bool(model.proto.training_info) and settings.loss is None and settings.optimizer is None
-    if len(firsts) != 1 or own or settings.batching:
+    if len(firsts) != 1 or settings.batching or has_own_algorithm(model, settings):
         return model, []
     (size,) = firsts
     wanted = settings.batch_size
@@ -113,7 +128,7 @@ def open_batch(model: Model, settings: Settings) -> tuple[Model, list[str]]:
             "the file fixes the batch to 1, so that each step sees one example, and that cannot be "
             f"opened: {error}. batch_size=1 trains so without this warning; accumulate= makes one "
             "update of several steps",
-            stacklevel=3,
+            stacklevel=4,
         )
         return model, []
     return opened, [

@@ -16,7 +16,7 @@ _COUNT = 40
 """Tokens of a continuation."""
 
 
-class Samples:
+class Continuations:
     """Writes greedy continuations by the model of a step, with one program for all epochs.
 
     Args:
@@ -51,13 +51,11 @@ class Samples:
         if not self._rows:
             return
         tensors = {**self._model.state, **state.state}
-        given = self._rows, self._count
-        rows = self._generate(
-            self._step.view(state), tensors, *given, stop=stop_tokens(self._model)
-        )
+        params, stop = self._step.view(state), stop_tokens(self._model)
+        rows = self._generate(params, tensors, self._rows, self._count, stop=stop)
         for prompt, row in zip(self._rows, rows, strict=True):
-            told = f"{self._decode(prompt)} -> {self._decode(row[1:])}" if self._encoded else ""
-            print(f"epoch {epoch + 1}: {told or self._decode(row)}", flush=True)
+            pair = f"{self._decode(prompt)} -> {self._decode(row[1:])}" if self._encoded else ""
+            print(f"epoch {epoch + 1}: {pair or self._decode(row)}", flush=True)
 
     def _encode(self, prompt: Any) -> np.ndarray:
         if self._tokenizer is not None and isinstance(prompt, str):
