@@ -73,7 +73,7 @@ BUDGETS = {
     "_graph": (2900, "binding, and which tensor is a weight, by the habits of exporters"),
     "cli": (1805, "twelve commands; their flags are declared where the arguments are"),
     "sparse": (2070, "patterns, the search of masks, training, packing, products and their proof"),
-    "lowering": (1740, "forms that XLA is quick with, for each of which a benchmark has a row"),
+    "lowering": (1855, "forms that XLA is quick with, for each of which a benchmark has a row"),
     "_data": (2300, "arrays, files, pictures, sequences and loaders, read as one kind of source"),
     "_run": (1650, "the evaluator, and what keeps hostile files from taking the machine"),
     "_io": (2115, "ModelProto, external data, pairs of files, npz, safetensors, adapters, packing"),

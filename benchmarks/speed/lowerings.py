@@ -59,6 +59,16 @@ POOLS = {
     "max pool, large": (2, 64, 20, 9, 1),
 }
 SUMS = {"window sum": (64, 32, 28, 2, 2), "window sum, overlapping": (16, 64, 16, 3, 1)}
+# rows, inputs, outputs
+ROUNDED = {
+    "bfloat16 product": (512, 1024, 1024),
+    "bfloat16 product, few rows": (64, 784, 512),
+}
+# batch, input channels, output channels, image, kernel, stride, groups
+ROUNDED_CONVOLUTIONS = {
+    "bfloat16 pointwise": (16, 256, 128, 16, 1, 1, 1),
+    "bfloat16 strided": (16, 128, 256, 8, 3, 2, 1),
+}
 # steps, batch, features, hidden units
 LSTMS = {"LSTM": (64, 32, 128, 256), "LSTM, few units": (64, 32, 64, 64)}
 GRUS = {"GRU": (64, 32, 128, 256), "GRU, few units": (64, 32, 64, 64)}
@@ -94,6 +104,21 @@ def convolution(
     for out in (2, 0, 1):
         arguments = [a for i, a in enumerate(arrays) if i != out]
         yield partial(form.plain, out), partial(form.fast, out), arguments
+
+
+def rounded_product(rows: int, inputs: int, outputs: int):
+    """Yield a product and its gradients in float32 and in the units for bfloat16."""
+    x, w, y = _normal(rows, inputs), _normal(inputs, outputs), _normal(rows, outputs)
+    for axes, factors in (((1, 0), (x, w)), ((1, 1), (y, w)), ((0, 0), (x, y))):
+        form = lowering.Dot(((axes[0],), (axes[1],)))
+        yield partial(form.plain, 2), partial(form.in_units, jnp.bfloat16, 2), [*factors]
+
+
+def rounded_convolution(*shape: Any):
+    """Yield a convolution and its gradients, fast in float32 and in the units for bfloat16."""
+    for _, fast, arguments in convolution(*shape):
+        form, out = fast.func.__self__, fast.args[0]
+        yield fast, partial(lowering.Rounded(form, jnp.bfloat16).on_cpu, out), arguments
 
 
 def pool(initial, combine, fast, n, c, size, kernel, stride):
@@ -157,6 +182,8 @@ def main():
     lstm = partial(recurrence, "LSTM")
     families: tuple[Any, ...] = (
         (CONVOLUTIONS, convolution),
+        (ROUNDED, rounded_product),
+        (ROUNDED_CONVOLUTIONS, rounded_convolution),
         (POOLS, pools),
         (SUMS, sums),
         (LSTMS, lstm),

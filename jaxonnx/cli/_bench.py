@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,9 @@ def run(options: argparse.Namespace) -> Report:
     if options.train:
         try:
             rows["training step"] = _training_step(model, placed)
+            if options.precision:
+                name = f"training step, {options.precision}"
+                rows[name] = _training_step(model, placed, options.precision)
         except Error as error:
             notes.append(f"no training step: {error}")
     if find_spec("onnxruntime") is None:
@@ -149,7 +152,9 @@ def _forward(model: Model, inputs: tuple) -> dict[str, Any]:
     return costs | {"call": lambda: program(model.params, model.state, *inputs)}
 
 
-def _training_step(model: Model, inputs: tuple) -> dict[str, Any]:
+def _training_step(
+    model: Model, inputs: tuple, precision: Literal["bf16", "fp16"] | None = None
+) -> dict[str, Any]:
     """Compile the step of `jaxonnx.train` with Adam, for the mean square of real outputs."""
     from jaxonnx.training import Batch, step
 
@@ -162,7 +167,7 @@ def _training_step(model: Model, inputs: tuple) -> dict[str, Any]:
             raise InputError("no output is a real number, so there is no gradient")
         return sum(jnp.square(y.astype(jnp.float32)).mean() for y in real)
 
-    one = step(model, loss, optax.adam(1e-3))
+    one = step(model, loss, optax.adam(1e-3), precision=precision)
     state, size = one.init(), len(inputs[0])
     batch = Batch(inputs, jnp.zeros(size), jnp.ones(size))
     program, costs = _compile(one.update, state, batch, one.frozen, donate_argnums=0)

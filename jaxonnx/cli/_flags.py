@@ -393,6 +393,7 @@ VERBS: Mapping[str, Verb] = {
                 ),
                 Flag("--data", "an .npz file with the inputs (default: random values)", FILE),
                 Flag("--train", "also time the training step", {**SWITCH, "default": True}),
+                Flag("--precision", "also time the step with it", {"choices": ("bf16", "fp16")}),
                 Flag("--rounds", "the measurements (default: 11)", {**POSITIVE, "default": 11}),
             ],
             **_READING,

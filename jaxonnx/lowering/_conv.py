@@ -71,6 +71,11 @@ class Conv:
     def taps(self) -> Taps:
         return Taps(self.size, self.kernel, self.strides, self.dilations, self.pads, self.out, 1)
 
+    @property
+    def is_pointwise(self) -> bool:
+        """Whether it is one product of matrices: a kernel of one element, one group, no padding."""
+        return math.prod(self.kernel) == self.groups == 1 and not any(map(any, self.pads))
+
     def _weight(self, outputs: int, inputs: int) -> tuple[int, ...]:
         """Return the shape of w for these numbers of channels."""
         inputs //= self.groups
@@ -80,7 +85,7 @@ class Conv:
         """Return (outputs, inputs of a group) of a weight."""
         return w.shape[:-3:-1] if self.turned else w.shape[:2]
 
-    def _rows(self, w):
+    def rows(self, w):
         """Return w as a matrix (taps * C / groups, M)."""
         if not self.turned:
             w = w.transpose(*range(2, w.ndim), 1, 0)
@@ -162,10 +167,9 @@ class Conv:
             if self.groups == inputs and outputs == inputs:
                 return self._depthwise(out, u, v)
             return self._contract_derived(self._join_groups, out, u, v)
-        count = math.prod(self.kernel)
-        if count == 1 and not any(map(any, self.pads)):
+        if self.is_pointwise:
             return self._contract_derived(self._pointwise, out, u, v)
-        batch = (v, u, u)[out].shape[0]
+        count, batch = math.prod(self.kernel), (v, u, u)[out].shape[0]
         added = split and out == 1
         if not added and self._few_multiplications(out, batch, inputs, outputs):
             return self._winograd(out, u, v)
@@ -192,13 +196,13 @@ class Conv:
     def _pointwise(self, x, w):
         """Convolve with a kernel of one element: one matrix product."""
         (tap,) = self.taps.read(x)
-        return tap @ (self._rows(w) if self.turned else w.reshape(w.shape[:2]).T)
+        return tap @ (self.rows(w) if self.turned else w.reshape(w.shape[:2]).T)
 
     def _im2col(self, x, w):
         """Convolve as one matrix product of all windows (im2col)."""
         columns = self.taps.windows(x)
         if self.turned or w.size < LARGE_WEIGHT:
-            return columns.reshape(*columns.shape[:-2], -1) @ self._rows(w)
+            return columns.reshape(*columns.shape[:-2], -1) @ self.rows(w)
         columns = columns.swapaxes(-1, -2)
         return columns.reshape(*columns.shape[:-2], -1) @ w.reshape(w.shape[0], -1).T
 
@@ -227,7 +231,7 @@ class Conv:
 
     def _narrow(self, x, w):
         """Convolve as a sum over taps and channels of elementwise products, fused into one loop."""
-        rows = self._rows(w).reshape(-1, *self._channels(w)[::-1])
+        rows = self.rows(w).reshape(-1, *self._channels(w)[::-1])
         return sum(
             tap[..., c, None] * row
             for tap, matrix in zip(self.taps.read(x), rows, strict=True)
@@ -289,7 +293,7 @@ class Conv:
             axes = tuple(range(v.ndim - 2))
             sums = taps.each(u, lambda tap: (tap * v).sum(0).sum(axes))
             return (sums if self.turned else sums.T).reshape(self._weight(self.groups, self.groups))
-        w = self._rows(jnp.asarray(u if out == 0 else v))
+        w = self.rows(jnp.asarray(u if out == 0 else v))
         if out == 0:
             return taps.add((v,), (0,), lambda tap, y: y * w[tap])
         start = jnp.zeros(taps.resize(u.shape, taps.out), u.dtype)

@@ -11,24 +11,20 @@ scaled by a factor that halves when a gradient overflows and doubles after many 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn, Primitive, primitives
+from jax.extend.core import JaxprEqn, primitives
 
-from jaxonnx._jaxpr import Program, inner_program, interpret, retrace_params
-from jaxonnx.lowering import contract_p
+from jaxonnx._jaxpr import Program, inner_program, interpret, programs, retrace_params
+from jaxonnx.lowering import Dot, Rounded, contract, contract_p
 
-_WIDE = {"preferred_element_type": jnp.dtype(jnp.float32), "precision": None}
-_PRODUCTS: dict[Primitive, dict[str, Any]] = {
-    primitives.conv_general_dilated_p: _WIDE,
-    primitives.dot_general_p: _WIDE,
-    contract_p: {},
-}
-"""Primitives that are products of their two operands, and their changed parameters."""
+_PRODUCTS = (primitives.conv_general_dilated_p, primitives.dot_general_p, contract_p)
+"""Primitives that are products of their two operands."""
 
 PRECISIONS = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
 """The type of the operands, by the name of the precision."""
@@ -82,7 +78,8 @@ def round_products(function: Callable[..., Any], dtype: Any) -> Callable[..., An
 
 def _run(dtype: Any, program: Program, *args: Any) -> list[Any]:
     """Evaluate a program with its products in a type."""
-    return interpret(program, partial(_step, dtype), args, enter=_has_derivative)
+    rule = partial(_step, dtype, _transposed(program))
+    return interpret(program, rule, args, enter=_has_derivative)
 
 
 def _has_derivative(equation: JaxprEqn) -> Program | None:
@@ -90,14 +87,44 @@ def _has_derivative(equation: JaxprEqn) -> Program | None:
     return inner_program(equation) if "call_jaxpr" in equation.params else None
 
 
-def _step(dtype: Any, equation: JaxprEqn, inputs: list) -> list:
+def _transposed(program: Program) -> set[Any]:
+    """Return the variables of matrices that are used once, by a transposition.
+
+    So the derivative of a product leaves the gradient of its weight.
+    """
+    jaxpr = getattr(program, "jaxpr", program)
+    uses = Counter(id(x) for equation in jaxpr.eqns for x in equation.invars)
+    uses.update(map(id, jaxpr.outvars))
+    inner = [p for e in jaxpr.eqns if _has_derivative(e) for p in programs(e.params)]
+    here = {
+        equation.invars[0]
+        for equation in jaxpr.eqns
+        if equation.primitive is primitives.transpose_p
+        and equation.params["permutation"] == (1, 0)
+        and uses[id(equation.invars[0])] == 1
+    }
+    return here.union(*map(_transposed, inner))
+
+
+def _step(dtype: Any, transposed: set[Any], equation: JaxprEqn, inputs: list) -> list:
     primitive = equation.primitive
+    if primitive in _PRODUCTS and all(x.dtype == jnp.float32 for x in inputs):
+        with equation.ctx.manager:
+            return [_multiply(dtype, equation, inputs, equation.outvars[0] in transposed)]
     params = retrace_params(equation.params, partial(_run, dtype))
-    product = primitive in _PRODUCTS and all(x.dtype == jnp.float32 for x in inputs)
-    if product:
-        inputs = [x.astype(dtype) for x in inputs]
-        params |= _PRODUCTS[primitive]
     with equation.ctx.manager:
         results = primitive.bind(*inputs, **params)
-    results = results if primitive.multiple_results else [results]
-    return [x.astype(jnp.float32) for x in results] if product else results
+    return results if primitive.multiple_results else [results]
+
+
+def _multiply(dtype: Any, equation: JaxprEqn, inputs: list, is_transposed: bool) -> jax.Array:
+    """Return the result of a product whose factors are rounded."""
+    primitive, params = equation.primitive, equation.params
+    if primitive is contract_p:
+        return contract(Rounded(params["form"], dtype), params["out"], *inputs)
+    if primitive is primitives.dot_general_p and params["out_sharding"] is None:
+        contracted, mapped = params["dimension_numbers"]
+        dot = Dot(contracted, mapped, is_transposed)
+        return contract(Rounded(dot, dtype), 2, *inputs)
+    params = params | {"preferred_element_type": jnp.dtype(jnp.float32), "precision": None}
+    return primitive.bind(*(x.astype(dtype) for x in inputs), **params)

@@ -458,9 +458,9 @@ def test_interruption(small, monkeypatch, capsys):
 
 
 def test_bench(small, capsys):
-    assert command("bench net.onnx --batch 16 --rounds 2") == 0
+    assert command("bench net.onnx --batch 16 --rounds 2 --precision bf16") == 0
     printed = capsys.readouterr().out
-    assert "training step" in printed
+    assert "training step, bf16" in printed
     assert "onnxruntime" in printed
     assert command("bench net.onnx --data data.npz --rounds 1 --no-train --json") == 0
     said = result(capsys)

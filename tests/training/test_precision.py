@@ -81,12 +81,13 @@ def test_products_of_other_types_stay():
         return x @ x, n @ n
 
     def types(x, n):
-        jaxpr = jax.make_jaxpr(round_products(function, jnp.bfloat16))(x, n)
-        return [e.invars[0].aval.dtype for e in jaxpr.eqns if e.primitive.name == "dot_general"]
+        program = jax.jit(round_products(function, jnp.bfloat16)).trace(x, n)
+        text = program.lower(lowering_platforms=("tpu",)).as_text()
+        return re.findall(r"dot_general.* : \(tensor<2x2x(\w+)>", text)
 
     n = np.ones((2, 2), np.int32)
-    assert types(np.ones((2, 2), np.float32), n) == [jnp.bfloat16, np.int32]
-    assert types(np.ones((2, 2), np.float16), n) == [np.float16, np.int32]
+    assert types(np.ones((2, 2), np.float32), n) == ["bf16", "i32"]
+    assert types(np.ones((2, 2), np.float16), n) == ["f16", "i32"]
 
 
 def test_branches_and_loops():
@@ -97,10 +98,10 @@ def test_branches_and_loops():
         return jax.checkpoint(lambda y: jnp.tanh(y @ x))(y)
 
     x = np.random.default_rng(0).random((3, 3), np.float32)
-    text = str(jax.make_jaxpr(round_products(function, jnp.bfloat16))(x))
-    products = [line for line in text.splitlines() if "dot_general" in line]
-    assert len(products) == 4
-    assert text.count("new_dtype=bfloat16") == 8
+    program = jax.jit(round_products(function, jnp.bfloat16)).trace(x)
+    text = program.lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("stablehlo.dot_general") == 4
+    assert len(re.findall(r"dot_general.* : \(tensor<3x3xbf16>, tensor<3x3xbf16>\)", text)) == 4
     np.testing.assert_allclose(
         jax.jit(round_products(function, jnp.bfloat16))(x), function(x), rtol=0.05
     )

@@ -190,6 +190,10 @@ def _step(sparse: dict[int, _Matrix], equation: JaxprEqn, inputs: list) -> list:
         for place, w in enumerate(inputs):
             if id(w) in sparse and (results := _product(equation, place, inputs, sparse[id(w)])):
                 return results
+    if hasattr(primitive, "plain") and any(id(x) in sparse for x in inputs):
+        program: Any = inner_program(equation)
+        if any(e.primitive is primitives.dot_general_p for e in program.eqns):
+            return interpret(program, partial(_step, sparse), inputs, enter=_inner_call)
     with equation.ctx.manager:
         results = primitive.bind(*inputs, **retrace_params(equation.params, _plain))
     results = results if primitive.multiple_results else [results]

@@ -1,0 +1,160 @@
+"""Products of rounded factors on CPU, beside NumPy's products of the rounded factors in float64."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from onnx import TensorProto, helper, numpy_helper
+
+import jaxonnx
+from jaxonnx.lowering import _rounded
+from jaxonnx.lowering._conv import Conv
+from jaxonnx.ops.windows import place_windows
+from jaxonnx.training._precision import round_products
+
+LEAST = {"rtol": 1e-5, "atol": 1e-4}
+"""A sum of float32 products of 16-bit numbers, in any order."""
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng([seed, *shape]).normal(size=shape).astype(np.float32)
+
+
+def rounded(x, dtype=ml_dtypes.bfloat16):
+    return x.astype(dtype).astype(np.float64)
+
+
+@pytest.fixture(params=[True, False], ids=["units", "no units"])
+def units(request, monkeypatch):
+    """Take a processor to have units for bfloat16, or to have none; both run on every processor."""
+    monkeypatch.setattr(_rounded, "has_units", lambda dtype: request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("axes", [(0, 0), (0, 1), (1, 0), (1, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "fp16"])
+def test_products_of_matrices(axes, dtype, units):
+    rows, terms, columns = 66, 128, 130
+    a = normal(terms, rows) if axes[0] == 0 else normal(rows, terms)
+    b = normal(terms, columns, seed=1) if axes[1] == 0 else normal(columns, terms, seed=1)
+    exact = np.tensordot(rounded(a, dtype), rounded(b, dtype), axes)
+
+    def plain(a, b):
+        return lax.dot_general(a, b, (((axes[0],), (axes[1],)), ((), ())))
+
+    uses = {
+        "as it is": (plain, [exact]),
+        "transposed": (lambda a, b: plain(a, b).T, [exact.T]),
+        "both": (lambda a, b: (plain(a, b), plain(a, b).T), [exact, exact.T]),
+    }
+    for use, (function, right) in uses.items():
+        results = jax.tree.leaves(jax.jit(round_products(function, dtype))(a, b))
+        for result, expected in zip(results, right, strict=True):
+            np.testing.assert_allclose(result, expected, **LEAST, err_msg=use)
+
+
+@pytest.mark.parametrize("terms", [1, 2, 31, 32, 63, 64, 1023, 1024])
+def test_sizes_around_the_bounds(terms, units):
+    """Small or odd products are left in float32 where there are units; all are right."""
+    a, b = normal(terms, 64), normal(terms, 64, seed=1)
+    run = round_products(lambda a, b: a.T @ b, jnp.bfloat16)
+    result = jax.jit(run)(a, b)
+    error = abs(result - a.T.astype(np.float64) @ b)
+    assert (error < 2.0**-7 * (abs(a).T @ abs(b)) + 1e-5).all()
+
+
+def test_batches_of_products(units):
+    p, v = normal(2, 3, 128, 128), normal(2, 3, 128, 64)
+    run = round_products(lambda p, v: jnp.einsum("bhts,bhtd->bhsd", p, v), jnp.bfloat16)
+    exact = np.einsum("bhts,bhtd->bhsd", rounded(p), rounded(v))
+    np.testing.assert_allclose(jax.jit(run)(p, v), exact, **LEAST)
+
+
+def test_several_axes_of_terms(units):
+    x, y = normal(4, 32, 64), normal(4, 32, 160)
+    run = round_products(lambda x, y: jnp.tensordot(x, y, ((0, 1), (0, 1))), jnp.bfloat16)
+    exact = np.tensordot(rounded(x), rounded(y), ((0, 1), (0, 1)))
+    np.testing.assert_allclose(jax.jit(run)(x, y), exact, **LEAST)
+
+
+def test_nan_and_infinity_stay_where_they_are(units):
+    a, b = normal(128, 96), normal(128, 96, seed=1)
+    a[3, 5], a[7, 9] = np.nan, np.inf
+    result = jax.jit(round_products(lambda a, b: a.T @ b, jnp.bfloat16))(a, b)
+    assert np.isnan(result[5]).all()
+    assert np.isinf(result[9]).all()
+    assert np.isfinite(np.delete(result, [5, 9], 0)).all()
+
+
+def test_under_vmap_and_scan(units):
+    a, b = normal(3, 128, 64), normal(128, 160)
+    exact = np.stack([rounded(x).T @ rounded(b) for x in a])
+    run = round_products(lambda a, b: a.T @ b, jnp.bfloat16)
+    np.testing.assert_allclose(jax.jit(jax.vmap(run, (0, None)))(a, b), exact, **LEAST)
+    loop = round_products(lambda a, b: lax.map(lambda x: x.T @ b, a), jnp.bfloat16)
+    np.testing.assert_allclose(jax.jit(loop)(a, b), exact, **LEAST)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(
+    ("kernel", "stride", "pads"),
+    [(1, 1, 0), (1, 2, 0), (3, 2, 1), (3, 1, 1)],
+    ids=["pointwise", "pointwise, strided", "strided", "Winograd"],
+)
+@pytest.mark.parametrize("out", [0, 1, 2])
+def test_convolutions(kernel, stride, pads, out, turned, units):
+    c, m, size = 32, 64, 16
+    windows = place_windows((size,) * 2, (kernel,) * 2, strides=(stride,) * 2, pads=[pads] * 4)
+    form = Conv((size,) * 2, *windows, groups=1, turned=turned)
+    weight = (kernel, kernel, c, m) if turned else (m, c, kernel, kernel)
+    arrays = normal(4, size, size, c), normal(*weight), normal(4, *windows.out, m)
+    arguments = [a for i, a in enumerate(arrays) if i != out]
+    result = jax.jit(lambda u, v: _rounded.Rounded(form, jnp.bfloat16).on_cpu(out, u, v))(
+        *arguments
+    )
+    with jax.enable_x64(True):
+        exact = np.asarray(form.plain(out, *(jnp.asarray(a, np.float64) for a in arguments)))
+    assert result.dtype == jnp.float32
+    assert np.linalg.norm(result - exact) < 2.0**-7 * np.linalg.norm(exact)
+
+
+@pytest.mark.skipif(not _rounded.has_units(jnp.bfloat16), reason="no units for bfloat16")
+@pytest.mark.parametrize("subscripts", ["mk,kn->mn", "mn,kn->mk", "mk,mn->kn", "mk,mn->nk"])
+def test_xla_widens_no_product(subscripts):
+    sizes = {"m": 256, "k": 128, "n": 512}
+    a, b = (normal(*(sizes[c] for c in part)) for part in subscripts[:5].split(","))
+    run = round_products(lambda a, b: jnp.einsum(subscripts, a, b), jnp.bfloat16)
+    text = jax.jit(run).lower(a, b).compile().as_text()
+    (dot,) = (line for line in text.splitlines() if " dot(" in line)
+    factors = dot[dot.index(" dot(") + 5 :].split(")")[0].split(", ")
+    for factor in (name.split()[-1] for name in factors):
+        (made,) = {line.split(" = ")[1][:4] for line in text.splitlines() if f"{factor} = " in line}
+        assert made == "bf16", dot
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_network_that_transposes_a_product(precision, units):
+    """XLA:CPU folds the transposition into the product, which then has no kernel."""
+    w, v = (numpy_helper.from_array(normal(*s), n) for s, n in (((32, 48), "w"), ((48, 3), "v")))
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["y"]),
+        helper.make_node("Transpose", ["y"], ["z"], perm=[1, 0]),
+        helper.make_node("Tanh", ["z"], ["t"]),
+        helper.make_node("Gemm", ["t", "v"], ["out"], transA=1),
+    ]
+    ends = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", size])
+        for name, size in (("x", 32), ("out", 3))
+    ]
+    graph = helper.make_graph(nodes, "transposed", ends[:1], ends[1:], [w, v])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+    x, y = normal(64, 32), np.arange(64) % 3
+    settings = {"epochs": 2, "batch_size": 64, "optimizer": optax.sgd(0.01), "seed": 0}
+    losses = [
+        [e["loss"] for e in jaxonnx.train(model, (x, y), **settings, precision=p).history.epochs]
+        for p in (None, precision)
+    ]
+    np.testing.assert_allclose(*losses, rtol=2e-2)
