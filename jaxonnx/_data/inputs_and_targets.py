@@ -23,7 +23,7 @@ from jaxonnx.errors import TrainingError
 
 
 def as_pair(
-    given: Any,
+    data: Any,
     values: Sequence[Value],
     what: str,
     labels: bool = True,
@@ -32,7 +32,7 @@ def as_pair(
     """Convert data to inputs in the model's order, and targets.
 
     Args:
-      given: a pair (x, y) or a dict, as the user passes it.
+      data: a pair (x, y) or a dict, as the user passes it.
       values: the model's inputs.
       what: the data, for errors.
       labels: whether targets are wanted; else they may be missing, and are dropped.
@@ -47,7 +47,7 @@ def as_pair(
     """
     names, spare = [value.name for value in values], derived_inputs(values)
     spare = [DECODER_TOKENS, *spare] if padding.shift is not None and labels else spare
-    x, y = split_inputs(given if labels else (drop_targets(given, names), ()), names, what, spare)
+    x, y = split_inputs(data if labels else (drop_targets(data, names), ()), names, what, spare)
     inputs = [
         None if a is None and n in spare else column(a, f"{what}: input {n!r}")
         for n, a in zip(names, x, strict=True)
@@ -169,18 +169,18 @@ def count_examples(inputs: Sequence[Any], targets: Any, values: Sequence[Value])
 
 
 def split_inputs(
-    given: Any, names: list[str], what: str, spare: Sequence[str] = ()
+    data: Any, names: list[str], what: str, spare: Sequence[str] = ()
 ) -> tuple[tuple[Any, ...], Any]:
     """Split a pair or a dict into inputs in the model's order, and targets.
 
     Args:
-      given: the data.
+      data: the data.
       names: the model's inputs.
       what: the data, for errors.
       spare: inputs that may be missing, and are None then. If inputs have no names, the first ones
         of these are missing first.
     """
-    x, y = _split_pair(given, names, what, spare)
+    x, y = _split_pair(data, names, what, spare)
     if isinstance(x, Mapping):
         if not {*names} - {*spare} <= {*x} <= {*names}:
             raise TrainingError(f"{what} has the inputs {sorted(x)}; the model has {sorted(names)}")
@@ -198,37 +198,37 @@ def split_inputs(
     return x, y
 
 
-def drop_targets(given: Any, names: list[str]) -> Any:
+def drop_targets(data: Any, names: list[str]) -> Any:
     """Return the inputs of data without its targets."""
-    if isinstance(given, Mapping):
-        if len(names) == 1 and names[0] not in given and "x" in given:
-            return given["x"]
-        return {name: given[name] for name in names if name in given}
-    if not isinstance(given, tuple | list):
-        return given
-    nested = any(isinstance(x, tuple | Mapping) for x in given)
-    if len(given) == len(names) and not nested:
-        return tuple(given)
-    return given[0] if len(given) == 2 else given
+    if isinstance(data, Mapping):
+        if len(names) == 1 and names[0] not in data and "x" in data:
+            return data["x"]
+        return {name: data[name] for name in names if name in data}
+    if not isinstance(data, tuple | list):
+        return data
+    nested = any(isinstance(x, tuple | Mapping) for x in data)
+    if len(data) == len(names) and not nested:
+        return tuple(data)
+    return data[0] if len(data) == 2 else data
 
 
-def _split_pair(given: Any, names: list[str], what: str, spare: Collection[str]) -> tuple[Any, Any]:
+def _split_pair(data: Any, names: list[str], what: str, spare: Collection[str]) -> tuple[Any, Any]:
     """Split a pair or a dict into inputs and targets, without changing either."""
-    if isinstance(given, tuple | list) and len(given) == 2:
-        return given[0], given[1]
-    if not isinstance(given, Mapping):
+    if isinstance(data, tuple | list) and len(data) == 2:
+        return data[0], data[1]
+    if not isinstance(data, Mapping):
         expected = "a pair (x, y) or a dict with the inputs and targets"
-        raise TrainingError(f"{what} must be {expected}, got a {type(given).__name__}")
-    if len(names) == 1 and names[0] not in given and {*given} == {"x", "y"}:
-        return given["x"], given["y"]
-    if missing := [name for name in names if name not in given and name not in spare]:
+        raise TrainingError(f"{what} must be {expected}, got a {type(data).__name__}")
+    if len(names) == 1 and names[0] not in data and {*data} == {"x", "y"}:
+        return data["x"], data["y"]
+    if missing := [name for name in names if name not in data and name not in spare]:
         raise TrainingError(
-            f"{what} has {', '.join(map(repr, given)) or 'nothing'}; it lacks the model's "
+            f"{what} has {', '.join(map(repr, data)) or 'nothing'}; it lacks the model's "
             f"{'input' if len(missing) == 1 else 'inputs'} {', '.join(map(repr, missing))} "
             f"(fixed={{{missing[0]!r}: value}} gives an input one value for all examples)"
         )
-    targets = {name: value for name, value in given.items() if name not in names}
-    inputs = {name: given[name] for name in names if name in given}
+    targets = {name: value for name, value in data.items() if name not in names}
+    inputs = {name: data[name] for name in names if name in data}
     return inputs, next(iter(targets.values())) if len(targets) == 1 else targets
 
 

@@ -30,10 +30,10 @@ def token_input(model: Network) -> str:
     """Return the name of the input that takes tokens."""
     spare = derived_inputs(model.inputs)
     kinds = [(v.name, v.dtype) for v in model.inputs if v.name not in spare]
-    found = [name for name, kind in kinds if kind is not None and kind.kind in "iu"]
-    if not found:
+    integers = [name for name, kind in kinds if kind is not None and kind.kind in "iu"]
+    if not integers:
         raise TrainingError("the data has texts, and the model has no input of tokens")
-    return "input_ids" if "input_ids" in found else found[0]
+    return "input_ids" if "input_ids" in integers else integers[0]
 
 
 def vocabulary(model: Network) -> int | None:

@@ -122,13 +122,13 @@ def derived_inputs(inputs: Sequence[Value]) -> list[str]:
 
     Masks come first, then positions, then segment numbers.
     """
-    found = [
+    derived = [
         value.name
         for kind in (_MASK, _POSITIONS, _TYPES)
         for value in inputs
         if kind.fullmatch(value.name) and _rank(value) in (None, 2)
     ]
-    return found if len(found) < len(inputs) else []
+    return derived if len(derived) < len(inputs) else []
 
 
 def masks_and_positions(inputs: Sequence[Value]) -> tuple[list[Value], list[str]]:
@@ -147,18 +147,18 @@ def with_derived(columns: Sequence[Any], inputs: Sequence[Value]) -> tuple[Any, 
       columns: for each input an array, `Ragged` or None.
       inputs: the model's inputs.
     """
-    known = {v.name: c for v, c in zip(inputs, columns, strict=True) if c is not None}
-    first = next(iter(known.values()))
+    named = {v.name: c for v, c in zip(inputs, columns, strict=True) if c is not None}
+    first = next(iter(named.values()))
 
     def derive(value: Value) -> Any:
         dtype = np.dtype(np.int64) if value.dtype is None else value.dtype
         kinds = ((kind, kind.fullmatch(value.name)) for kind in (_MASK, _POSITIONS, _TYPES))
         kind, match = next(pair for pair in kinds if pair[1] is not None)
         side = match["side"] if match else ""
-        tokens = known.get(f"{side}input_ids", first)
+        tokens = named.get(f"{side}input_ids", first)
         if kind is not _POSITIONS:
             return _full(tokens, int(kind is _MASK), dtype)
-        mask = known.get(f"{side}attention_mask")
+        mask = named.get(f"{side}attention_mask")
         return _count_tokens(_full(tokens, 1, dtype) if mask is None else mask, dtype)
 
     pairs = zip(inputs, columns, strict=True)
@@ -198,10 +198,10 @@ def next_tokens(columns: Sequence[Any], inputs: Sequence[Value], ignored: int, w
     """
     named = dict(zip((value.name for value in inputs), columns, strict=True))
     spare = derived_inputs(inputs)
-    found = [n for n, c in named.items() if c.dtype.kind in "iu" and n not in spare]
-    if not found:
+    integers = [n for n, c in named.items() if c.dtype.kind in "iu" and n not in spare]
+    if not integers:
         raise TrainingError(f"{what} has no targets, and no input of tokens that could be such")
-    name = "input_ids" if "input_ids" in found else found[0]
+    name = "input_ids" if "input_ids" in integers else integers[0]
     tokens, mask = named[name], None
     for other, candidate in named.items():
         mask = candidate if _MASK.fullmatch(other) else mask
@@ -309,10 +309,10 @@ class Padding:
 
     def _check_names(self, targets: Any, values: Sequence[Value]) -> None:
         named = [*targets] if isinstance(targets, Mapping) else [*_TARGETS]
-        known = [*(value.name for value in values), *named]
-        if odd := [name for name in self.pad if name not in known]:
+        names = [*(value.name for value in values), *named]
+        if odd := [name for name in self.pad if name not in names]:
             raise TrainingError(
-                f"pad has {', '.join(map(repr, odd))}; there are {', '.join(map(repr, known))}"
+                f"pad has {', '.join(map(repr, odd))}; there are {', '.join(map(repr, names))}"
             )
 
     def _fills(self, columns: Any, values: Sequence[Value], what: str) -> list[Any]:

@@ -62,10 +62,10 @@ class Tokenizer:
         tokenizers = _package("tokenizers")
         # the package raises nothing narrower than Exception
         with wrap_errors(f"'{path}' is not a tokenizer, or is damaged", TrainingError, Exception):
-            found = tokenizers.Tokenizer.from_str(path.read_text("utf-8"))
-        found.no_truncation()
-        found.no_padding()
-        return found
+            tokenizer = tokenizers.Tokenizer.from_str(path.read_text("utf-8"))
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
 
     @property
     def size(self) -> int:
@@ -109,23 +109,23 @@ class Tokenizer:
     @functools.cached_property
     def special(self) -> dict[str, str]:
         """The special tokens by their roles, like "eos_token"."""
-        found = {}
+        tokens = {}
         for name, value in self._settings.items():
             text = value.get("content") if isinstance(value, Mapping) else value
             if name.endswith("_token") and isinstance(text, str):
-                found[name] = text
-        return found
+                tokens[name] = text
+        return tokens
 
     @functools.cached_property
     def ends(self) -> list[int]:
         """The tokens that end a text. The first one is appended to texts for training."""
         model = self.folder.read_json(GENAI).get("model", {})
         named = self._tokens.token_to_id(self.special.get("eos_token", ""))
-        found = [] if named is None else [named]
+        listed = [] if named is None else [named]
         for source in (model, self.folder.read_json("generation_config.json")):
             ids = source.get("eos_token_id", [])
-            found += ids if isinstance(ids, list) else [ids]
-        return [*dict.fromkeys(i for i in found if isinstance(i, int))]
+            listed += ids if isinstance(ids, list) else [ids]
+        return [*dict.fromkeys(i for i in listed if isinstance(i, int))]
 
     def is_ended(self, text: str) -> bool:
         """Check whether a text ends with one of the tokens that end texts, and spaces."""
@@ -174,11 +174,12 @@ class Tokenizer:
         if path.is_file():
             with wrap_errors(f"'{path}' cannot be read", TrainingError):
                 return path.read_text("utf-8")
-        found = self._settings.get("chat_template")
-        found = found or self.folder.read_json("chat_template.json").get("chat_template")
-        if isinstance(found, list):  # several, by name
-            found = {one.get("name"): one.get("template") for one in found}.get("default")
-        return found
+        template = self._settings.get("chat_template")
+        template = template or self.folder.read_json("chat_template.json").get("chat_template")
+        if isinstance(template, list):  # several, by name
+            named = {entry.get("name"): entry.get("template") for entry in template}
+            template = named.get("default")
+        return template
 
     def render(self, chat: Chat, more: bool = False) -> str:
         """Write a chat by the chat template.
@@ -268,9 +269,9 @@ def _take_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
     first, *rest = text.split(_START)
     plain = first
     for part in rest:
-        said, _, after = part.partition(_END)
-        parts.append((len(plain), len(plain) + len(said)))
-        plain += said + after
+        inside, _, after = part.partition(_END)
+        parts.append((len(plain), len(plain) + len(inside)))
+        plain += inside + after
     return plain, parts
 
 

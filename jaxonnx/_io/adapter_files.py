@@ -113,8 +113,8 @@ def _scales(where: str, config: Mapping[str, Any]) -> Callable[[str, int], float
 
     def scale(module: str, rank: int) -> float:
         # as PEFT matches them: the end of a module's name, which may be an expression
-        own = [x for key, x in patterns.items() if re.match(rf"(.*\.)?({key})$", module)]
-        return (own or [alpha])[0] / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        matching = [x for key, x in patterns.items() if re.match(rf"(.*\.)?({key})$", module)]
+        return (matching or [alpha])[0] / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
     return scale
 
@@ -141,8 +141,8 @@ def read_onnx_adapter(path: str | os.PathLike) -> dict[str, np.ndarray]:
     with wrap_errors(f"'{path}' is not an {SUFFIX} file, or is damaged", ModelError):
         if not Path(path).is_file():
             raise FileNotFoundError(path)
-        found = runtime.AdapterFormat.read_adapter(os.fspath(path)).get_parameters()
-        return {name: np.array(value.numpy()) for name, value in found.items()}
+        parameters = runtime.AdapterFormat.read_adapter(os.fspath(path)).get_parameters()
+        return {name: np.array(value.numpy()) for name, value in parameters.items()}
 
 
 def write_peft(folder: str | os.PathLike, changes: Mapping[str, Change], base: str = "") -> None:

@@ -189,5 +189,6 @@ def reason(error: BaseException) -> str:
         if strerror := getattr(cause, "strerror", None):
             return strerror
         cause = cause.__cause__ or cause.__context__
-    said = [message for message in map(os.strerror, errno.errorcode) if message in text]
-    return max(said, key=len) if said else (text or type(error).__name__).splitlines()[0][:200]
+    messages = [message for message in map(os.strerror, errno.errorcode) if message in text]
+    first = (text or type(error).__name__).splitlines()[0][:200]
+    return max(messages, key=len, default=first)

@@ -45,8 +45,8 @@ def join_files(encoder: Read, decoder: Read) -> Read:
     if both := (_names(front.graph) & _names(result.graph)) - {*renamed.values()}:
         raise ModelError(f"the encoder and the decoder both have a value '{min(both)}'")
 
-    given = {value.name for value in front.graph.input} | {PREFIX + _find_states(first.graph)}
-    values = [v for v in result.graph.input if v.name not in given]
+    inputs = {value.name for value in front.graph.input} | {PREFIX + _find_states(first.graph)}
+    values = [v for v in result.graph.input if v.name not in inputs]
     nodes = [*front.graph.node, *result.graph.node]
     for field, merged in (("input", [*front.graph.input, *values]), ("node", nodes)):
         result.graph.ClearField(field)
@@ -89,20 +89,20 @@ def part_files(
     for name in _names(proto.graph) - front - back:  # what nothing needs stays where it was
         (front if name.startswith(PREFIX) else back).add(name)
 
-    first, second = (_part(proto, *given, hidden) for given in ((encoder, front), (decoder, back)))
+    first, second = (_part(proto, *part, hidden) for part in ((encoder, front), (decoder, back)))
     values = {value.name: value for value in proto.graph.input}
     mine = {v.name: v for v in encoder.graph.input}
     theirs = {renamed.get(v.name, v.name): v for v in decoder.graph.input}
-    for part, known in ((first, mine), (second, theirs)):
+    for part, part_values in ((first, mine), (second, theirs)):
         read = {name for node in part.graph.node for name in reads(node)}
-        kept = [values.get(n, v) for n, v in known.items() if n in values or n == hidden]
+        declared = [values.get(n, v) for n, v in part_values.items() if n in values or n == hidden]
         new = [v for n, v in values.items() if n in read and n not in mine and n not in theirs]
-        part.graph.input.extend([*kept, *new])
+        part.graph.input.extend([*declared, *new])
     first.graph.output.extend(encoder.graph.output)
     second.graph.output.extend(proto.graph.output)
     _rename(first.graph, own_name, _leave)
-    own = {new: old for old, new in renamed.items()}
-    _rename(second.graph, lambda name: own.get(name, name))
+    original = {new: old for old, new in renamed.items()}
+    _rename(second.graph, lambda name: original.get(name, name))
     return first, second
 
 
@@ -161,12 +161,12 @@ def _decoder_names(encoder: GraphProto, decoder: GraphProto) -> dict[str, str]:
 
 def _names(main: GraphProto) -> set[str]:
     """Return all names of values in a graph and its subgraphs."""
-    found: set[str] = set()
+    names: set[str] = set()
     for graph in all_graphs(main):
-        found |= {value.name for value in (*graph.input, *graph.output, *graph.initializer)}
-        found |= {sparse.values.name for sparse in graph.sparse_initializer}
-        found.update(name for node in graph.node for name in (*node.input, *node.output))
-    return found - {""}
+        names |= {value.name for value in (*graph.input, *graph.output, *graph.initializer)}
+        names |= {sparse.values.name for sparse in graph.sparse_initializer}
+        names.update(name for node in graph.node for name in (*node.input, *node.output))
+    return names - {""}
 
 
 def _rename(
@@ -219,17 +219,17 @@ def _part(proto: ModelProto, header: ModelProto, names: Set[str], hidden: str) -
     result.ClearField("graph")
     result.graph.name, result.graph.doc_string = header.graph.name, header.graph.doc_string
     result.ir_version = max(header.ir_version, proto.ir_version)
-    kept = result.graph
-    kept.node.extend(node for node in graph.node if not names.isdisjoint(node.output))
-    given = {hidden, *(value.name for value in graph.input)}
-    kept.value_info.extend(v for v in graph.value_info if v.name in names - given)
-    kept.initializer.extend(tensor for tensor in graph.initializer if tensor.name in names)
+    target = result.graph
+    target.node.extend(node for node in graph.node if not names.isdisjoint(node.output))
+    inputs = {hidden, *(value.name for value in graph.input)}
+    target.value_info.extend(v for v in graph.value_info if v.name in names - inputs)
+    target.initializer.extend(tensor for tensor in graph.initializer if tensor.name in names)
     sparse = (tensor for tensor in graph.sparse_initializer if tensor.values.name in names)
-    kept.sparse_initializer.extend(sparse)
+    target.sparse_initializer.extend(sparse)
     notes = (note for note in graph.quantization_annotation if note.tensor_name in names)
-    kept.quantization_annotation.extend(notes)
+    target.quantization_annotation.extend(notes)
     versions = {entry.domain: entry.version for entry in proto.opset_import}
-    known = {entry.domain for entry in result.opset_import}
-    for domain in sorted({node.domain for node in all_nodes(kept)} & versions.keys() - known):
+    imported = {entry.domain for entry in result.opset_import}
+    for domain in sorted({node.domain for node in all_nodes(target)} & versions.keys() - imported):
         result.opset_import.add(domain=domain, version=versions[domain])
     return result

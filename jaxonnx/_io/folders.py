@@ -67,10 +67,10 @@ class ModelFolder:
         if not path.is_file():
             return {}
         with _safe_read.wrap_errors(f"'{path}' is not JSON, or is damaged", ModelError):
-            found = json.loads(path.read_text("utf-8"))
-            if not isinstance(found, dict):
+            settings = json.loads(path.read_text("utf-8"))
+            if not isinstance(settings, dict):
                 raise ValueError("it has no object")
-            return found
+            return settings
 
 
 def find_folder(source: Any, variant: str | None) -> ModelFolder | None:
@@ -117,26 +117,27 @@ def choose_files(
                 f"'{what}': {GENAI} names '{decoder['filename']}', and the folder does not have it"
             )
     wanted = {"q8": "quantized"}.get(variant or "", variant)
-    found = [n for n in files if wanted is None or (_split(n)[1] or "fp32") == wanted]
-    merged = {n for n in found if _split(n)[0] == _DECODERS[0]}
+    candidates = [n for n in files if wanted is None or (_split(n)[1] or "fp32") == wanted]
+    merged = {n for n in candidates if _split(n)[0] == _DECODERS[0]}
     if merged:
-        found = [n for n in found if n in merged or _split(n)[0] not in _DECODERS]
-    if len(found) == 1:
-        return (found[0],)
-    stems = sorted(_split(n)[0] for n in found if _split(n)[0] != _DECODERS[2])
+        candidates = [n for n in candidates if n in merged or _split(n)[0] not in _DECODERS]
+    if len(candidates) == 1:
+        return (candidates[0],)
+    stems = sorted(_split(n)[0] for n in candidates if _split(n)[0] != _DECODERS[2])
     if stems in ([_DECODERS[0], _ENCODER], [_DECODERS[1], _ENCODER]):
-        of = {_split(n)[0]: n for n in found}
+        of = {_split(n)[0]: n for n in candidates}
         return of[stems[0]], of[_ENCODER]
     if not files:
         nested = sorted({str(PurePosixPath(n).parent) for n in names if n.endswith(".onnx")})
         hint = f"; its folders {', '.join(nested)} have some" if nested else ""
         raise InputError(f"'{what}' has no .onnx file, in itself or in 'onnx'{hint}")
-    if not found:
+    if not candidates:
         raise InputError(f"'{what}' has no variant {variant!r}; it has {', '.join(files)}")
-    variants = sorted({_split(n)[1] or "fp32" for n in found})
+    variants = sorted({_split(n)[1] or "fp32" for n in candidates})
     hint = f"variant= (one of {', '.join(map(repr, variants))}), or " if len(variants) > 1 else ""
     raise InputError(
-        f"'{what}' has several models: {', '.join(found)}; choose one by {hint}the path of the file"
+        f"'{what}' has several models: {', '.join(candidates)}; choose one by {hint}the path of "
+        "the file"
     )
 
 
@@ -258,17 +259,17 @@ def _write_model(file: Path, proto: ModelProto, locations: Sequence[str]) -> Non
 def _sort_files(home: ModelFolder) -> tuple[list[str], list[str]]:
     """Return the files of a folder that go along, and other forms of the model, which do not."""
     names = sorted(_walk(home.path))
-    own = {_split(n)[0] for n in home.files}
-    family = own if own.isdisjoint(_DECODERS) else {*own, *_DECODERS}
+    stems = {_split(n)[0] for n in home.files}
+    family = stems if stems.isdisjoint(_DECODERS) else {*stems, *_DECODERS}
     models = [n for n in names if n.endswith(".onnx")]
     others = [n for n in models if _split(n)[0] not in family]
     data = {
         model: {str(PurePosixPath(model).parent / n) for n in _locations(home.path / model)}
         for model in models
     }
-    kept = {n for model in others for n in data[model]}
-    dropped = {n for model in models if model not in others for n in data[model]} - kept
-    copied = [n for n in names if n in kept or not n.endswith(_WEIGHTS)]
+    needed = {n for model in others for n in data[model]}
+    dropped = {n for model in models if model not in others for n in data[model]} - needed
+    copied = [n for n in names if n in needed or not n.endswith(_WEIGHTS)]
     copied = [n for n in copied if n not in dropped]
     left = [n for n in models if n not in others and n not in home.files]
     return sorted({*copied, *others}), left

@@ -134,8 +134,8 @@ def _data_files(path: Path) -> set[str]:
     """Return the data files that belong to the model at `path` alone, by their names."""
     if not path.is_file():
         return set()
-    own = re.compile(re.escape(path.name) + r"\.[0-9a-f]{16}\.data")
-    files = {other.name for other in path.parent.iterdir() if own.fullmatch(other.name)}
+    pattern = re.compile(re.escape(path.name) + r"\.[0-9a-f]{16}\.data")
+    files = {other.name for other in path.parent.iterdir() if pattern.fullmatch(other.name)}
     try:
         graphs = [*all_graphs(_read_onnx(path).graph)]
     except ModelError:
@@ -146,12 +146,12 @@ def _data_files(path: Path) -> set[str]:
 
 
 def _read_npz(path: Path) -> dict[str, np.ndarray]:
-    said = f"'{path}' is not an .npz file, or is damaged"
-    with _safe_read.wrap_errors(said, ModelError), zipfile.ZipFile(path) as archive:
+    failure = f"'{path}' is not an .npz file, or is damaged"
+    with _safe_read.wrap_errors(failure, ModelError), zipfile.ZipFile(path) as archive:
         packed = f"{_import_packed().INDEX}.npy" in archive.namelist()
-    return (
-        _import_packed().load_weights(path) if packed else _safe_read.arrays(path, said, ModelError)
-    )
+    if packed:
+        return _import_packed().load_weights(path)
+    return _safe_read.arrays(path, failure, ModelError)
 
 
 def save_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
@@ -165,8 +165,8 @@ def save_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 def read_weights(path: Path) -> dict[str, np.ndarray]:
     """Return the arrays of a safetensors file by name."""
     safetensors = _safetensors()
-    said = f"'{path}' is not a safetensors file, or is damaged"
-    with _safe_read.wrap_errors(said, ModelError, safetensors.SafetensorError):
+    failure = f"'{path}' is not a safetensors file, or is damaged"
+    with _safe_read.wrap_errors(failure, ModelError, safetensors.SafetensorError):
         return safetensors.numpy.load_file(path)
 
 

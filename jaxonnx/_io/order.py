@@ -40,8 +40,8 @@ def reads(node: NodeProto) -> set[str]:
     """Return the names that a node reads, also in its subgraphs from around them."""
     names = {*node.input} - {""}
     for graph in subgraphs(node):
-        own = {value.name for value in (*graph.input, *graph.initializer)}
-        own.update(name for inner in graph.node for name in inner.output)
-        names |= {value.name for value in graph.output} - own
-        names |= {name for inner in graph.node for name in reads(inner)} - own
+        local = {value.name for value in (*graph.input, *graph.initializer)}
+        local.update(name for inner in graph.node for name in inner.output)
+        names |= {value.name for value in graph.output} - local
+        names |= {name for inner in graph.node for name in reads(inner)} - local
     return names

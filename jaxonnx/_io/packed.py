@@ -57,9 +57,9 @@ def damage(proto: ModelProto) -> str:
 
 def _parse_record(entry: Any) -> Record:
     weights = {}
-    for name, said in entry["weights"].items():
-        output, input = said["axes"]
-        pattern = parse(str(said["pattern"]), bool(said["transposable"]))
+    for name, layout in entry["weights"].items():
+        output, input = layout["axes"]
+        pattern = parse(str(layout["pattern"]), bool(layout["transposable"]))
         if any(type(a) is not int or a < 0 for a in (output, input)) or output == input:
             raise ValueError(f"the axes of '{name}' are {[output, input]}")
         weights[name] = Goal(pattern, (output, input))
@@ -231,10 +231,10 @@ def _load(path: str | os.PathLike) -> dict[str, np.ndarray]:
 
 
 def _require_record(proto: ModelProto) -> Record:
-    found = record(proto)
-    if not found.weights:
+    entry = record(proto)
+    if not entry.weights:
         raise SparsityError(
             "the model has no weights that are recorded as sparse: train it with sparsity=, or "
             "record weights that are sparse already with jaxonnx.sparse.record(model)"
         )
-    return found
+    return entry

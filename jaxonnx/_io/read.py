@@ -192,9 +192,9 @@ def replace_weights(
     for name, value in new.items():
         if name not in tensors:
             near = difflib.get_close_matches(name, tensors, n=8) or sorted(tensors)
-            known = ", ".join(near[:40]) + ", ..." * (len(near) > 40)
+            listed = ", ".join(near[:40]) + ", ..." * (len(near) > 40)
             raise InputError(
-                f"{what} has '{name}', the model does not; its tensors are called {known}"
+                f"{what} has '{name}', the model does not; its tensors are called {listed}"
                 if near
                 else f"{what} has '{name}', and the model has no weights that could be replaced"
             )

@@ -43,27 +43,27 @@ def find_duplicates(graph: GraphProto, tensors: Mapping[str, Any]) -> dict[str, 
     Embeddings equal an earlier one (of an encoder and its decoder), those of products an embedding
     or its transpose, others what the same module reads.
     """
-    given = {value.name for value in graph.input}
-    names = [t.name for t in graph.initializer if t.name in tensors and t.name not in given]
+    inputs = {value.name for value in graph.input}
+    names = [t.name for t in graph.initializer if t.name in tensors and t.name not in inputs]
     stored = {name for name in names if np.ndim(tensors[name]) == 2}
     read: dict[str, set[str]] = {"Gather": set(), "MatMul": set(), "Gemm": set()}
     for node in all_nodes(graph):
         if node.op_type in read and node.domain in ("", "ai.onnx") and len(node.input) > 1:
             read[node.op_type].add(node.input[node.op_type != "Gather"])
     tables: list[str] = []
-    found: dict[str, str] = {}
+    duplicates: dict[str, str] = {}
     for name in (name for name in names if name in stored & read["Gather"]):
         of = next((t for t in tables if _is_twin(tensors[name], tensors[t])), None)
         if of is None:
             tables.append(name)
         else:
-            found[name] = of
+            duplicates[name] = of
     for name in sorted(stored & (read["MatMul"] | read["Gemm"]) - read["Gather"]):
         of = next((t for t in tables if _is_twin(tensors[name], tensors[t])), None)
         if of is not None:
-            found[name] = of
-    others = {n: tensors[n] for n in names if np.ndim(tensors[n]) > 1 and n not in found}
-    return found | _find_repeated_calls(graph, others)
+            duplicates[name] = of
+    others = {n: tensors[n] for n in names if np.ndim(tensors[n]) > 1 and n not in duplicates}
+    return duplicates | _find_repeated_calls(graph, others)
 
 
 def _find_repeated_calls(graph: GraphProto, tensors: Mapping[str, Any]) -> dict[str, str]:
@@ -79,7 +79,7 @@ def _find_repeated_calls(graph: GraphProto, tensors: Mapping[str, Any]) -> dict[
                     modules(node)[-1:] if node.metadata_props else ()
                 )
     first: dict[tuple, list[str]] = {}
-    found = {}
+    duplicates = {}
     for name in [name for name in tensors if name in readers]:
         value = tensors[name]
         if len(readers[name]) != 1 or not jnp.issubdtype(value.dtype, jnp.floating):
@@ -89,8 +89,8 @@ def _find_repeated_calls(graph: GraphProto, tensors: Mapping[str, Any]) -> dict[
         if of is None:
             others.append(name)
         else:
-            found[name] = of
-    return found
+            duplicates[name] = of
+    return duplicates
 
 
 def _is_twin(value: np.ndarray, table: np.ndarray) -> bool:

@@ -59,9 +59,9 @@ def read_training_checkpoint(path: str | os.PathLike) -> TrainingCheckpoint:
       ModelError: it is not one, is damaged, or has its tensors in a file beside it or not at all.
       OSError: it cannot be read.
     """
-    said = f"'{os.fspath(path)}' is not a checkpoint of onnxruntime-training, or is damaged"
+    failure = f"'{os.fspath(path)}' is not a checkpoint of onnxruntime-training, or is damaged"
     data = Path(path).read_bytes()
-    with wrap_errors(said, ModelError):
+    with wrap_errors(failure, ModelError):
         if data[4:8] != _IDENTIFIER:
             raise ValueError("it does not say that it is one")
         root = _Table.root(data)
@@ -72,10 +72,10 @@ def read_training_checkpoint(path: str | os.PathLike) -> TrainingCheckpoint:
         if module is None or module.number(2, "b") or module.number(3, "b"):
             raise ValueError("its tensors are not in it: a nominal one, or with external data")
         params, frozen = (_unique(map(_tensor, module.tables(i))) for i in (0, 1))
-        found = TrainingCheckpoint(params, frozen, properties=_properties(root.table(3)))
+        checkpoint = TrainingCheckpoint(params, frozen, properties=_properties(root.table(3)))
         groups = [*root.tables(2)]
         if not groups:
-            return found
+            return checkpoint
         if len(groups) > 1:
             raise ValueError(f"it has {len(groups)} groups of parameters, and one is known")
         states = (
@@ -83,7 +83,7 @@ def read_training_checkpoint(path: str | os.PathLike) -> TrainingCheckpoint:
         )
         count, rate = groups[0].number(1, "q"), groups[0].number(2, "f")
         return TrainingCheckpoint(
-            params, frozen, _unique(states), int(count), float(rate), found.properties
+            params, frozen, _unique(states), int(count), float(rate), checkpoint.properties
         )
 
 
@@ -158,12 +158,12 @@ def _tensor(table: _Table) -> tuple[str, np.ndarray]:
 
 def _unique(pairs):
     """Return pairs as a dict; a name that comes twice is a damaged file."""
-    found = {}
+    unique = {}
     for name, value in pairs:
-        if name in found:
+        if name in unique:
             raise ValueError(f"'{name}' is in it twice")
-        found[name] = value
-    return found
+        unique[name] = value
+    return unique
 
 
 def _properties(bag: _Table | None) -> dict[str, int | float | str]:

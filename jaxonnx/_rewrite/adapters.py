@@ -129,9 +129,9 @@ def factor_types(
 
 def _float_type(weight: str, read: Sequence[Use], tensors: Mapping[str, Any]) -> np.dtype:
     """Return the type that a weight is computed with: its own, or that of its scales."""
-    own = np.dtype(tensors[weight].dtype)
-    if own.kind not in "iu" and own.itemsize > 1:
-        return own
+    dtype = np.dtype(tensors[weight].dtype)
+    if dtype.kind not in "iu" and dtype.itemsize > 1:
+        return dtype
     for use in (use for use in read if use.is_direct):
         scale = tensors.get((use.parts or use.node.inputs)[0])
         if scale is not None:
@@ -185,8 +185,8 @@ class _Writer:
         ):
             total = f"{weight}/with_adapter"
             for node in self.nodes:
-                for one in (node, *(n for g in subgraphs(node) for n in all_nodes(g))):
-                    one.input[:] = [total if name == weight else name for name in one.input]
+                for reader in (node, *(n for g in subgraphs(node) for n in all_nodes(g))):
+                    reader.input[:] = [total if name == weight else name for name in reader.input]
             change_name = self._whole(weight, change, pair)
             self.first += self._sum([weight, change_name], total, total, scale)
         else:

@@ -89,7 +89,7 @@ def replace_head(
     """
     count, labels = _count_classes(classes)
     evaluated = evaluate_shapes(proto, graph, tensors)
-    types, known = ({}, frozenset()) if evaluated is None else (evaluated.values, evaluated.known)
+    types, fixed = ({}, frozenset()) if evaluated is None else (evaluated.values, evaluated.known)
     # ONNX's shape inference fills in what the evaluation on shapes did not reach
     missing = [n for node in graph.nodes for n in node.outputs if n and n not in types]
     if missing:
@@ -97,7 +97,7 @@ def replace_head(
         types = {n: to_value(ValueInfoProto(name=n, type=t)) for n, t in kinds} | {**types}
     shapes = {name: value.shape for name, value in types.items() if value.shape is not None}
     shapes |= {name: tuple(value.shape) for name, value in tensors.items()}
-    layer = find_last_layer(proto.graph, graph, shapes, known, at, ending)
+    layer = find_last_layer(proto.graph, graph, shapes, fixed, at, ending)
     checkable = evaluated is not None and layer.output in evaluated.values
     change = HeadChange(proto, graph, tensors, trained, types, shapes, layer, count, checkable)
     change.collect(ending)

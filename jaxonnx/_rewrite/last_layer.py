@@ -67,7 +67,7 @@ def find_last_layer(
     proto: GraphProto,
     graph: Graph,
     shapes: Mapping[str, Shape],
-    known: Collection[str],
+    constants: Collection[str],
     at: str | None,
     ending: bool,
 ) -> LastLayer:
@@ -77,7 +77,7 @@ def find_last_layer(
       proto: the main graph.
       graph: the same, bound.
       shapes: the shapes of values and tensors, as far as they are known.
-      known: the names of values that depend on nothing but the shapes of inputs.
+      constants: the names of values that depend on nothing but the shapes of inputs.
       at: which layer, if outputs have different ones: an output, or a value, node or module.
       ending: if several outputs belong to the layer (logits and probabilities), take the one that
         is computed last instead of the first.
@@ -87,35 +87,35 @@ def find_last_layer(
     """
     ranks = {name: len(shape) for name, shape in shapes.items()}
     if at in graph.outputs:
-        return _trace_back(graph, ranks, known, at)
-    found: list[LastLayer] = []
+        return _trace_back(graph, ranks, constants, at)
+    layers: list[LastLayer] = []
     errors: list[str] = []
     for output in graph.outputs:
         try:
-            found.append(_trace_back(graph, ranks, known, output))
+            layers.append(_trace_back(graph, ranks, constants, output))
         except InputError as error:
             errors.append(str(error))
     if at is not None:
         value = resolve(proto, at)
-        found = [layer for layer in found if value in layer.values]
-        if not found:
+        layers = [layer for layer in layers if value in layer.values]
+        if not layers:
             raise InputError(
                 f"'{at}' is not a last layer, because later nodes mix its outputs: model"
                 f".with_outputs({at!r}) ends the graph there, and that model can have another head"
             )
-    if not found:
+    if not layers:
         raise InputError("; ".join(errors))
-    if len({layer.node.index for layer in found}) > 1:
-        listed = "; ".join(f"'{x.output}' has {_describe(x, shapes)}" for x in found)
+    if len({layer.node.index for layer in layers}) > 1:
+        listed = "; ".join(f"'{x.output}' has {_describe(x, shapes)}" for x in layers)
         raise InputError(
             "several layers could be the last one: name the output that is meant, "
             f"model.with_head(number, at=NAME) or train(..., head={{NAME: number}}). {listed}"
         )
-    return sorted(found, key=lambda layer: len(layer.path))[-1 if ending else 0]
+    return sorted(layers, key=lambda layer: len(layer.path))[-1 if ending else 0]
 
 
 def _trace_back(
-    graph: Graph, ranks: Mapping[str, int], known: Collection[str], output: str
+    graph: Graph, ranks: Mapping[str, int], constants: Collection[str], output: str
 ) -> LastLayer:
     """Follow the data from an output back to the nearest layer.
 
@@ -123,8 +123,8 @@ def _trace_back(
       InputError: a node on the way mixes several values or cannot take other classes.
     """
     producers = graph.producers
-    # values in `known` depend on nothing but the shapes of inputs: they are not data
-    traced = behind(graph.nodes, graph.inputs, known)
+    # values in `constants` depend on nothing but the shapes of inputs: they are not data
+    traced = behind(graph.nodes, graph.inputs, constants)
     path: list[tuple[Node, int]] = []
     value = output
     while value in producers:

@@ -134,9 +134,9 @@ def remove_schedule(proto: ModelProto) -> tuple[ModelProto, list[MovingRange]]:
         del main.node[i]
     for name in unused:
         remove_tensor(main, name)
-    kept = [entry for entry in result.opset_import if entry.domain != DOMAIN]
+    imports = [entry for entry in result.opset_import if entry.domain != DOMAIN]
     del result.opset_import[:]
-    result.opset_import.extend(kept)
+    result.opset_import.extend(imports)
     return result, moved
 
 

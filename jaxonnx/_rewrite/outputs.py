@@ -38,15 +38,15 @@ def cut(
     named = all(isinstance(name, str) for name in listed)
     require("outputs", outputs, named, "names of values of the graph")
     # `resolve` knows results of nodes only; an output may be an initializer or an input
-    own = {value.name for value in (*proto.graph.output, *proto.graph.input)}
-    names = [name if name in own else resolve(proto.graph, name) for name in listed]
+    ends = {value.name for value in (*proto.graph.output, *proto.graph.input)}
+    names = [name if name in ends else resolve(proto.graph, name) for name in listed]
     fits = names and len({*names}) == len(names)
     require("outputs", listed, fits, "different values of the graph")
-    kept = _ancestors(proto.graph, graph, names)
+    needed = _ancestors(proto.graph, graph, names)
     result = ModelProto()
     result.CopyFrom(proto)
     del result.training_info[:]
-    _drop_others(result.graph, kept)
+    _drop_others(result.graph, needed)
     called = _called_functions(result, result.graph.node)
     _filter(result.functions, lambda function: _key(function, function.name) in called)
     declared, kinds = declared_types(result), infer_types(result, tensors, names)
@@ -81,17 +81,17 @@ def _ancestors(proto: GraphProto, graph: Graph, names: Iterable[str]) -> set[str
     return values
 
 
-def _drop_others(graph: GraphProto, kept: set[str]) -> None:
-    """Drop all outputs, and every node, tensor and type whose name is not in `kept`."""
-    _filter(graph.node, lambda node: not kept.isdisjoint(node.output))
+def _drop_others(graph: GraphProto, needed: set[str]) -> None:
+    """Drop all outputs, and every node, tensor and type whose name is not in `needed`."""
+    _filter(graph.node, lambda node: not needed.isdisjoint(node.output))
     for values in (graph.input, graph.initializer, graph.value_info):
-        _filter(values, lambda value: value.name in kept)
-    _filter(graph.sparse_initializer, lambda sparse: sparse.values.name in kept)
-    _filter(graph.quantization_annotation, lambda entry: entry.tensor_name in kept)
+        _filter(values, lambda value: value.name in needed)
+    _filter(graph.sparse_initializer, lambda sparse: sparse.values.name in needed)
+    _filter(graph.quantization_annotation, lambda entry: entry.tensor_name in needed)
     # the declared type of an output that stays a value moves to value_info
-    known = {value.name for value in (*graph.input, *graph.value_info)}
+    declared = {value.name for value in (*graph.input, *graph.value_info)}
     graph.value_info.extend(
-        value for value in graph.output if value.name in kept and value.name not in known
+        value for value in graph.output if value.name in needed and value.name not in declared
     )
     del graph.output[:]
 
@@ -118,7 +118,7 @@ def _key(item: NodeProto | FunctionProto, name: str) -> tuple[str, str, str]:
 
 def _filter(repeated: Any, keep: Any) -> None:
     """Keep the items of a repeated protobuf field for which `keep(item)` holds, in place."""
-    kept = [item for item in repeated if keep(item)]
-    if len(kept) < len(repeated):
+    filtered = [item for item in repeated if keep(item)]
+    if len(filtered) < len(repeated):
         del repeated[:]
-        repeated.extend(kept)
+        repeated.extend(filtered)

@@ -103,7 +103,7 @@ class _Opener:
             self._parameters[output] = (inputs[1], inputs[2])
         elif quantized is not None and self._fits(node, quantized):
             assert quantized.result is not None
-            own = inputs[quantized.result], inputs[quantized.result + 1]
+            parameters = inputs[quantized.result], inputs[quantized.result + 1]
             operands = _operands(quantized, inputs)
             parts = [inputs[i : i + 3] for i in operands]
             axes = (self._axis(node, quantized, i) for i in operands)
@@ -113,12 +113,12 @@ class _Opener:
                 inputs_in_float.append(
                     self._dequantize_bias(inputs[bias], output, *(x[1] for x in parts))
                 )
-            self._replace(node, quantized.like, inputs_in_float, own)
+            self._replace(node, quantized.like, inputs_in_float, parameters)
         # ranges pass through views only where the producer before was replaced: nodes are in order
         elif node.op_type in SAME_NUMBERS and not node.domain and inputs[0] in self._parameters:
-            own = self._parameters[inputs[0]]
-            inputs_in_float = [self._dequantize([inputs[0], *own], None), *inputs[1:]]
-            self._replace(node, node.op_type, inputs_in_float, own)
+            parameters = self._parameters[inputs[0]]
+            inputs_in_float = [self._dequantize([inputs[0], *parameters], None), *inputs[1:]]
+            self._replace(node, node.op_type, inputs_in_float, parameters)
 
     def _fits(self, node: NodeProto, op: Op) -> bool:
         """Check that scales and zero points are stored, and that no attribute changes the meaning.
@@ -167,19 +167,21 @@ class _Opener:
         self._append("DequantizeLinear", [name, stored], real, axis)
         return real
 
-    def _replace(self, node: NodeProto, op: str, inputs: list[str], own: tuple[str, str]) -> None:
+    def _replace(
+        self, node: NodeProto, op: str, inputs: list[str], result: tuple[str, str]
+    ) -> None:
         """Make a node a floating-point `op` on `inputs`, with a QuantizeLinear behind it.
 
-        The QuantizeLinear has the scale and zero point `own`, and the name of the node's result.
+        The QuantizeLinear has the scale and zero point `result`, and the name of the node's result.
         """
         output, real = node.output[0], f"{node.output[0]}/real"
-        self._parameters[output] = own
+        self._parameters[output] = result
         self.opened.append(Opened(real, node.op_type, node.domain))
-        kept = [part for part in node.attribute if part.name != "channels_last"]
+        attributes = [part for part in node.attribute if part.name != "channels_last"]
         del node.attribute[:]
-        node.attribute.extend(kept)
+        node.attribute.extend(attributes)
         node.op_type, node.domain, node.output[0], node.input[:] = op, "", real, inputs
-        self._append("QuantizeLinear", [real, *own], output, None)
+        self._append("QuantizeLinear", [real, *result], output, None)
 
     def _append(self, op: str, inputs: list[str], output: str, axis: int | None) -> None:
         chosen: dict[str, Any] = {} if axis is None else {"axis": axis}
@@ -223,20 +225,20 @@ def close_operators(graph: GraphProto, opened: Iterable[Opened]) -> None:
     _remove_unread(graph, used)
 
 
-def _arrange_inputs(op: Op, parts: list[list[str]], own: list[str]) -> list[str]:
+def _arrange_inputs(op: Op, parts: list[list[str]], result_parameters: list[str]) -> list[str]:
     """Return the inputs of a quantized operator in its order.
 
     Args:
       parts: tensor, scale and zero point of each operand; of the bias, if there is one, last.
-      own: scale and zero point of the result.
+      result_parameters: scale and zero point of the result.
     """
     bias = [parts.pop()[0]] if op.bias is not None and len(parts) > 2 else []
     whole = [name for part in parts for name in part]
     if op.result == 0:
-        return [*own, *whole]
+        return [*result_parameters, *whole]
     if op.bias is not None and op.result is not None and op.bias < op.result:
-        return [*whole, *(bias or [""]), *own]
-    return [*whole, *own, *bias]
+        return [*whole, *(bias or [""]), *result_parameters]
+    return [*whole, *result_parameters, *bias]
 
 
 def _operands(op: Op, inputs: list[str]) -> tuple[int, ...]:

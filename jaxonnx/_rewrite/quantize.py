@@ -95,7 +95,7 @@ class StoredTypes(NamedTuple):
 def stored_types(proto: ModelProto, tensors: Mapping[str, Any]) -> StoredTypes:
     """Return the types that a file rounds to; its weights are float tensors (not folded)."""
     entry = record_of(proto) or Record()
-    found = StoredTypes(set(), set(), set())
+    types = StoredTypes(set(), set(), set())
     for node in proto.graph.node:
         if node.op_type != "QuantizeLinear":
             continue
@@ -106,10 +106,10 @@ def stored_types(proto: ModelProto, tensors: Mapping[str, Any]) -> StoredTypes:
         else:
             name = "uint8" if point is None else np.dtype(point.dtype).name
         weight = node.output[0] in entry.names
-        (found.weights if weight else found.activations).add(name)
+        (types.weights if weight else types.activations).add(name)
         if weight:
-            found.blocks.add(options.get("block_size", 0))
-    return found
+            types.blocks.add(options.get("block_size", 0))
+    return types
 
 
 class Writer:
@@ -304,8 +304,8 @@ def fold(proto: ModelProto, graph: Graph, values: Mapping[str, np.ndarray]) -> M
         return proto
     main, entry = proto.graph, _restrict(entry, proto.graph, values)
     names = entry.folds
-    known = ancestors(graph.nodes, names)
-    nodes = tuple(node for node in graph.nodes if known.issuperset(node.outputs))
+    needed = ancestors(graph.nodes, names)
+    nodes = tuple(node for node in graph.nodes if needed.issuperset(node.outputs))
     results = run(replace(graph, nodes=nodes, outputs=names), {}, Context(values))
     folded = dict(zip(names, map(np.asarray, results), strict=True))
     computed = {name for node in nodes for name in node.outputs}
@@ -345,20 +345,20 @@ def _restrict(entry: Record, graph: GraphProto, values: Mapping[str, np.ndarray]
     makers = {name: node for node in graph.node for name in node.output}
     outputs = {value.name for value in graph.output}
     norms = {name: makers[name].input for name in entry.norms if name in makers}
-    own = {name for name, inputs in norms.items() if inputs[0] not in outputs}
-    floats = {inputs[2] for name, inputs in norms.items() if name not in own}
-    known = makers.keys() | values.keys()
+    folded = {name for name, inputs in norms.items() if inputs[0] not in outputs}
+    floats = {inputs[2] for name, inputs in norms.items() if name not in folded}
+    values_left = makers.keys() | values.keys()
     return replace(
         entry,
         folds=tuple(name for name in entry.folds if name in makers),
-        scales=tuple(name for name in entry.scales if name in known),
+        scales=tuple(name for name in entry.scales if name in values_left),
         names={stored: name for stored, name in entry.names.items() if stored in makers},
         biases=tuple(
             b
             for b in entry.biases
-            if known.issuperset((b.name, *b.scales)) and b.name not in floats
+            if values_left.issuperset((b.name, *b.scales)) and b.name not in floats
         ),
-        norms=tuple(name for name in entry.norms if name in own),
+        norms=tuple(name for name in entry.norms if name in folded),
     )
 
 
@@ -453,8 +453,8 @@ def unfold(
     for name, value in (floats | points).items():
         result.graph.initializer.append(declare(name, value))
     order.sort(result.graph)
-    known = dict.fromkeys(entry.scales or _scales_of(result.graph, tensors))
-    entry = Record(tuple(folds), tuple(known), names, tuple(biases), opened)
+    scales = dict.fromkeys(entry.scales or _scales_of(result.graph, tensors))
+    entry = Record(tuple(folds), tuple(scales), names, tuple(biases), opened)
     records.rename_sparse(result, names)
     records.put(result, records.QUANTIZATION, asdict(entry))
     return result, floats, points
@@ -462,8 +462,8 @@ def unfold(
 
 def _dequantize(graph: Graph, tensors: Mapping[str, Any], name: str) -> np.ndarray:
     """Evaluate one value of a graph that depends on its tensors alone."""
-    known = ancestors(graph.nodes, [name])
-    nodes = tuple(node for node in graph.nodes if known.issuperset(node.outputs))
+    needed = ancestors(graph.nodes, [name])
+    nodes = tuple(node for node in graph.nodes if needed.issuperset(node.outputs))
     (value,) = run(replace(graph, nodes=nodes, outputs=(name,)), {}, Context(tensors))
     return np.asarray(value)
 

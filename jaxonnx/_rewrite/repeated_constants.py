@@ -31,7 +31,7 @@ class Row(NamedTuple):
             tensor = numpy_helper.from_array(value)
             return helper.make_node("Constant", [], [f"{result}/{suffix}"], value=tensor)
 
-        shape, batch, one, target = (
+        shape, batch, ones, target = (
             f"{result}/{part}" for part in ("shape", "batch", "one", "target")
         )
         # the target is the shape of `like` at the batch axis, and 1 (no change) elsewhere
@@ -39,7 +39,7 @@ class Row(NamedTuple):
             helper.make_node("Shape", [self.like], [shape]),
             constant("batch", np.arange(self.rank) == self.axis),
             constant("one", np.ones(1, np.int64)),
-            helper.make_node("Where", [batch, shape, one], [target]),
+            helper.make_node("Where", [batch, shape, ones], [target]),
             helper.make_node("Expand", [self.name, target], [result]),
         ]
 
@@ -58,7 +58,7 @@ def find_rows(node: Node, scope: Scope, old: Mapping[str, tuple[int, ...]]) -> d
         for axis, length in enumerate(old[name])
         if length != scope[name].shape[axis]
     }
-    own = node.attributes.get("axis", 1)
+    joined = node.attributes.get("axis", 1)
     if len({*moved.values()}) != 1:
         return {}
     like, axis = next(iter(moved.items()))
@@ -67,6 +67,6 @@ def find_rows(node: Node, scope: Scope, old: Mapping[str, tuple[int, ...]]) -> d
     for i, name in enumerate(node.inputs):
         value = scope[name]
         fixed = isinstance(value, np.ndarray | jax.Array) and not isinstance(value, Tracer)
-        if fixed and axis != own % rank and value.shape[axis] == 1:
+        if fixed and axis != joined % rank and value.shape[axis] == 1:
             result[i] = Row(name, like, axis, rank)
     return result

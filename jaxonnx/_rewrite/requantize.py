@@ -60,11 +60,11 @@ def requantize(
                     "use adapters='nodes'"
                 )
         # scales and zero points that only this weight's nodes read may change
-        own = {use.node.index for use in (first, *others)}
+        product_nodes = {use.node.index for use in (first, *others)}
         free = {
             n
             for n in names[1:]
-            if own.issuperset(u.node.index for u in read.get(n, ()) if u.is_direct)
+            if product_nodes.issuperset(u.node.index for u in read.get(n, ()) if u.is_direct)
         }
         grid = _read(first, tensors)
         rounded, losses[name] = _round(grid, change, names[1] in free, names[2] in free)
@@ -84,14 +84,14 @@ def dequantize(
     Raises:
       InputError: a weight is read where it cannot be rounded again.
     """
-    found, read = weights(graph, tensors), uses_by_tensor(graph, tensors)
+    all_weights, read = weights(graph, tensors), uses_by_tensor(graph, tensors)
     result = {}
     for name in names:
-        if not found[name].storage:
+        if not all_weights[name].storage:
             result[name] = np.asarray(tensors[name], np.float32)
             continue
         grid = _read(next(use for use in read[name] if use.is_direct), tensors)
-        there, shape = grid.groups >= 0, found[name].shape
+        there, shape = grid.groups >= 0, all_weights[name].shape
         group = np.empty(grid.codes.shape[1], int)
         group[grid.groups[there]] = np.nonzero(there)[0]
         zero = np.broadcast_to(grid.zero, grid.scale.shape)
@@ -185,24 +185,24 @@ def _round(
         for start, shift in [(scale, zero), *_fit_ranges(grid, wanted, zero, moves)]:
             if grid.is_shared:
                 start = np.full_like(start, start.max())
-            own, codes = nearest(start, shift)
-            yield own, codes, shift
+            fitted, codes = nearest(start, shift)
+            yield fitted, codes, shift
             # least squares: the best scale for these codes is <parts, wanted> / <parts, parts>
             parts = np.where(present, codes - shift[..., None], 0)
             axes = None if grid.is_shared else -1
-            norm = np.broadcast_to((parts**2).sum(axes), own.shape)
-            own = np.divide((parts * wanted).sum(axes), norm, out=own.copy(), where=norm > 0)
-            yield (*nearest(own if grid.negative else np.abs(own), shift), shift)
+            norm = np.broadcast_to((parts**2).sum(axes), fitted.shape)
+            fitted = np.divide((parts * wanted).sum(axes), norm, out=fitted.copy(), where=norm > 0)
+            yield (*nearest(fitted if grid.negative else np.abs(fitted), shift), shift)
 
     # the start is the unchanged matrix, so that groups without a change keep their codes
     least = error(best, scale, zero)
-    for own, codes, shift in candidates(scale, zero):
-        lost = error(codes, own, shift)
-        better = np.isfinite(own) & (lost < least)
+    for fitted, codes, shift in candidates(scale, zero):
+        lost = error(codes, fitted, shift)
+        better = np.isfinite(fitted) & (lost < least)
         if grid.is_shared:
-            better = np.full_like(better, np.isfinite(own).all() and lost.sum() < least.sum())
+            better = np.full_like(better, np.isfinite(fitted).all() and lost.sum() < least.sum())
         least, best = np.where(better, lost, least), np.where(better[..., None], codes, best)
-        scale, zero = np.where(better, own, scale), np.where(better, shift, zero)
+        scale, zero = np.where(better, fitted, scale), np.where(better, shift, zero)
     codes = grid.codes.copy()
     codes[:, columns] = best[:, present]
     lost, size, moved = (np.sqrt(np.sum(x, dtype=np.float64)) for x in (least, wanted**2, added**2))

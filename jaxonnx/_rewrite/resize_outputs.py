@@ -141,9 +141,9 @@ class HeadChange:
         The tensor keeps its name if nothing else reads it; else the input gets a new one.
         """
         name = node.inputs[position]
-        own = self._find_own_tensor(name, axis)
-        if own is not None:
-            root, axis = own
+        tensor_axis = self._find_own_tensor(name, axis)
+        if tensor_axis is not None:
+            root, axis = tensor_axis
             shape, dtype = self.tensors[root].shape, self.tensors[root].dtype
         else:
             kind = "bias" if node.op.form(position) is None else "weight"

@@ -70,8 +70,8 @@ def _index_groups(index: np.ndarray, count: int) -> np.ndarray:
     """Return `Grid.groups` for `count` groups; `index` (columns,) has the group of each column."""
     members = [np.flatnonzero(index == i) for i in range(count)]
     result = np.full((count, max(map(len, members))), -1)
-    for row, own in zip(result, members, strict=True):
-        row[: len(own)] = own
+    for row, columns in zip(result, members, strict=True):
+        row[: len(columns)] = columns
     return result
 
 

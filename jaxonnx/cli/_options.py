@@ -32,7 +32,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=jaxonnx.__version__)
     commands = parser.add_subparsers(dest="verb", required=True, metavar="command")
     for name, verb in VERBS.items():
-        own = commands.add_parser(
+        command = commands.add_parser(
             name,
             help=verb.what,
             description=f"{verb.what[0].upper()}{verb.what[1:]}.",
@@ -42,27 +42,27 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         )
         actions = {}
         for title, flags in {**verb.groups, **COMMON}.items():
-            group = own.add_argument_group(title) if title else own
+            group = command.add_argument_group(title) if title else command
             for flag in flags:
                 action = group.add_argument(*flag.names.split(), help=flag.help, **flag.settings)
                 long = [name for name in action.option_strings if name.startswith("--")]
                 actions[(long or [action.dest])[0].removeprefix("--")] = action
         if arguments and arguments[0] == name:
-            _check_flags(own, arguments[1:], actions)
+            _check_flags(command, arguments[1:], actions)
             if (path := _config(arguments)) is not None:
-                _configure(own, actions, path)
+                _configure(command, actions, path)
     return parser.parse_args(arguments)
 
 
 def _check_flags(
-    parser: argparse.ArgumentParser, given: Sequence[str], actions: Mapping[str, argparse.Action]
+    parser: argparse.ArgumentParser, words: Sequence[str], actions: Mapping[str, argparse.Action]
 ) -> None:
     """Refuse flags that a command does not have, with those that may be meant."""
-    known = {flag for action in actions.values() for flag in action.option_strings} | {"--help"}
-    for text in given:
+    flags = {flag for action in actions.values() for flag in action.option_strings} | {"--help"}
+    for text in words:
         flag = text.partition("=")[0]
-        if flag.startswith("--") and flag != "--" and flag not in known:
-            near = _nearest(flag[2:], [name for name in actions if f"--{name}" in known])
+        if flag.startswith("--") and flag != "--" and flag not in flags:
+            near = _nearest(flag[2:], [name for name in actions if f"--{name}" in flags])
             parser.exit(
                 2,
                 f"{parser.prog}: unknown flag {flag}; try {' or '.join(f'--{x}' for x in near)} "

@@ -93,21 +93,22 @@ def run(options: argparse.Namespace) -> Report:
 def _outputs(model: Model, options: argparse.Namespace) -> dict[str, Any]:
     """Return the outputs by name, with the paths of pictures and the lengths of texts."""
     model = reading.fix(model, options)
-    folder, said = options.data.is_dir(), reading.image_options(options)
-    given: Any = options.data if folder else reading.inputs(options.data, model)
+    folder, preparation = options.data.is_dir(), reading.image_options(options)
+    data: Any = options.data if folder else reading.inputs(options.data, model)
     names = [value.name for value in model.outputs]
     flags = (options.batch_size, options.pad, options.length_buckets)
-    arrays = not folder and all(isinstance(x, np.ndarray) for x in given.values())
-    if arrays and len(given) == len(model.inputs) and not said and flags == (None, None, None):
-        outputs = model(*given.values())
+    arrays = not folder and all(isinstance(x, np.ndarray) for x in data.values())
+    plain = not preparation and flags == (None, None, None)
+    if arrays and plain and len(data) == len(model.inputs):
+        outputs = model(*data.values())
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         return dict(zip(names, map(np.asarray, outputs), strict=True))
     outputs = model.predict(
-        given,
+        data,
         batch_size=options.batch_size,
         pad=dict(options.pad or ()),
         length_buckets=options.length_buckets,
-        preprocess=said or None,
+        preprocess=preparation or None,
         progress=False if options.json else None,
     )
     named: dict[str, Any] = {"paths": [*map(str, image_paths(options.data))]} if folder else {}
@@ -174,11 +175,11 @@ def sensitivity(options: argparse.Namespace) -> Report:
     if options.plot is not None:
         check_writable(options.plot)
     data, preprocess = reading.unlabeled(where, model, options)
-    found = sensitivity(model, data, **collect_values(options, "sensitivity"), **preprocess)
+    result = sensitivity(model, data, **collect_values(options, "sensitivity"), **preprocess)
     if options.plot is not None:
-        found.plot().figure.savefig(options.plot, bbox_inches="tight")
+        result.plot().figure.savefig(options.plot, bbox_inches="tight")
     written = [] if options.plot is None else [options.plot]
-    return Report({"errors": found.errors, "sizes": found.sizes}, str(found), written=written)
+    return Report({"errors": result.errors, "sizes": result.sizes}, str(result), written=written)
 
 
 def classify(options: argparse.Namespace) -> Report:
@@ -205,16 +206,16 @@ def classify(options: argparse.Namespace) -> Report:
     return Report({"pictures": data}, "\n".join(lines), status=bool(broken))
 
 
-def _pictures(given: Sequence[Path]) -> list[Path]:
+def _pictures(paths: Sequence[Path]) -> list[Path]:
     """Return files, and those of folders.
 
     Raises:
       InputError: a folder has no pictures.
     """
-    found = {path: image_paths(path) if path.is_dir() else [path] for path in given}
-    if empty := next((path for path, files in found.items() if not files), None):
+    files_by_path = {path: image_paths(path) if path.is_dir() else [path] for path in paths}
+    if empty := next((path for path, files in files_by_path.items() if not files), None):
         raise InputError(f"the folder '{empty}' has no pictures")
-    return [file for files in found.values() for file in files]
+    return [file for files in files_by_path.values() for file in files]
 
 
 def demo(options: argparse.Namespace) -> Report:

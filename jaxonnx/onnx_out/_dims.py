@@ -59,11 +59,11 @@ def size(g: Any, expression: str) -> str:
     Raises:
       Refusal: it depends on a variable that no axis of an input gives.
     """
-    known = g.sizes.get(expression)
-    if isinstance(known, str):
-        return known
-    if known is not None:
-        name, axis, times = known
+    source = g.sizes.get(expression)
+    if isinstance(source, str):
+        return source
+    if source is not None:
+        name, axis, times = source
         value = g("Gather", g("Shape", name), np.array([axis], np.int64), axis=0)
         if times > 1:
             value = g("Div", value, np.array([times], np.int64))

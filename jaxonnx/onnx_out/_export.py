@@ -205,17 +205,17 @@ def _merge_identities(graph: GraphProto, first: int) -> None:
     """
     computed = {name for node in graph.node[first:] for name in node.output}
     names: dict[str, str] = {}
-    kept = []
+    nodes = []
     for node in graph.node[first:]:
         (source, *_) = [*node.input, ""]
         if node.op_type == "Identity" and source in computed and source not in names:
             names[source] = node.output[0]
         else:
-            kept.append(node)
-    for node in kept:
+            nodes.append(node)
+    for node in nodes:
         _rename(node, names)
     del graph.node[first:]
-    graph.node.extend(kept)
+    graph.node.extend(nodes)
 
 
 def _rename(node: Any, names: dict[str, str]) -> None:

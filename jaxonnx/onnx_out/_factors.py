@@ -93,9 +93,9 @@ def _has_shape(x: Any, out: Any) -> bool:
 
 def _merge_factors(g: Any, a: Any, b: Any) -> Any:
     """Return the product of two factors; None if it broadcasts beyond both, or might overflow."""
-    known = [x for x in (a, b) if isinstance(x, np.ndarray)]
+    arrays = [x for x in (a, b) if isinstance(x, np.ndarray)]
     # two constants stay apart: a program may have two because their product would overflow
-    if len(known) == 2 or not all(_is_moderate(x) for x in known):
+    if len(arrays) == 2 or not all(_is_moderate(x) for x in arrays):
         return None
     if not dims.all_known((*a.shape, *b.shape)):
         return None

@@ -50,8 +50,8 @@ def primitive(*names: str, since: int = 0, elementwise: bool = False) -> Callabl
 
         def call(g, *operands, out, **params):
             # a rule's keyword-only parameters choose among those of the primitive
-            known = {**params, "out": out}
-            return rule(g, *operands, **{name: known[name] for name in accepted if name in known})
+            named = {**params, "out": out}
+            return rule(g, *operands, **{name: named[name] for name in accepted if name in named})
 
         for name in names:
             _RULES[name][since] = call

@@ -26,18 +26,18 @@ def _suppress(low, high, scores, count, iou_threshold):
     """Return the indices of the boxes that remain, best first; equal scores in their order."""
     area = np.prod(high - low, axis=-1)
     order = np.argsort(-scores, kind="stable")
-    kept = []
-    while order.size and len(kept) < count:
+    selected = []
+    while order.size and len(selected) < count:
         check_time()
         best, order = order[0], order[1:]
-        kept.append(best)
+        selected.append(best)
         overlap = np.minimum(high[best], high[order]) - np.maximum(low[best], low[order])
         common = np.prod(np.maximum(overlap, 0), axis=-1)
         union = area[best] + area[order] - common
         valid = (area[best] > 0) & (area[order] > 0) & (union > 0)
         iou = np.where(valid, common / np.where(valid, union, 1), 0)
         order = order[~(iou > iou_threshold)]
-    return kept
+    return selected
 
 
 @op(
@@ -72,8 +72,8 @@ def non_max_suppression(
         check_time()
         s = scores[b, c]
         among = np.arange(s.size) if least is None else np.flatnonzero(s > np.float32(least))
-        kept = _suppress(low[b, among], high[b, among], s[among], count, iou)
-        rows += [(b, c, among[i]) for i in kept]
+        selected = _suppress(low[b, among], high[b, among], s[among], count, iou)
+        rows += [(b, c, among[i]) for i in selected]
     return np.array(rows, np.int64).reshape(-1, 3)
 
 

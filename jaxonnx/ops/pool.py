@@ -44,8 +44,8 @@ def average_pool(x, *, count_include_pad=0, channels: Channels = 1, **window: Un
     size = spatial(x.shape, channels)
     windows = place_windows(size, pooling=True, **window)
     is_automatic = window.get("auto_pad", "NOTSET") != "NOTSET"
-    own = sum(zip(*windows.pads, strict=True), ()) if is_automatic else window.get("pads")
-    number = np.maximum(counts(windows, size, own if count_include_pad else None), 1)
+    pads = sum(zip(*windows.pads, strict=True), ()) if is_automatic else window.get("pads")
+    number = np.maximum(counts(windows, size, pads if count_include_pad else None), 1)
     number = number if channels == 1 else number[..., None]
     return divide(lowering.window_sum(_wide(x), windows, channels), number).astype(x.dtype)
 

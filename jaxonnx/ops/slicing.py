@@ -125,7 +125,7 @@ def _pad(x, pads, mode, value=None, axes=None):
         raise NodeError(f"pads {list(pads)} remove more than there is of shape {tuple(x.shape)}")
     check_size([low + n + high for (low, high), n in zip(widths, x.shape, strict=True)], x.dtype)
     # A negative pad removes elements, before the rest is padded from what remains.
-    kept = []
+    slices = []
     for axis, ((low, high), n) in enumerate(zip(widths, x.shape, strict=True)):
         begin, end = max(0, -low), max(0, -high)
         widths[axis] = max(0, low), max(0, high)
@@ -133,8 +133,8 @@ def _pad(x, pads, mode, value=None, axes=None):
             if mode != "constant":
                 raise NodeError(f"pads {list(pads)} leave nothing of axis {axis} of {x.shape}")
             begin, end, widths[axis] = n, 0, (low + n + high, 0)
-        kept.append(slice(begin, n - end))
-    x = x[tuple(kept)]
+        slices.append(slice(begin, n - end))
+    x = x[tuple(slices)]
     if mode in ("reflect", "wrap"):
         for axis, (low, high) in enumerate(widths):
             n = x.shape[axis]

@@ -111,6 +111,6 @@ def string_normalizer(
     cases = {"NONE": str, "LOWER": str.lower, "UPPER": str.upper}
     compared = str if is_case_sensitive else str.lower
     stop = {compared(word) for word in stopwords or ()}
-    kept = [s for s in x.ravel() if compared(s) not in stop]
-    y = np.array([cases[case_change_action](s) for s in kept] or [""], object)
+    words = [s for s in x.ravel() if compared(s) not in stop]
+    y = np.array([cases[case_change_action](s) for s in words] or [""], object)
     return y.reshape((1,) * (x.ndim - 1) + y.shape)

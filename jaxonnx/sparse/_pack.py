@@ -170,16 +170,16 @@ def load(path: str | os.PathLike) -> tuple[dict[str, np.ndarray], dict[str, Pack
     Raises:
       SparsityError: the file is truncated, inconsistent, or was not written by `save`.
     """
-    said = f"{path} is not a packed file, or is damaged"
-    arrays = _safe_read.arrays(path, said, SparsityError)
-    with _safe_read.wrap_errors(said, SparsityError):
+    failure = f"{path} is not a packed file, or is damaged"
+    arrays = _safe_read.arrays(path, failure, SparsityError)
+    with _safe_read.wrap_errors(failure, SparsityError):
         index = json.loads(arrays.pop(INDEX).tobytes())
         dense, packed = {}, {}
         for name, entry in index.items():
             x = arrays.pop(f"values:{name}")
             dtype = jnp.dtype(entry["dtype"])
             if not jnp.issubdtype(dtype, jnp.number) and dtype.kind != "b":
-                raise SparsityError(f"{said}: '{name}' has the type {dtype}")
+                raise SparsityError(f"{failure}: '{name}' has the type {dtype}")
             x = x if x.dtype == dtype else x.view(dtype)
             if "shape" in entry:
                 packed[name] = _check_entry(name, x, arrays.pop(f"indices:{name}"), entry)

@@ -147,19 +147,19 @@ def find_folders(
             )
         return data, validation, model
     settings = _preprocess(model, preprocess or {}, stacklevel=5)
-    found, notes = _classes(data)
-    given = "labels" in (preprocess or {})
-    labels = _labels(data, found, settings.how.labels, model, given, training)
+    classes, notes = _classes(data)
+    labels_given = "labels" in (preprocess or {})
+    labels = _labels(data, classes, settings.how.labels, model, labels_given, training)
     settings = replace(settings, how=replace(settings.how, labels=labels))
-    examples = _folder(data, found, settings, notes)
+    examples = _folder(data, classes, settings, notes)
     if is_folder(validation):
-        found, notes = _classes(validation)
-        if odd := found.keys() - {*labels}:
+        classes, notes = _classes(validation)
+        if odd := classes.keys() - {*labels}:
             raise TrainingError(
                 f"validation '{validation}' has the classes {_names(sorted(odd))}, which "
                 f"'{data}' does not have: {_names(labels)}"
             )
-        validation = _folder(validation, found, settings, notes)
+        validation = _folder(validation, classes, settings, notes)
     return examples, validation, images.with_preparation(model, settings.how)
 
 
@@ -192,8 +192,8 @@ def _listed_pictures(data: Any) -> list[Path]:
     paths = data if isinstance(data, list | tuple) else [data]
     if not all(isinstance(path, str | os.PathLike) for path in paths):
         return []
-    found = [*map(Path, paths)]
-    return found if all(map(_is_picture, found)) else []
+    files = [*map(Path, paths)]
+    return files if all(map(_is_picture, files)) else []
 
 
 def image_paths(folder: Any) -> list[Path]:
@@ -228,13 +228,13 @@ def _registered_suffixes() -> set[str]:
 
 
 def _folder(
-    path: Any, found: Mapping[str, Sequence[Path]], settings: Preprocess, notes: list[str]
+    path: Any, classes: Mapping[str, Sequence[Path]], settings: Preprocess, notes: list[str]
 ) -> Folder:
     """Return a `Folder` of the images of each class, with a note of their number."""
     numbers = {name: number for number, name in enumerate(settings.how.labels)}
-    targets = [numbers[name] for name, files in found.items() for _ in files]
-    paths = tuple(file for files in found.values() for file in files)
-    many = f"'{path}': {len(paths):,} pictures of {len(found)} classes: {_names(found)}"
+    targets = [numbers[name] for name, files in classes.items() for _ in files]
+    paths = tuple(file for files in classes.values() for file in files)
+    many = f"'{path}': {len(paths):,} pictures of {len(classes)} classes: {_names(classes)}"
     targets = np.array(targets, np.int32)
     return Folder(os.fspath(path), paths, targets, settings, (many, *notes))
 
@@ -246,25 +246,25 @@ def _classes(root: Any) -> tuple[dict[str, list[Path]], list[str]]:
       TrainingError: there are no images in subfolders, or a subfolder has none; or the folders
         are those of images and masks.
     """
-    found: dict[str, list[Path]] = {}
+    classes: dict[str, list[Path]] = {}
     others: Counter[str] = Counter()
     entries = [e for e in os.scandir(root) if not e.name.startswith(".")]  # .ipynb_checkpoints
     loose = sum(e.is_file() and _is_picture(Path(e.name)) for e in entries)
     for name in sorted(entry.name for entry in entries if entry.is_dir()):
         files = _files(os.path.join(root, name))
-        found[name] = [path for path in files if _is_picture(path)]
+        classes[name] = [path for path in files if _is_picture(path)]
         others.update(p.suffix.lower() or "no suffix" for p in files if not _is_picture(p))
-    names = {name.lower(): name for name in found}
-    if len(found) == 2 and names.keys() & _IMAGES and names.keys() & _MASKS:
+    names = {name.lower(): name for name in classes}
+    if len(classes) == 2 and names.keys() & _IMAGES and names.keys() & _MASKS:
         raise TrainingError(
-            f"the folder '{root}' is a data set for segmentation: it has {_names(found)}. A folder "
-            "is read for classification only; pass arrays for segmentation, pictures "
+            f"the folder '{root}' is a data set for segmentation: it has {_names(classes)}. A "
+            "folder is read for classification only; pass arrays for segmentation, pictures "
             "[n, channels, height, width] and masks [n, height, width]: data=(pictures, masks)"
         )
     wanted = "pictures lie in one folder for each class, like photos/cat/1.jpg and photos/dog/2.jpg"
-    if not any(found.values()):
+    if not any(classes.values()):
         raise TrainingError(f"the folder '{root}' has no classes of pictures: {wanted}")
-    if empty := [name for name, paths in found.items() if not paths]:
+    if empty := [name for name, paths in classes.items() if not paths]:
         raise TrainingError(
             f"the folder '{root}' has no pictures of {_names(empty)}: add some, or remove the "
             "folder"
@@ -273,55 +273,56 @@ def _classes(root: Any) -> tuple[dict[str, list[Path]], list[str]]:
     notes = [f"'{root}': left out what is not named like a picture: {kinds}"] if others else []
     if loose:
         notes.append(f"'{root}': left out pictures that lie in no folder of a class: {loose}")
-    return found, notes
+    return classes, notes
 
 
 def _labels(
     root: Any,
-    found: Mapping[str, Any],
-    known: tuple[str, ...],
+    classes: Mapping[str, Any],
+    listed: tuple[str, ...],
     model: Network,
-    given: bool,
+    explicit: bool,
     training: bool,
 ) -> tuple[str, ...]:
     """Return the names of all classes in the order of the outputs.
 
-    These are `known` if they include all classes that were found, else the sorted names of the
+    These are `listed` if they include all classes that were found, else the sorted names of the
     folders.
 
     Args:
       root: the folder, for errors.
-      found: the classes of the folder.
-      known: the classes that the file or `preprocess` names.
+      classes: the classes of the folder.
+      listed: the classes that the file or `preprocess` names.
       model: the network.
-      given: whether `known` is from `preprocess`, which must then fit.
+      explicit: whether `listed` is from `preprocess`, which must then fit.
       training: whether the model is trained.
 
     Raises:
       TrainingError: given names lack a class, or there is only one class to train.
     """
-    repeated = [name for name in found if known.count(name) > 1]
-    if given and (not found.keys() <= {*known} or repeated):
-        odd = repeated or sorted(found.keys() - {*known})
+    repeated = [name for name in classes if listed.count(name) > 1]
+    if explicit and (not classes.keys() <= {*listed} or repeated):
+        odd = repeated or sorted(classes.keys() - {*listed})
         raise TrainingError(
-            f"labels must have each class of '{root}' once: {_names(odd)}; they are {_names(known)}"
+            f"labels must have each class of '{root}' once: {_names(odd)}; they are "
+            f"{_names(listed)}"
         )
     shape = model.outputs[0].shape or (None,)
-    fits = given or len(known) == shape[-1]
-    if known and fits and found.keys() <= {*known} and not repeated:
-        return known
-    if len(found) < 2 and not training:
+    fits = explicit or len(listed) == shape[-1]
+    if listed and fits and classes.keys() <= {*listed} and not repeated:
+        return listed
+    if len(classes) < 2 and not training:
         warnings.warn(
-            f"the folder '{root}' has one class only, {_names(found)}, and the file does not name "
-            "its classes: it counts as class 0; preprocess={'labels': [...]} names all classes",
+            f"the folder '{root}' has one class only, {_names(classes)}, and the file does not "
+            "name its classes: it counts as class 0; preprocess={'labels': [...]} names them",
             stacklevel=5,
         )
-    elif len(found) < 2:
+    elif len(classes) < 2:
         raise TrainingError(
-            f"the folder '{root}' has one class only, {_names(found)}: a classifier needs two, "
+            f"the folder '{root}' has one class only, {_names(classes)}: a classifier needs two, "
             "each in a folder of its own"
         )
-    return tuple(found)
+    return tuple(classes)
 
 
 def _sides(size: Any) -> tuple[int, int]:
@@ -349,29 +350,29 @@ def _preprocess(model: Network, preprocess: Mapping[str, Any], stacklevel: int =
         "memory": int,
         "workers": int,
     }
-    known = isinstance(preprocess, Mapping)
-    if odd := [n for n in preprocess if n not in kinds] if known else [preprocess]:
-        wrong = _names(odd) if known else preprocess
+    is_dict = isinstance(preprocess, Mapping)
+    if odd := [n for n in preprocess if n not in kinds] if is_dict else [preprocess]:
+        wrong = _names(odd) if is_dict else preprocess
         raise TrainingError(f"preprocess is a dict of any of {', '.join(kinds)}; not {wrong}")
-    given = {}
+    settings = {}
     for name, value in preprocess.items():
         try:
-            given[name] = kinds[name](value)
+            settings[name] = kinds[name](value)
         except (TypeError, ValueError) as error:
             if isinstance(error, TrainingError):
                 raise
             raise TrainingError(f"preprocess: {name} cannot be {value!r}") from error
-    augment = given.pop("augment", Augment())
-    decoded = DecodedImages(given.pop("memory", 2**30))
-    workers = given.pop("workers", min(os.cpu_count() or 1, 16))
+    augment = settings.pop("augment", Augment())
+    decoded = DecodedImages(settings.pop("memory", 2**30))
+    workers = settings.pop("workers", min(os.cpu_count() or 1, 16))
     require("preprocess: workers", workers, workers >= 1, "at least 1", TrainingError)
-    if not (images.says_numbers(model) or given.keys() & {"scale", "mean", "std"}):
+    if not (images.says_numbers(model) or settings.keys() & {"scale", "mean", "std"}):
         warnings.warn(
             "the file does not say how to scale pixels: they are divided by 255; "
             "preprocess={'mean': ..., 'std': ...} sets this (--mean, --std)",
             stacklevel=stacklevel,
         )
-    how = replace(images.preparation(model), **given)
+    how = replace(images.preparation(model), **settings)
     where = images.layout(model, how.size)
     how.check(where)
     return Preprocess(how, where, augment, workers, decoded)

@@ -111,14 +111,14 @@ def preparation(model: Network) -> Preparation:
       ModelError: the entry is malformed.
     """
     usual = Preparation(scale=1 if model.inputs[0].dtype == np.uint8 else 1 / 255)
-    said = {**_standard(model.proto), **(records.get(model.proto, KEY, _entry) or {})}
-    return replace(usual, **said)
+    recorded = {**_standard(model.proto), **(records.get(model.proto, KEY, _entry) or {})}
+    return replace(usual, **recorded)
 
 
 def says_numbers(model: Network) -> bool:
     """Check whether the file declares how to scale pixels, or takes uint8 pixels unscaled."""
-    said = {**_standard(model.proto), **(records.get(model.proto, KEY, _entry) or {})}
-    return model.inputs[0].dtype == np.uint8 or not said.keys().isdisjoint(("scale", "mean", "std"))
+    recorded = {**_standard(model.proto), **(records.get(model.proto, KEY, _entry) or {})}
+    return model.inputs[0].dtype == np.uint8 or bool(recorded.keys() & {"scale", "mean", "std"})
 
 
 def _entry(entry: Any) -> dict[str, Any]:
@@ -130,22 +130,22 @@ def _entry(entry: Any) -> dict[str, Any]:
     if odd := entry.keys() - {field.name for field in fields(Preparation)}:
         raise ValueError(f"unknown: {', '.join(sorted(odd))}")
     lists = ("mean", "std", "labels", "size")
-    said = {name: tuple(value) if name in lists else value for name, value in entry.items()}
-    for name, value in said.items():
+    settings = {name: tuple(value) if name in lists else value for name, value in entry.items()}
+    for name, value in settings.items():
         parts = value if name in lists else (value,)
         kinds = _KINDS.get(name, (int, float))
         wrong = name == "size" and len(parts) != 2
         if wrong or not all(isinstance(part, kinds) for part in parts):
             raise ValueError(f"{name} is {value!r}")
-    return said
+    return settings
 
 
 def _standard(proto: ModelProto) -> dict[str, Any]:
     """Return the fields of `Preparation` that ONNX's own image metadata give."""
-    said = {text(e.key).lower(): text(e.value).lower() for e in proto.metadata_props}
-    bgr = said.get("image.bitmappixelformat", "").startswith("bgr")
+    metadata = {text(e.key).lower(): text(e.value).lower() for e in proto.metadata_props}
+    bgr = metadata.get("image.bitmappixelformat", "").startswith("bgr")
     return {
-        **_RANGES.get(said.get("image.nominalpixelrange", ""), {}),
+        **_RANGES.get(metadata.get("image.nominalpixelrange", ""), {}),
         **({"order": "BGR"} if bgr else {}),
     }
 
@@ -196,15 +196,15 @@ def layout(model: Network, size: tuple[int, int] | None = None) -> Layout:
             f"input {value} does not take images: it has neither one nor three channels"
         )
     wanted = size or (None, None)
-    known: Any = tuple(s if isinstance(s, int) else w for s, w in zip(sides, wanted, strict=True))
-    if None in known:
+    sizes: Any = tuple(s if isinstance(s, int) else w for s, w in zip(sides, wanted, strict=True))
+    if None in sizes:
         raise InputError(
             f"input {value} takes pictures of any size: say which (--size HxW; in Python "
             "preprocess={'size': (height, width)})"
         )
-    if size and known != size:
-        raise InputError(f"input {value} takes pictures of {known[0]}x{known[1]}")
-    return Layout(known, channels, kind, value.dtype)
+    if size and sizes != size:
+        raise InputError(f"input {value} takes pictures of {sizes[0]}x{sizes[1]}")
+    return Layout(sizes, channels, kind, value.dtype)
 
 
 def read(path: Path, where: Layout, crop: float = 1.0) -> np.ndarray:

@@ -225,8 +225,8 @@ def _divide(g: Nodes, x: Any, y: Any, out: Any, operator: str, by_zero: Any, **s
       by_zero: a function of x that returns the result where y is 0.
       settings: attributes of the operator.
     """
-    known = getattr(y, "thin", None) if isinstance(y, Tensor) else y
-    if out.dtype.kind not in "iu" or (isinstance(known, np.ndarray) and known.all()):
+    divisor = getattr(y, "thin", None) if isinstance(y, Tensor) else y
+    if out.dtype.kind not in "iu" or (isinstance(divisor, np.ndarray) and divisor.all()):
         return g.wide(operator, *thin([x, y], out), dtype=out.dtype, **settings)
     zero, safe = g.run(lambda y: (y == 0, jnp.where(y == 0, 1, y)), y)
     result = Tensor(g.wide(operator, x, safe, dtype=out.dtype, **settings), out.shape, out.dtype)

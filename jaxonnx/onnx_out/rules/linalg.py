@@ -141,8 +141,8 @@ def lu_pivots_to_permutation(pivots, *, permutation_size):
 def custom_linear_solve(g, *operands, const_lengths, jaxprs):
     """Write the program that solves; the other programs, of products, are for gradients."""
     before = const_lengths.matvec + const_lengths.vecmat
-    known = operands[before : before + const_lengths.solve]
-    return g.program(jaxprs.solve, [*known, *operands[sum(const_lengths) :]])
+    constants = operands[before : before + const_lengths.solve]
+    return g.program(jaxprs.solve, [*constants, *operands[sum(const_lengths) :]])
 
 
 @composed("qr")

@@ -143,13 +143,13 @@ def tree_ensemble(
         nodes_falsenodeids=nodes_falsenodeids,
         nodes_falseleafs=nodes_falseleafs,
     )
-    own = np.arange(count, count + leaves)
+    leaf_rows = np.arange(count, count + leaves)
 
     def children(ids, leafs):
         ids, leafs = np.asarray(ids), np.asarray(leafs, bool)
         if (ids < 0).any() or (ids >= np.where(leafs, leaves, count)).any():
             raise NodeError("a child is outside the nodes or the leaves")
-        return np.concatenate([np.where(leafs, count + ids, ids), own])
+        return np.concatenate([np.where(leafs, count + ids, ids), leaf_rows])
 
     modes = np.concatenate([np.asarray(nodes_modes, np.int64), np.full(leaves, _LEAF)])
     forest = Forest(
@@ -162,7 +162,7 @@ def tree_ensemble(
         missing_true=_missing(nodes_missing_value_tracks_true, count, leaves),
         members=_members(membership_values, modes, nodes_splits.dtype),
     )
-    votes = (own, leaf_targetids, leaf_weights)
+    votes = (leaf_rows, leaf_targetids, leaf_weights)
     targets = 1 + max(leaf_targetids) if n_targets is None else n_targets
     y = vote(x, forest, votes, targets, _AGGREGATES[aggregate_function])
     return transform(y, _TRANSFORMS[post_transform], x.dtype)

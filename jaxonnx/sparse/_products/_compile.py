@@ -42,8 +42,8 @@ def compile_library(source: str, options: Sequence[str], target: Path) -> None:
         ) from None
     except subprocess.CalledProcessError as failure:
         errors = [line for line in failure.stderr.splitlines() if "error" in line]
-        found = errors[0] if errors else f"exit status {failure.returncode}"
-        raise SparsityError(f"{source} does not compile with {command[0]}: {found}") from None
+        reason = errors[0] if errors else f"exit status {failure.returncode}"
+        raise SparsityError(f"{source} does not compile with {command[0]}: {reason}") from None
 
 
 def _compiler() -> list[str]:

@@ -45,9 +45,9 @@ def _find_wheels() -> tuple[list[Path], Path]:
     """Return the folders of headers in NVIDIA's wheels, and cuSPARSELt itself."""
     spec = importlib.util.find_spec("nvidia")
     roots = [*map(Path, spec.submodule_search_locations or ())] if spec else []
-    found = [[*root.glob(f"*/include/{name}")] for name in _HEADERS for root in roots]
+    matches = [[*root.glob(f"*/include/{name}")] for name in _HEADERS for root in roots]
     library = [file for root in roots for file in root.glob("*/lib/libcusparseLt.so*")]
-    headers = [files[0] for files in found if files]
+    headers = [files[0] for files in matches if files]
     if len(headers) < len(_HEADERS) or not library:
         raise SparsityError(
             "products by cuSPARSELt need NVIDIA's wheels: pip install 'jaxonnx[sparse-cuda]'"
