@@ -14,7 +14,7 @@ import numpy as np
 from onnx import TypeProto
 
 from jaxonnx._graph.bind import Graph, Node
-from jaxonnx._graph.operands import STARTS
+from jaxonnx._graph.rules import STARTS
 from jaxonnx._graph.values import Value
 from jaxonnx.errors import InputError
 

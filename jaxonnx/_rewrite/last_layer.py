@@ -10,7 +10,7 @@ from onnx import GraphProto
 from jaxonnx._axes import Matrix
 from jaxonnx._graph.ancestors import behind
 from jaxonnx._graph.bind import Graph, Node
-from jaxonnx._graph.positions import PRODUCTS
+from jaxonnx._graph.roles import PRODUCTS
 from jaxonnx._graph.scopes import resolve
 from jaxonnx.errors import InputError
 

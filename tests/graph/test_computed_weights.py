@@ -101,7 +101,6 @@ PLACES = {
     "a mask": (f"{BACK} y = Add(h, p)", np.where(weight(6, 8) > 0, 0, -1e4), False),
     "means of features": (f"{BACK} s = Sub(h, p) y = Div(s, g)", weight(8), False),
     "a mean image": ("s = Sub(x, p) y = MatMul(s, w0)", weight(6, 8), False),
-    "one for each example": (f"{BACK} y = Add(h, p)", weight(2, 6, 8), False),
     "keys beside those of a sequence, by Tile": (
         f"""{BACK} n = Shape<start = 0, end = 1>(x) one = Constant<value_ints = [1, 1]>()
         s = Concat<axis = 0>(n, one) e = Tile(p, s) y = Concat<axis = 1>(h, e)""",

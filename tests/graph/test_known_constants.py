@@ -163,9 +163,9 @@ PLACES = {
     ),
     "scales of actions": (
         "f = GlobalAveragePool(x) e = Flatten(f) h = MatMul(e, w) t = Tanh(h) "
-        "m = Mul(t, s) y = Add(m, o)",
-        {"w": weight(3, 5), "s": weight(5), "o": weight(5)},
-        {"s", "o"},
+        "m = Mul(t, action_scale) y = Add(m, action_bias)",
+        {"w": weight(3, 5), "action_scale": weight(5), "action_bias": weight(5)},
+        {"action_scale", "action_bias"},
     ),
     "a window by its name": (
         "f = GlobalAveragePool(x) e = Flatten(f) h = MatMul(e, w) m = Mul(h, stft_window) "
@@ -175,13 +175,13 @@ PLACES = {
     ),
     "groups that are normalized": (
         "c = Conv(x, k) s = Constant<value_ints=[0, 2, -1]>() r = Reshape(c, s) "
-        "i = InstanceNormalization(r, one, zero) h = Shape(c) b = Reshape(i, h) m = Mul(b, g) "
+        "i = InstanceNormalization(r, val_1, val_2) h = Shape(c) b = Reshape(i, h) m = Mul(b, g) "
         "y = Add(m, o)",
         {
             **{"k": weight(4, 3, 1, 1), "g": weight(4, 1, 1), "o": weight(4, 1, 1)},
-            **{"one": np.ones(2), "zero": np.zeros(2)},
+            **{"val_1": np.ones(2), "val_2": np.zeros(2)},  # so named by PyTorch's exporter
         },
-        {"one", "zero"},
+        {"val_1", "val_2"},
     ),
     "instances that are normalized": (
         "c = Conv(x, k) y = InstanceNormalization(c, one, zero)",

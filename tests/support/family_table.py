@@ -19,7 +19,7 @@ OPEN = sorted(
     name
     for path in DATA.rglob("*.onnx")
     if not (name := path.relative_to(DATA).as_posix()).startswith(
-        ("families/", "inputs/", "llm/", "ort/", "text/", "transformers/", "unfolded")
+        ("families/", "inputs/", "llm/", "ort/", "rules/", "text/", "transformers/", "unfolded")
     )
 )
 """Files of one input with an open batch (or a batch that `with_any_batch` opens), and no maps."""

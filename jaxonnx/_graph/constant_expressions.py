@@ -24,14 +24,16 @@ _LOOKUPS = ("Gather", "GatherElements", "GatherND", "Expand", "Reshape", "Slice"
 """Operators whose results are numbers of their first input; the others are indices and shapes."""
 
 
-class Computed(NamedTuple):
+class ConstantExpression(NamedTuple):
     """A value and the floating-point tensors that it is computed from."""
 
     value: np.ndarray
-    sources: frozenset[str]
+    parts: frozenset[str]
 
 
-def computed_values(graph: Graph, tensors: Mapping[str, Any]) -> dict[str, Computed]:
+def evaluate_constant_expressions(
+    graph: Graph, tensors: Mapping[str, Any]
+) -> dict[str, ConstantExpression]:
     """Evaluate the arithmetic of a graph that depends on its tensors alone.
 
     Results that are plain views of one tensor are left out, and so is everything that is computed
@@ -68,7 +70,11 @@ def computed_values(graph: Graph, tensors: Mapping[str, Any]) -> dict[str, Compu
     outer = {name for node in graph.nodes if node.index not in inside for name in node.reads}
     wanted = arithmetic & outer
     values = _evaluate(inner, wanted, known)
-    return {n: Computed(v, sources[n] or frozenset()) for n, v in values.items() if n in wanted}
+    return {
+        n: ConstantExpression(v, sources[n] or frozenset())
+        for n, v in values.items()
+        if n in wanted
+    }
 
 
 def _own_sources(name: str, value: Any) -> frozenset[str] | None:

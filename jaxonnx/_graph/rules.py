@@ -1,0 +1,382 @@
+"""The rules by which a tensor of a file is trained, kept as state, or left a constant.
+
+A file does not say which of its tensors were learned. `RULES`, below, reads from top to bottom: of
+the rules that fit a use of a tensor, the first one decides. What no rule fits is a constant, and a
+tensor with several uses is trained if one of them says so.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from jaxonnx._graph.ancestors import ancestors, behind
+from jaxonnx._graph.sites import ARITHMETIC, Site
+from jaxonnx._io.encoder_decoder import own_name
+
+STARTS = {"GRU": (5,), "LSTM": (5, 6), "RNN": (5,)}
+"""The positions of initial states among the inputs of recurrent operators."""
+_LARGE = 1e3
+"""Larger magnitudes are those of additive masks (-1e4, -1e9), not of learned tables."""
+_MOVES = ("Cast", "Identity", "Mul", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
+_BUFFER = re.compile(
+    r"(.*_)?(inv_freq|window|mel(_(fb|basis|filters?|bank|scale))?|fb|fbank|filter_?banks?"
+    r"|anchors?|mean|std|(cos|sin)_cached?|freqs_cis|action_(scale|bias))"
+)
+_WEIGHT = re.compile(r"(weight|bias|gamma|beta|kernel|scale_param)s?")
+_UNNAMED = re.compile(r"val_\d+|onnx::\w+_\d+|/.*Constant(_\d+)?_output_0")
+
+
+TRAINED, STATE, CONSTANT = "param", "state", "constant"
+"""The verdicts of rules."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule for uses of tensors; its test's docstring says which networks or exporters need it."""
+
+    name: str
+    """What the tensor is, as `print(model)` says of a constant."""
+    verdict: str
+    test: Callable[[Site], bool]
+    file: str
+    """A file of tests/data that would be trained otherwise without the rule."""
+
+
+def judge(site: Site, chosen: bool = False) -> Rule | None:
+    """Return the rule that decides; None where the tensor does not stand as a weight would.
+
+    A rule for constants counts only where one below it would train the tensor. Numbers are dear to
+    look at, so these rules come into play when there is one.
+
+    Args:
+      site: the use of the tensor.
+      chosen: whether a user trains the tensor, so that no rule makes it a constant.
+    """
+    learned = (i for i, r in enumerate(RULES) if r.verdict != CONSTANT and r.test(site))
+    place = next(learned, None)
+    if place is None:
+        return None
+    above = () if chosen else (rule for rule in RULES[:place] if rule.verdict == CONSTANT)
+    return next((rule for rule in above if rule.test(site)), RULES[place])
+
+
+def judge_part(site: Site, result: Rule) -> Rule | None:
+    """Return the rule for a tensor of which a value is computed, from the rule for that value."""
+    if result.verdict == CONSTANT:
+        return replace(result, name=f"{result.name} (computed from it)")
+    return judge(replace(site, result_is_trained=True)) if result.verdict == TRAINED else None
+
+
+def is_trained(site: Site) -> bool:
+    """Check whether a rule trains the tensor for this use of it."""
+    rule = judge(site)
+    return rule is not None and rule.verdict == TRAINED
+
+
+# Numbers that no training gives
+
+
+def is_running_statistic(site: Site) -> bool:
+    """Find the means and variances that BatchNormalization moves itself."""
+    return site.declared == "state"
+
+
+def is_geometric(site: Site) -> bool:
+    """Find the frequencies of rotary positions (`inv_freq`) and the slopes of ALiBi."""
+    return site.tensor.description == "a geometric sequence"
+
+
+def is_arithmetic(site: Site) -> bool:
+    """Find numbers whose mean is predicted: cents of pitch, bins of a detector's distances."""
+    return site.tensor.description == "an arithmetic sequence"
+
+
+def is_window(site: Site) -> bool:
+    """Find windows by which front ends for audio multiply frames: Hann, Hamming, Povey, Gauss."""
+    return site.tensor.description == "a window"
+
+
+def is_sinusoidal(site: Site) -> bool:
+    """Find bases of Fourier and cosine transforms (matrices, kernels), and tables of positions."""
+    return site.tensor.description == "rows of sinusoids"
+
+
+def is_filter_bank(site: Site) -> bool:
+    """Find the mel or ERB bank that follows a Fourier transform as a linear layer would."""
+    return site.tensor.description == "a bank of filters"
+
+
+def is_symmetric(site: Site) -> bool:
+    """Find blurs before downsampling and Sobel's kernels, which stand at a Conv."""
+    return site.tensor.description == "kernels with mirror symmetry"
+
+
+# Normalizations written as arithmetic, by tf2onnx, Keras and older exporters of PyTorch
+
+
+def is_stored_moment(site: Site) -> bool:
+    """Find the mean, variance and epsilon of a BatchNormalization that is written as arithmetic."""
+    return site.name in site.facts.normalized.statistics
+
+
+def is_affine(site: Site) -> bool:
+    """Find the scale and bias of a normalization that is written as ReduceMean, Sub, Sqrt, Div.
+
+    They have up to as many axes as the mean is over.
+    """
+    axes = site.facts.normalized.learned.get(site.name)
+    if axes is None or site.declared not in (None, "vector"):
+        return False
+    return len(site.tensor.long) <= axes
+
+
+# Operands of arithmetic that were not learned, whatever their names
+
+
+def is_mask(site: Site) -> bool:
+    """Find masks of attention, which add -1e4 or -1e9, also with ALiBi folded into them."""
+    several = site.is_table or site.declared is None
+    return site.meets_data and several and not site.tensor.largest < _LARGE
+
+
+def standardizes(site: Site) -> bool:
+    """Find mean and deviation of (x - mean) / deviation, which scikit-learn and others write."""
+    partner = {"Sub": "Div", "Div": "Sub"}.get(site.operator)
+    if partner is None or site.use.position != 1 or not site.meets_data:
+        return False
+    graph, node = site.facts.graph, site.node
+    beside = [*graph.readers.get(node.outputs[0], ()), graph.producers.get(node.inputs[0])]
+    partners = (n for n in beside if n is not None and n.op.name == partner)
+    return any(n.inputs[1] not in site.facts.fed for n in partners)
+
+
+def is_distance(site: Site) -> bool:
+    """Find ALiBi, which adds numbers to scores that are linear in the distance of query and key."""
+    return site.meets_data and site.is_table and site.tensor.linear_in_distance
+
+
+def has_one_norm(site: Site) -> bool:
+    """Find sines and cosines of positions in any order of their columns, as sin^2 + cos^2 = 1."""
+    table = site.meets_data and site.is_table and not biases_scores(site)
+    return table and site.tensor.rows_have_one_norm
+
+
+def is_outer_factor(site: Site) -> bool:
+    """Find rotary frequencies (1, F, 1), expanded to meet positions (1, 1, T) in a MatMul.
+
+    PyTorch's current exporter also expands the zeros that a recurrence starts from.
+    """
+    return site.is_outer_factor
+
+
+# Names
+
+
+def is_named_as_weight(site: Site) -> bool:
+    """Trust a framework that calls a tensor a weight, where it stands as one."""
+    named = _WEIGHT.fullmatch(site.last_name) is not None
+    return named and any(rule.test(site) for rule in PLACES)
+
+
+def is_named_as_buffer(site: Site) -> bool:
+    """Trust names that buffers go by and weights do not; exporters keep them."""
+    return _BUFFER.fullmatch(site.last_name) is not None
+
+
+# Places of constants
+
+
+def is_in_program(site: Site) -> bool:
+    """Find numbers of a network's program, such as x * [1, 7, 2], which become Constant nodes.
+
+    Where the weights are Constant nodes, too, nothing tells the two apart.
+    """
+    place = site.result_is_trained or (site.in_main_graph and site.operator in ARITHMETIC)
+    return place and site.facts.weights_stored and not site.tensor.stored
+
+
+def is_in_front(site: Site) -> bool:
+    """Find means and deviations of images or observations in front of the first layer.
+
+    The other operand is an input that met no layer, layers follow, and none of them reads that
+    input in another way, except for its sizes. An outer product (a table that meets each number of
+    an input in each row) does not count.
+    """
+    facts, graph, node = site.facts, site.facts.graph, site.node
+    if facts.on_inputs.get(node.index) is not node:
+        return False
+    if facts.before_layers.isdisjoint(node.outputs):
+        return False
+    makers = (graph.producers.get(name) for name in site.others)
+    moved = ("Expand", "Reshape", "Unsqueeze")
+    if site.is_table and any(maker is not None and maker.op.name in moved for maker in makers):
+        return False
+    sized = [node for node in graph.nodes if node.op.name not in ("Shape", "Size")]
+    inputs = ancestors(sized, site.others) & {*graph.inputs}
+    plain = [name for other in facts.on_inputs.values() for name in other.outputs]
+    reached = behind(graph.nodes, inputs, plain)
+    layers = (other for other in graph.nodes if other.index in facts.layers and other is not node)
+    return all(reached.isdisjoint(layer.reads) for layer in layers)
+
+
+def is_shown(site: Site) -> bool:
+    """Find a recorded motion whose rows a policy that imitates it gives out beside its actions."""
+    facts, node = site.facts, site.node
+    looked_up = site.in_main_graph and site.operator == "Gather" and site.use.position == 0
+    if not looked_up or facts.fed.isdisjoint(site.others):
+        return False
+    if not facts.behind_layers.isdisjoint(node.inputs):
+        return False
+    shown = behind(facts.graph.nodes, node.outputs)
+    acts = not facts.behind_layers.isdisjoint({*facts.graph.outputs} - shown)
+    layers = (n for n in facts.graph.nodes if n.index in facts.layers and n is not node)
+    return acts and all(shown.isdisjoint(layer.reads) for layer in layers)
+
+
+def makes_waves(site: Site) -> bool:
+    """Find random Fourier features; a layer with a sine behind it has no cosine."""
+    if site.operator != "MatMul" or not site.in_main_graph:
+        return False
+    return {*site.facts.readers(site.node, _MOVES)} == {"Sin", "Cos"}
+
+
+def is_filler(site: Site) -> bool:
+    """Find ones and zeros that PyTorch's exporters add to a bare normalization.
+
+    They are Constant nodes, or have a number for a name.
+    """
+    start = site.node.op.start(site.use.position)
+    if start is None or "Normalization" not in site.node.op.name or not site.in_main_graph:
+        return False
+    apart = site.facts.weights_stored and not site.tensor.stored
+    unnamed = apart or _UNNAMED.fullmatch(own_name(site.name)) is not None
+    return unnamed and bool((site.tensor.value == start).all())
+
+
+# Places of weights
+
+
+def is_declared(site: Site) -> bool:
+    """Find weights that operators declare: kernels, matrices, tables, biases."""
+    return site.declared == "param"
+
+
+def is_bias_or_scale(site: Site) -> bool:
+    """Find biases that exporters write as Add, scales as Mul, and a bias that Sub takes from.
+
+    A single number is a bias if it has an axis; a factor of sqrt(d) or an epsilon has none.
+    """
+    if site.declared != "vector" or site.is_vector:
+        return site.declared == "vector"
+    array = site.tensor.array
+    return array.size == 1 and array.ndim > 0 and site.operator == "Add" and site.tensor.stored
+
+
+def is_token(site: Site) -> bool:
+    """Find a learned token (or a few) that a vision transformer puts before a sequence.
+
+    The sequence has rank 3 with features along the last axis, and the Concat is along the first or
+    second. The token is repeated for each example, also to a shape that the file computes (CLIP),
+    unless the batch is one.
+    """
+    view, value = site.use.view, site.tensor.value
+    if site.use.passes or site.operator != "Concat" or not site.tensor.stored:
+        return False
+    axis = site.node.attributes.get("axis", 1)
+    if view.axes == (0,) and view.expanded:
+        return axis == 1 and site.tensor.irregular
+    if view.axes is None or len(view.axes) != 3 or view.part or axis % 3 == 2:
+        return False
+    lengths = [1 if a is None else value.shape[a] for a in view.axes]
+    if lengths[2] == 1 or lengths[1 - axis % 3] != 1:
+        return False
+    return view.expanded or len(np.unique(value)) > 2
+
+
+def has_normalized_rows(site: Site) -> bool:
+    """Find the table of relative positions whose rows DeBERTa normalizes."""
+    name = site.node.op.name
+    normalizes = name.endswith("LayerNormalization") and site.use.position == 0
+    table = normalizes and site.tensor.stored and site.tensor.value.ndim > 1
+    return table and site.tensor.irregular
+
+
+def starts_recurrence(site: Site) -> bool:
+    """Find learned initial states; those that an exporter writes for none are zeros."""
+    start = site.in_main_graph and site.use.position in STARTS.get(site.operator, ())
+    return start and site.tensor.stored and site.tensor.irregular and site.tensor.varied
+
+
+def biases_scores(site: Site) -> bool:
+    """Find relative positions that Swin and T5 add to scores, as exporters gathered them."""
+    if not (site.meets_data and site.operator == "Add" and site.is_table and site.tensor.stored):
+        return False
+    readers = site.facts.readers(site.node, ("Add", "Cast", "Reshape", "Where"))
+    return site.tensor.irregular and "Softmax" in readers
+
+
+def is_varied_operand(site: Site) -> bool:
+    """Find gates, thresholds, positions, centers and mixed kernels in plain arithmetic with data.
+
+    Buffers do so as well, but their numbers repeat or count.
+    """
+    operand = site.meets_data and site.tensor.stored and bool(site.facts.layers)
+    return operand and site.tensor.irregular and site.tensor.varied
+
+
+def gives_weight(site: Site) -> bool:
+    """Find the tensors of exp(A_log) of Mamba, g * v / |v| and of weights under masks.
+
+    A mask among them has two different numbers.
+    """
+    if not site.result_is_trained:
+        return False
+    value = site.tensor.value
+    vector = site.is_vector and (value.size == 2 or len(np.unique(value)) != 2)
+    return vector or site.tensor.irregular
+
+
+PLACES = (
+    Rule("a weight or bias of an operator", TRAINED, is_declared, "sklearn_mlp.onnx"),
+    Rule("a bias or scale in arithmetic", TRAINED, is_bias_or_scale, "families/paddle_cnn.onnx"),
+    Rule("a token before a sequence", TRAINED, is_token, "rules/patches.onnx"),
+    Rule("rows that are normalized", TRAINED, has_normalized_rows, "rules/scores.onnx"),
+    Rule("the initial state of a recurrence", TRAINED, starts_recurrence, "rules/features.onnx"),
+    Rule("a bias of attention scores", TRAINED, biases_scores, "rules/scores.onnx"),
+    Rule("varied numbers that meet data", TRAINED, is_varied_operand, "unfolded.attention.onnx"),
+    Rule("a weight is computed from it", TRAINED, gives_weight, "rules/scores.onnx"),
+)
+"""The rules that train a tensor for the place where it stands."""
+
+RULES = (
+    Rule("a running statistic", STATE, is_running_statistic, "families/paddle_cnn.onnx"),
+    # numbers that no training gives
+    Rule("a geometric sequence", CONSTANT, is_geometric, "llm/qwen3-optimum/model.onnx"),
+    Rule("an arithmetic sequence", CONSTANT, is_arithmetic, "rules/pitch.onnx"),
+    Rule("a window", CONSTANT, is_window, "rules/pitch.onnx"),
+    Rule("rows of sinusoids", CONSTANT, is_sinusoidal, "rules/pitch.onnx"),
+    Rule("a bank of filters", CONSTANT, is_filter_bank, "rules/pitch.onnx"),
+    Rule("kernels with mirror symmetry", CONSTANT, is_symmetric, "rules/patches.onnx"),
+    # normalizations that are written as arithmetic
+    Rule("a stored mean or variance", CONSTANT, is_stored_moment, "families/tf2onnx_cnn.onnx"),
+    Rule("scales or shifts what is normalized", TRAINED, is_affine, "unfolded.attention.onnx"),
+    # operands that are no weights, whatever their names
+    Rule("a mask", CONSTANT, is_mask, "rules/scores.onnx"),
+    Rule("standardizes features", CONSTANT, standardizes, "zoo/vector.onnx"),
+    Rule("linear in a distance, as ALiBi", CONSTANT, is_distance, "rules/scores.onnx"),
+    Rule("rows of one norm, as sinusoids have", CONSTANT, has_one_norm, "rules/patches.onnx"),
+    Rule("expanded along the sum of a product", CONSTANT, is_outer_factor, "zoo/sequence.onnx"),
+    # names
+    Rule("named as a weight", TRAINED, is_named_as_weight, "rules/patches.onnx"),
+    Rule("named as a buffer", CONSTANT, is_named_as_buffer, "rules/policy.onnx"),
+    # places of constants, and then those of weights
+    Rule("in a Constant node, unlike the weights", CONSTANT, is_in_program, "rules/patches.onnx"),
+    Rule("meets only inputs before the first layer", CONSTANT, is_in_front, "rules/policy.onnx"),
+    Rule("its rows are outputs as they are", CONSTANT, is_shown, "rules/policy.onnx"),
+    Rule("its products go to Sin and Cos alone", CONSTANT, makes_waves, "rules/features.onnx"),
+    Rule("no scale or bias, but a filler", CONSTANT, is_filler, "families/torch_unet_half.onnx"),
+    *PLACES,
+)
+"""All rules; of those that fit, the first decides."""
