@@ -8,10 +8,11 @@ examples only, though the loss does not count the fill.
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -356,3 +357,22 @@ class Padded(Examples):
         inputs, _ = self.columns.pair
         pairs = zip(inputs, batch.inputs, strict=True)
         return next(x.shape[1] for column, x in pairs if isinstance(column, Ragged))
+
+
+T = TypeVar("T")
+
+
+def prefetch(started: Iterable[T], count: int = 4) -> Iterator[T]:
+    """Yield items with a delay of `count`, so that as many computations stay in flight.
+
+    Args:
+      started: items whose computation runs asynchronously once they are drawn.
+      count: a larger one takes more memory for no further overlap.
+    """
+    waiting: deque[T] = deque()
+    for item in started:
+        waiting.append(item)
+        if len(waiting) > count:
+            yield waiting.popleft()
+    while waiting:
+        yield waiting.popleft()

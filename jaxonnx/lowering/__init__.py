@@ -1,7 +1,7 @@
 """Formulations that are fast on each platform, equal to the plain ones up to rounding."""
 
 from jaxonnx.lowering._attention_layout import separate_heads
-from jaxonnx.lowering._contract import contract, contract_p
+from jaxonnx.lowering._contract import contract, contract_p, select_platform
 from jaxonnx.lowering._conv import Conv, convolution, transposed_convolution
 from jaxonnx.lowering._divide import divide
 from jaxonnx.lowering._elementwise_proof import is_elementwise
@@ -35,7 +35,6 @@ from jaxonnx.lowering._product import is_half, merges, product, product_rounded,
 from jaxonnx.lowering._recurrence import elementwise, recur, state_product, transpose_weight
 from jaxonnx.lowering._remat import remat
 from jaxonnx.lowering._rounded import Dot, Rounded
-from jaxonnx.lowering._select_platform import select_platform
 
 __all__ = [
     "BATCH_AXIS",

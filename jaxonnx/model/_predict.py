@@ -8,10 +8,9 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from jaxonnx._data.batches import Batch, Padded, Source
+from jaxonnx._data.batches import Batch, Padded, Source, prefetch
 from jaxonnx._data.images.batches import Pictures
 from jaxonnx._data.images.folder import Folder
-from jaxonnx._data.prefetch import prefetch
 from jaxonnx._data.ragged import Padding
 from jaxonnx._data.sources import check_size, examples_of, size_of_batches
 from jaxonnx._graph.values import Value

@@ -42,11 +42,6 @@ def templates() -> np.ndarray:
     return _templates()
 
 
-def template_codes() -> np.ndarray:
-    """Return the 90 templates as `uint16[90]` codes, descending."""
-    return templates() @ (1 << np.arange(15, -1, -1)).astype(np.uint16)
-
-
 def blocks(w: jax.Array, axes: Axes, size: int = 4) -> jax.Array:
     """Split each of the two axes into (blocks, size); they must be multiples of `size`."""
     first, second = sorted(axis % w.ndim for axis in axes)
@@ -77,23 +72,13 @@ def _cells(w: jax.Array, axes: Axes) -> list[jax.Array]:
     return [cell(r, c) for r in range(4) for c in range(4)]
 
 
-def codes_by_definition(w: jax.Array, axes: Axes = (-2, -1)) -> jax.Array:
-    """Compute `codes` by its definition: argmax over |w| @ templates.T, the first index on ties.
-
-    The sums are exact, because |w| is rounded down to an integer, in units of 2^-28 of the block's
-    largest cell (of its power of two). So a float32 cell within 2^-4 of the largest one keeps all
-    its bits, a bfloat16 cell within 2^-20; ties are ties, and the order of a sum, which differs
-    from device to device, does not matter. Blocks below 2^-99 are in units of 2^-127.
-    """
-    cells = jnp.stack(_cells(w, axes), axis=-1)
-    _, exponent = jnp.frexp(jnp.max(cells, axis=-1, keepdims=True))
-    units = jnp.ldexp(cells, 28 - jnp.maximum(exponent, -99)).astype(jnp.int32)
-    scores = units @ templates().T.astype(np.int32)
-    return jnp.asarray(template_codes())[jnp.argmax(scores, axis=-1)]
-
-
 def _units(cells: list[jax.Array]) -> list[jax.Array]:
-    """Convert `cells` to the integers of `codes_by_definition`."""
+    """Round the cells of a block down to integers, in units of 2^-28 of the largest one.
+
+    Sums of these are exact. So a float32 cell within 2^-4 of the largest one keeps all its bits, a
+    bfloat16 cell within 2^-20; ties are ties, and the order of a sum, which differs from device to
+    device, does not matter. Blocks below 2^-99 are in units of 2^-127.
+    """
     # Non-negative floats are ordered like their bits, and integers have a plain maximum. The
     # exponent field e of the block's maximum is biased by 127: frexp would give e - 126, so that
     # the scale 2^(28 - e + 126) has the field 28 + 126 + 127 - e = 281 - e.
@@ -115,7 +100,7 @@ class _Scored(NamedTuple):
         return _Scored(self.score + other.score, self.code + other.code)
 
 
-# The reference, an argmax over |w| @ templates.T (`codes_by_definition`), writes 90 scores to
+# The definition, an argmax over |w| @ templates.T (the reference of the tests), writes 90 scores to
 # memory for 16 weights and reads them again. `best_codes` differs: it scores each half of a
 # template once, shares it between the templates that contain it, and XLA fuses all of it into one
 # loop. Two things keep the results equal, bit for bit. Scores are integers, so that a sum does not

@@ -9,10 +9,9 @@ import numpy as np
 from onnx import ModelProto
 
 from jaxonnx._arguments import DataArguments, check_names, documented
-from jaxonnx._data.batches import Source
+from jaxonnx._data.batches import Source, prefetch
 from jaxonnx._data.images import preparation as images
 from jaxonnx._data.inputs_and_targets import is_zero_or_one
-from jaxonnx._data.prefetch import prefetch
 from jaxonnx._progress import track_batches
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model, as_model

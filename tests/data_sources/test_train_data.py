@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 import jaxonnx
 from jaxonnx._data.batch_memory import Memory
-from jaxonnx._data.batches import Arrays
-from jaxonnx._data.prefetch import prefetch
+from jaxonnx._data.batches import Arrays, prefetch
 from jaxonnx._graph.values import Value
 from jaxonnx.training._data import sources
 

@@ -12,10 +12,9 @@ import jax
 import numpy as np
 
 from jaxonnx._data.batch_memory import Memory
-from jaxonnx._data.batches import Batch, Examples, Source
+from jaxonnx._data.batches import Batch, Examples, Source, prefetch
 from jaxonnx._data.images.augment import Augment, prepare_batch
 from jaxonnx._data.images.folder import Folder
-from jaxonnx._data.prefetch import prefetch
 from jaxonnx.errors import InputError, TrainingError
 
 _AHEAD = 2

@@ -1,4 +1,4 @@
-"""Cases of `jaxonnx/ops/logic.py`."""
+"""Cases of comparisons, logic and bits in `jaxonnx/ops/elementwise.py`."""
 
 import numpy as np
 
