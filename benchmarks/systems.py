@@ -123,7 +123,7 @@ def train_step(
         precision=precision,
         lora=lora,
     )
-    one = build_step(model, settings, FOREVER, 1, platform)
+    one = build_step(model, settings, FOREVER, 1, platform=platform)
     state = one.init() if platform is None else jax.eval_shape(one.init)
     return one.update, state, Batch((x,), y, jnp.ones(len(x))), one.frozen
 

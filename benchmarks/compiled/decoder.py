@@ -124,7 +124,8 @@ def ours(options: argparse.Namespace, place: Any):
 
     model = decoder(options.hidden, options.layers, options.sequence)
     settings = Settings(loss="causal_lm", optimizer=optax.adamw(1e-3))
-    step = build_step(model, settings, 1, 1, None if place is None else place.platform)
+    platform = None if place is None else place.platform
+    step = build_step(model, settings, 1, 1, platform=platform)
     state = step.init() if place is None else jax.eval_shape(step.init)
     ids = _tokens(options)
     batch = Batch((ids, jnp.ones_like(ids)), ids, jnp.ones(len(ids)))

@@ -154,7 +154,7 @@ def test_accelerators_select_what_a_conditional_gives_on_cpu(nan):
     x, y = examples(8)
     states, conditionals = [], []
     for platform in ("cpu", "tpu"):
-        one = build_step(jaxonnx.load(mlp()), settings, None, 1, platform)
+        one = build_step(jaxonnx.load(mlp()), settings, None, 1, platform=platform)
         update, state = jax.jit(one.update), one.init()
         conditionals.append("cond[" in str(update.trace(state, (x, y)).jaxpr))
         seen = []
