@@ -16,7 +16,12 @@ from jaxonnx._io import protos
 from jaxonnx._io.tensors import to_array
 from jaxonnx._network import Network
 from jaxonnx._text import format_count
-from jaxonnx.model._tie_notes import describe_constants, describe_ties, float_arrays
+from jaxonnx.model._tie_notes import (
+    describe_complements,
+    describe_constants,
+    describe_ties,
+    float_arrays,
+)
 
 _ROWS = 60
 """Tensors listed one by one; the rest is counted."""
@@ -54,7 +59,10 @@ def overview(model: Network) -> Group:
         count = format_count(len(model.sparsity.layers), "tensor")
         by = f" by {model.sparsity.method}" if model.sparsity.method else ""
         facts.add_row("sparse", f"{count}, {model.sparsity}{by}, recorded in the file")
-    for text in describe_ties(model.proto.graph, model.tensors, model.params):
+    for text in (
+        *describe_ties(model.proto.graph, model.tensors, model.params),
+        *describe_complements(model.tensors, model.params),
+    ):
         facts.add_row("tied", Text(text))
     for info in model.proto.training_info:
         facts.add_row("training", Text(_training(info)))

@@ -4,11 +4,15 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from onnx import GraphProto
 
 from jaxonnx._graph.roles import Roles
 from jaxonnx._io.ties import sources, tied_names
 from jaxonnx._text import list_some
+
+_COMPARED = 2**16
+"""The most numbers of a parameter that is compared with others."""
 
 
 def describe_ties(
@@ -25,6 +29,21 @@ def describe_ties(
             f"not {list_some(untied)}: an Identity of another weight with equal values, trained "
             "separately; load(..., tied=) ties them"
         )
+
+
+def describe_complements(tensors: Mapping[str, Any], params: Collection[str]) -> Iterator[str]:
+    """Yield the parameters that are 1 - another, as PyTorch's older exporter computes them."""
+    small = [name for name in params if 1 < tensors[name].size <= _COMPARED]
+    values = {name: np.asarray(tensors[name]) for name in small}
+    names = {value.tobytes(): name for name, value in values.items()}
+    for name, value in values.items():
+        other = names.get((1 - value).astype(value.dtype).tobytes())
+        if other is not None and len(np.unique(value)) > 2:  # no zeros and ones before training
+            names.pop(value.tobytes(), None)  # so that the two are told once
+            yield (
+                f"not '{other}', which is 1 - '{name}': an exporter computed it, and "
+                "they are trained separately"
+            )
 
 
 def describe_constants(roles: Roles) -> Iterator[tuple[str, str]]:

@@ -154,3 +154,21 @@ def test_an_untouched_save_never_grows_a_file(file, tmp_path):
     assert again.tensors.keys() == net.tensors.keys()
     for name, value in net.tensors.items():
         np.testing.assert_array_equal(np.asarray(again.tensors[name]), np.asarray(value))
+
+
+def test_a_parameter_that_is_one_minus_another_is_told():
+    """PyTorch's older exporter computes 1 - mix of RWKV's token shift into a tensor of its own."""
+    mix = RNG.random(4).astype(np.float32)
+    nodes = "a = Mul(x, mix) b = Mul(a, rest) h = MatMul(b, w) y = Add(h, zeros)"
+    net = jaxonnx.load(
+        model(
+            nodes.replace("a = Mul(x, mix)", "g = MatMul(x, w) a = Mul(g, mix)"),
+            mix=mix,
+            rest=1 - mix,
+            w=W,
+            zeros=np.zeros(4),
+        )
+    )
+    assert {*net.params} == {"mix", "rest", "w", "zeros"}
+    assert "not 'rest', which is 1 - 'mix'" in " ".join(str(net).split())
+    assert "which is 1 -" not in str(net.with_trainable("w"))

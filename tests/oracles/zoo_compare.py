@@ -251,12 +251,20 @@ def compare_trained(
     for name in foreign:
         shown = f"{name} {params[name].shape}"
         places = buffers.find(params[name])
+        if (complements(golden).find(params[name]) >= 0).mean() >= _MOST:
+            yield Finding("trained", "", shown, "1 - a parameter, which the exporter computed")
+            continue
         if (places >= 0).mean() >= _MOST:
             owner = buffers.names[buffers.owner[places[places >= 0][0]]]
             yield Finding("trained", owner, f"{shown}, a buffer")
         else:
             why = "of the numbers that the exporter computed" if computed else ""
             yield Finding("trained", "", shown, why)
+
+
+def complements(golden: Golden) -> Numbers:
+    """Return the numbers 1 - p, which PyTorch's older exporter computes of a parameter p."""
+    return Numbers({name: 1 - value for name, value in golden.params.items()})
 
 
 def _repeats(numbers: Numbers, array: np.ndarray, own: np.ndarray) -> bool:
@@ -289,11 +297,14 @@ def compare_gradients(model: jaxonnx.Model, golden: Golden) -> Iterator[Finding]
     if not far <= _FORWARD:
         yield Finding("outputs", "", f"off by {far:.1e}")
         return
-    numbers = Numbers(golden.params)
+    numbers, others = Numbers(golden.params), complements(golden)
     ours = np.zeros(numbers.size)
     for name, gradient in gradients.items():
+        flat = np.asarray(gradient).reshape(-1)
         places = numbers.find(model.params[name])
-        np.add.at(ours, places[places >= 0], np.asarray(gradient).reshape(-1)[places >= 0])
+        if not (places >= 0).any():  # 1 - a parameter, which the exporter computed
+            places, flat = others.find(model.params[name]), -flat
+        np.add.at(ours, places[places >= 0], flat[places >= 0])
     found = {n for n in model.params if (numbers.find(model.params[n]) >= 0).mean() >= _MOST}
     trained = np.zeros(numbers.size, bool)
     for name in found:
