@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Matrix:
-    """A weight as a linear map: what each of its axes means."""
+    """A weight as a linear map: the meaning of each of its axes."""
 
     output: int
     input: int

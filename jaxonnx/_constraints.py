@@ -81,7 +81,7 @@ class Default:
 
 
 def members(annotation: Any) -> tuple[Any, ...]:
-    """Return the members of a union; an annotation that is none, alone."""
+    """Return the members of a union, or any other annotation alone."""
     return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
 
 
@@ -169,7 +169,7 @@ class _Shape:
         return cls(head, parts[at][1:], tail)
 
     def fits(self, shape: Sequence[Any], sizes: dict[str, Any]) -> bool:
-        """Check a shape, and add what follows from it to `sizes`."""
+        """Check a shape, and add the sizes that follow from it to `sizes`."""
         if self.total:
             shape = (reduce(operator.mul, shape, 1),)
         first, rest = len(self.head), len(shape) - len(self.tail)
@@ -198,7 +198,7 @@ class _Declared:
     shapes: tuple[_Shape, ...]
 
     def shape(self, arguments: Sequence[Any], attributes: Mapping[str, Any]) -> Any:
-        """Return the shape of the argument, None for what has none."""
+        """Return the shape of the argument, None for values without a shape."""
         if self.position is None:
             value = attributes.get(self.name)
             return None if value is None else np.shape(value)
@@ -206,7 +206,7 @@ class _Declared:
         return getattr(arguments[self.position], "shape", None) if there else None
 
     def check(self, shape: Sequence[Any], sizes: dict[str, Any]) -> None:
-        """Check a shape, and add to `sizes` what follows from it.
+        """Check a shape, and add the sizes that follow from it to `sizes`.
 
         Raises:
           NodeError: it is another one.

@@ -218,7 +218,7 @@ class Op:
         return self.view and bool(self.quantized)
 
     def storage(self, position: int, x: Any, attributes: Mapping[str, Any]) -> Storage | None:
-        """Return the form of an operand in few bits at an input; None if none is declared."""
+        """Return the form of an operand in few bits at an input, if it is declared."""
         declared = self.quantized.get(position)
         return declared and declared.storage(tuple(x.shape), x.dtype, attributes)
 

@@ -113,7 +113,7 @@ def _on_inputs(function: Callable) -> Callable:
 
 
 def _on_batch(function: Callable) -> Callable:
-    """Wrap a function of (key, batch), and check what it returns."""
+    """Wrap a function of (key, batch), and check its result."""
 
     def apply(key: jax.Array, epoch: Any, number: Any, batch: Batch) -> Batch:
         new = function(key_of(key, epoch, number), batch)

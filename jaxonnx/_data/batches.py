@@ -35,7 +35,7 @@ _SHAPES = 16
 
 
 class Batch(NamedTuple):
-    """The examples of a step, some of which may be fill that the loss ignores."""
+    """The examples of a step; some may be fill that the loss ignores."""
 
     inputs: tuple[Any, ...]
     """The inputs, in the order of the model's."""
@@ -149,7 +149,7 @@ class Arrays(Examples):
     """All examples as arrays; `inputs` is a tuple in the order of the model's."""
 
     whole: Sequence[bool] = field(default=(), kw_only=True)
-    """For each input, whether it is passed whole with each batch; none is by default."""
+    """For each input, whether it is passed whole with each batch; False by default."""
 
     def contents(self) -> Sequence[np.ndarray]:
         return jax.tree.leaves((self.inputs, self.targets))

@@ -28,7 +28,7 @@ _START, _END = "\ue0f0", "\ue0f1"
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages, and what else a chat template reads.
+    """Messages, and the other variables of a chat template.
 
     Attributes:
       messages: dicts with a role and content.

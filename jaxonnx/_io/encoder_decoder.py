@@ -204,7 +204,7 @@ def _leave(name: str) -> str:
 def _ancestors(
     nodes: Iterable[NodeProto], names: Set[str], without: Set[str] = frozenset()
 ) -> set[str]:
-    """Return `names` and what they are computed from, but not `without` and what is behind it."""
+    """Return `names` and their ancestors, without following those in `without`."""
     values = {*names}
     for node in reversed([*nodes]):
         if not values.isdisjoint(node.output):

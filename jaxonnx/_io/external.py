@@ -47,7 +47,7 @@ class Folder(NamedTuple):
 
 
 class _RefusedError(Exception):
-    """Raised for a file that must not be read; says what it is."""
+    """Raised for a file that must not be read; the message names its kind."""
 
 
 def folders(model: Path) -> tuple[Folder, ...]:

@@ -36,7 +36,7 @@ GENAI = "genai_config.json"
 _MARKS = (GENAI, "config.json", "tokenizer.json", "tokenizer_config.json")
 _VARIANTS = ("fp32", "fp16", "bf16", "int8", "uint8", "q8", "quantized", "q4", "q4f16", "bnb4")
 _DECODERS = ("decoder_model_merged", "decoder_model", "decoder_with_past_model")
-"""Files of optimum with the same weights; the first has what the others have."""
+"""Files of optimum with the same weights; the first contains the others."""
 _ENCODER = "encoder_model"
 _WEIGHTS = (".onnx", ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 _HUB = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)+")

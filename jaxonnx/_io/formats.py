@@ -63,7 +63,7 @@ _FOREIGN = {
     ".pth": "onnx2torch makes a module of an .onnx file; weights by name go into .safetensors",
     ".gguf": "llama.cpp converts folders of Hugging Face, not ONNX files",
 }
-"""Suffixes of other formats, and what makes such files of an ONNX file."""
+"""Suffixes of other formats, and the converter from ONNX to each."""
 
 
 def check_suffix(path: str | os.PathLike) -> None:

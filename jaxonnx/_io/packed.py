@@ -78,7 +78,7 @@ def find_recorded(proto: ModelProto, tensors: Mapping[str, Any]) -> Sparsity | N
 
 
 def set_record(proto: ModelProto, layers: Iterable[Layer], method: str = "") -> None:
-    """Replace the record of `proto`; without sparse layers there is none."""
+    """Replace the record of `proto`; remove it if no layer is sparse."""
     _write(proto, Record(goals(layers), method))
 
 

@@ -30,7 +30,7 @@ def has(proto: ModelProto, key: str) -> bool:
 
 
 def get(proto: ModelProto, key: str, make: Callable[[Any], T]) -> T | None:
-    """Return `make` of the record under this key, None if there is none.
+    """Return `make` of the record under this key, None if the file has no such record.
 
     Raises:
       ModelError: the entry is not JSON, or not what `make` takes.

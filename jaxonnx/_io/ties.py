@@ -153,7 +153,7 @@ def tied_names(graph: GraphProto, tensors: Mapping[str, Any]) -> dict[str, str]:
 def update_tied(
     graph: GraphProto, tensors: Mapping[str, np.ndarray], new: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Return the tensors with new values, which what is one tensor on purpose shares."""
+    """Replace values of tensors; tied tensors get the same one."""
     result = {**tensors, **new}
     for name, of in sources(graph, tensors).items():  # a chain follows its first
         if (

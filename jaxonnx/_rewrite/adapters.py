@@ -46,7 +46,7 @@ class Factors:
 
     @property
     def is_plain(self) -> bool:
-        """Whether a row of numbers times a, then b, is what the change adds to a product."""
+        """Whether x @ a @ b is the term that the adapter adds to a product."""
         return not (self.place.kernel or self.place.batch)
 
     def change(self) -> np.ndarray:
@@ -289,7 +289,7 @@ def _copy(node: NodeProto) -> NodeProto:
 
 
 def _takes_product(use: Use, change: Factors) -> bool:
-    """Check whether x a b can be added to what a node gives."""
+    """Check whether x @ a @ b can be added to the result of a node."""
     op, main = use.node.op, use.node is use.outer and use.node.body is None
     if not main or not change.is_plain or use.view.part or use.view.expanded:
         return False

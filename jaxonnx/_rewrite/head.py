@@ -44,7 +44,7 @@ class Head:
     tensors: tuple[str, ...]
     """The names of the tensors to initialize."""
     note: str
-    """A sentence for the user on what was replaced and left out."""
+    """A note for the user on replaced layers and omitted outputs."""
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ def _check_output(result: ModelProto, tensors: Mapping[str, Any], change: HeadCh
 
 
 def _describe_change(proto: ModelProto, graph: Graph, change: HeadChange) -> str:
-    """Return a sentence for the user on what was replaced and left out."""
+    """Describe the replaced layers and omitted outputs for the user."""
     layer = change.layer
     shapes = ", ".join(f"{name} {[*value.shape]}" for name, value in change.fresh.items())
     parts = [

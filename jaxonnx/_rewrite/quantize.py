@@ -79,7 +79,7 @@ class Record:
 
 
 def record_of(proto: ModelProto) -> Record | None:
-    """Return the record of quantized tensors, None if there is none."""
+    """Return the record of quantized tensors, None if the file has no record."""
     return records.get(proto, records.QUANTIZATION, Record.read)
 
 
@@ -337,7 +337,7 @@ def fold(proto: ModelProto, graph: Graph, values: Mapping[str, np.ndarray]) -> M
 
 
 def _restrict(entry: Record, graph: GraphProto, values: Mapping[str, np.ndarray]) -> Record:
-    """Return a record without what the graph lacks, as after a selection of its outputs.
+    """Restrict a record to the tensors that a graph still has, after a selection of outputs.
 
     A BatchNormalization stays if the result of its convolution is an output, too, and so does its
     B in floating point.

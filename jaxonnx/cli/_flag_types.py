@@ -40,7 +40,7 @@ def path(text: str) -> Path:
 
 
 def positive(text: str) -> int:
-    """Parse an integer from 1 to what an array can have along one axis."""
+    """Parse an integer from 1 to the largest size of an axis."""
     number = int(text)
     if not 0 < number < 2**31:
         raise ValueError("not positive, or too large")

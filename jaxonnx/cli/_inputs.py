@@ -68,7 +68,7 @@ def examples(options: argparse.Namespace) -> Path:
 
 
 class Columns(NamedTuple):
-    """Which columns of a file are what."""
+    """The columns of a file by their role."""
 
     inputs: Mapping[str, str]
     """Their names in the file by those of the model, in order."""
@@ -123,7 +123,7 @@ def _prepare_pixels(
 
 
 def fix(model: Model, options: argparse.Namespace) -> Model:
-    """Return a model without the inputs that `--fixed` gives a value; of `sparsify` it is none."""
+    """Return a model without the inputs that `--fixed` gives a value (not for `sparsify`)."""
     given = getattr(options, "fixed", None)
     return model.with_fixed_inputs(dict(given)) if isinstance(given, list) else model
 

@@ -92,7 +92,7 @@ def _complain(verb: str, message: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Convert to what JSON holds: NumPy numbers to Python's, infinite and NaN ones to null."""
+    """Convert values for JSON: NumPy numbers to Python's, infinite and NaN ones to null."""
     if isinstance(value, Mapping):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -71,7 +71,7 @@ def _check_flags(
 
 
 def _nearest(name: str, others: Sequence[str]) -> list[str]:
-    """Return the two names that are most like one, or like what it is called here."""
+    """Return the two names that are most similar to one, or to its name here."""
     return difflib.get_close_matches(_ALSO_CALLED.get(name, name), others, n=2, cutoff=0)
 
 
@@ -112,7 +112,7 @@ def _configure(
 
 
 def _default(action: argparse.Action, value: Any) -> Any:
-    """Convert a value of a TOML file to what the flag gives."""
+    """Convert a value of a TOML file to that of the flag."""
     if isinstance(action, argparse.BooleanOptionalAction):
         if not isinstance(value, bool):
             raise ValueError("must be true or false")

@@ -170,5 +170,5 @@ def contrastive() -> GroupLoss:
 
 
 def _describe_outputs(outputs: Any) -> str:
-    """Return the part of an error that names what to do about several outputs."""
+    """Return the remedy for several outputs, as a part of an error."""
     return f"there are {len(outputs)} outputs: name one, loss={{'output': ...}}"

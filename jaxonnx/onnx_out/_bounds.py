@@ -58,7 +58,7 @@ class Bounds:
 
 
 def number(x: Any) -> Any:
-    """Return the number that all elements of an operand are known to equal; None if there is none.
+    """Return the number that all elements of an operand are known to equal, or None.
 
     Args:
       x: an array, or a tensor, which may have been broadcast from an array.

@@ -25,7 +25,7 @@ Rule = Callable[..., Any]
 
 
 class Refusal(Exception):
-    """Raised by a rule for what ONNX cannot say; becomes an `UnsupportedError` with the line."""
+    """Raised by a rule for an operation that ONNX lacks; becomes an `UnsupportedError`."""
 
 
 _RULES: dict[str, dict[int, Rule]] = defaultdict(dict)

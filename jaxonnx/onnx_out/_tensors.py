@@ -1,4 +1,4 @@
-"""Tensors of a graph under construction: what is known of them, and in which order they lie."""
+"""Tensors of a graph under construction, with their known properties and order of axes."""
 
 from collections.abc import Sequence
 from math import prod

@@ -94,7 +94,7 @@ def _check_pure(closed: Any) -> None:
 
 
 def _find_effect(program: Any) -> Any:
-    """Return the innermost equation that has an effect; None if there is none."""
+    """Return the innermost equation that has an effect, or None."""
     for equation in getattr(program, "jaxpr", program).eqns:
         if equation.effects:
             inner = (_find_effect(program) for program in programs(equation.params))

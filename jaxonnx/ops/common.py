@@ -45,7 +45,7 @@ def widen(x, dtype: Any = np.float32) -> jax.Array:
 
 
 def divide(x, y) -> Any:
-    """Return x / y in floating point, rounded once: what steps read, such as Floor, stays exact."""
+    """Return x / y in floating point, rounded once, so that Floor and the like are exact."""
     return x / y if is_known(x, y) else lowering.divide(x, y)
 
 

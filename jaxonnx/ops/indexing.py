@@ -88,7 +88,7 @@ _REDUCE = {"add": np.add, "mul": np.multiply, "max": np.maximum, "min": np.minim
 
 
 def _scatter(x, index, updates, reduction):
-    """Return `x` with `updates` put at `index`, or combined with what is there.
+    """Return `x` with `updates` put at `index`, or combined with the values there.
 
     With reduction none and an index that occurs twice, which of the updates wins is not defined.
     """

@@ -1,4 +1,4 @@
-"""Sliding windows over the spatial axes: what Conv*, *Pool, Col2Im and MaxUnpool share.
+"""Sliding windows over the spatial axes, for Conv*, *Pool, Col2Im and MaxUnpool.
 
 Spatial axes are the axes from 2 on; `pads` is ONNX's [begin..., end...].
 """

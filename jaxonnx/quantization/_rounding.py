@@ -1,4 +1,4 @@
-"""Rounding of weights up or down by what a layer gives, not each to the nearest number."""
+"""Rounding of weights up or down by the error of the layer, not each to the nearest number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The record of what is sparse, for weights that are sparse already."""
+"""The record of sparse weights, for weights that are sparse already."""
 
 from collections.abc import Mapping
 from typing import Any, TypeVar

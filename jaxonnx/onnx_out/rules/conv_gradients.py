@@ -71,7 +71,7 @@ def _cells(axes: Axes) -> np.ndarray:
 
 @cache
 def _pairs(axes: Axes) -> np.ndarray:
-    """Return the index cell * places + place of what each tap reads, int64[taps * places].
+    """Return the index cell * places + place of the cell of each tap, int64[taps * places].
 
     For a tap in the padding it is cells * places, one beyond the last pair.
     """
@@ -83,7 +83,7 @@ def _pairs(axes: Axes) -> np.ndarray:
 
 @cache
 def _reads(axes: Axes, dtype: Any, rows: int) -> np.ndarray:
-    """Return the 0/1 array [taps, places, cells] of which tap reads which cell for which place.
+    """Return the 0/1 array [taps, places, cells]: 1 if a tap reads the cell for the place.
 
     Args:
       axes: the geometry.
@@ -208,7 +208,7 @@ def of_weight(g: Any, form: Any, x: Any, dy: Any) -> Any:
 
 
 def _windows(g: Any, form: Any, x: Any) -> list:
-    """Return for each tap what it reads of all images, as a matrix (C, N * places)."""
+    """Return the cells of all images that each tap reads, as a matrix (C, N * places)."""
     edges = [(0, 0, 0)] * 2
     for size, k, s, d, (low, _), n in axes_of(form):
         edges.append((low, (n - 1) * s + (k - 1) * d + 1 - size - low, 0))

@@ -134,7 +134,7 @@ def convert_element_type(g, x, *, out):
 
 
 def _cast(g: Nodes, x: Any, dtype: Any) -> Any:
-    """Cast an operand together with what it was broadcast from."""
+    """Cast an operand together with the source of its broadcast."""
     thinner = getattr(x, "thin", None)
     y = g.cast(x, dtype)
     if thinner is not None and y is not x:

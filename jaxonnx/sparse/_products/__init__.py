@@ -1,4 +1,4 @@
-"""Products with 2:4 weights by kernels that leave out what is zero, in place of dense ones.
+"""Products with 2:4 weights by kernels that skip zeros, in place of dense ones.
 
 A product is a primitive, which is lowered to cuSPARSELt's for CUDA, to our kernel for CPU, and to a
 dense one elsewhere.
@@ -80,7 +80,7 @@ def _why_dense(weights: Iterable[jax.Array], platform: str, is_split: bool) -> s
 
 
 def sparse_products(function: Callable[..., Any], weights: Collection[str]) -> Callable[..., Any]:
-    """Return a function whose products with 2:4 matrices leave out what is zero.
+    """Return a function whose products with 2:4 matrices skip zeros.
 
     On CPU they are those whose sizes are multiples of 4 and that are large enough to gain by it, by
     a kernel that computes half of the multiplications in float32 (bfloat16 and float16 factors are
