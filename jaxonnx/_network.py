@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import numpy as np
@@ -24,9 +24,12 @@ from jaxonnx._rewrite import dequantize as integers
 from jaxonnx._rewrite.head import Head
 from jaxonnx._run.program import Program
 from jaxonnx._text import list_some
+from jaxonnx.views import View
 
 if TYPE_CHECKING:  # a model without sparse weights does not import it
     from jaxonnx.sparse import Sparsity
+
+N = TypeVar("N", bound="Network")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -86,7 +89,7 @@ class Network:
     def _defaults(self) -> frozenset[str]:
         """Inputs with an initializer as their default: they may be passed by name."""
         names = frozenset(v.name for v in self.proto.graph.input)
-        return names - {*self.graph.inputs, *self.program.fixed}
+        return names.difference(self.graph.inputs, *(v.closed for v in self.program.views))
 
     @cached_property
     def _input_names(self) -> frozenset[str]:
@@ -100,10 +103,13 @@ class Network:
     def _select_values(
         self, values: Iterable[ValueInfoProto], names: set[str]
     ) -> tuple[Value, ...]:
-        """Return those that the program has, with the axis that it puts before the others."""
-        found = (to_value(v) for v in values if v.name in names)
-        found = (v.with_batch_axis() if self.program.mapped else v for v in found)
-        return tuple(replace(v, whole=v.name in self.program.unsplit) for v in found)
+        """Return those of these names, as the views declare them."""
+        return tuple(self._declare(to_value(v)) for v in values if v.name in names)
+
+    def _declare(self, value: Value) -> Value:
+        for view in self.program.views:
+            value = view.declare(value)
+        return value
 
     @property
     def sparsity(self) -> Sparsity | None:
@@ -134,6 +140,16 @@ class Network:
         texts = _file_warnings(self.proto.graph, self.program, self.tensors, self.outputs)
         more = _gradient_warning(self), _record_warning(self.proto)
         return tuple(filter(None, (*texts, *more)))
+
+
+def enter(model: N, *views: View) -> N:
+    """Return a model under further views."""
+    return replace(model, program=model.program.enter(*views))
+
+
+def leave(model: N, *kinds: type[View]) -> N:
+    """Return a model without the views of these kinds."""
+    return replace(model, program=model.program.leave(*kinds))
 
 
 def _file_warnings(

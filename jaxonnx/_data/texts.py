@@ -21,6 +21,7 @@ from jaxonnx._data.tokenizer import Chat, Tokenizer
 from jaxonnx._network import Network
 from jaxonnx._require import require, require_choice, require_integer
 from jaxonnx.errors import TrainingError
+from jaxonnx.views import PackedRows
 
 TEXTS = (("messages",), ("prompt", "completion"), ("text",))
 """The columns of each kind of text."""
@@ -444,7 +445,7 @@ def read_texts(
     made = Tokenizer(model.folder), settings, limit, vocabulary(model), ignored
     reader = _Reader(*made, pairs=_takes_pairs(model, settings))
     read = {}
-    packing, lengths, notes = model.program.packing, reader.lengths, []
+    packing, lengths, notes = model.program.find(PackedRows), reader.lengths, []
     for name, given in texts.items():
         columns = reader.read(_rows(given, name))
         ids, labels = columns["tokens"], columns["labels"]

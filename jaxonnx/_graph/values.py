@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from onnx import TensorProto, TensorShapeProto, ValueInfoProto, helper
 
-from jaxonnx._require import require
 from jaxonnx.errors import InputError, ModelError
 from jaxonnx.lowering import in_file
 
@@ -44,59 +43,6 @@ class Value:
             else ", ".join("?" if d is None else str(d) for d in self.shape)
         )
         return f"{self.name}: {self.dtype or 'sequence, map or optional'}[{shape}]"
-
-
-@dataclass(frozen=True)
-class FixedInput:
-    """An input that has the same value in all evaluations."""
-
-    array: np.ndarray
-    """The value."""
-    axis: int | None
-    """The batch axis of the input, if the value is of one example."""
-    source: int = 0
-    """The batch axis of the first input that is not fixed."""
-
-    def repeat(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Return the value for the batch of the first input that is not fixed, of this shape."""
-        if self.axis is None:
-            return self.array
-        return np.repeat(np.expand_dims(self.array, self.axis), shape[self.source], self.axis)
-
-
-def fix_inputs(values: Iterable[Value], given: Mapping[str, Any]) -> dict[str, FixedInput]:
-    """Convert the values of fixed inputs to the types of the file.
-
-    A value with one axis less than its input, which has a symbolic dimension, is the value of each
-    example. The first symbolic dimension is the batch.
-
-    Raises:
-      InputError: there is no such input, or a value does not fit it.
-    """
-    require("fixed", given, isinstance(given, Mapping), "a dict by input name")
-    declared, found = {value.name: value for value in values}, {}
-    batched = next((v.shape or () for v in declared.values() if v.name not in given), ())
-    for name, array in given.items():
-        if name not in declared:
-            raise InputError(
-                f"fixed={{{name!r}: ...}}: the model has no input '{name}'; it has "
-                f"{list_values([*declared.values()])}"
-            )
-        value = declared[name]
-        if isinstance(array, bool | int | float | list | tuple):
-            array = fit(replace(value, shape=None), array, {})
-        array = np.asarray(array)
-        shape = value.shape
-        axis = next((i for i, n in enumerate(shape or ()) if not isinstance(n, int)), None)
-        axis = axis if len(shape or ()) == array.ndim + 1 else None
-        if shape is not None and array.size == 1 and all(size == 1 for size in shape):
-            array = array.reshape(len(shape) * (1,))  # a number, whatever the rank
-        source = 0
-        if axis is not None and shape is not None:
-            source = batched.index(shape[axis]) if shape[axis] in batched else 0
-            value = replace(value, shape=(*shape[:axis], *shape[axis + 1 :]))
-        found[name] = FixedInput(np.asarray(fit(value, array, {})), axis, source)
-    return found
 
 
 def hint_at_image(values: Iterable[Value], size: int) -> str:

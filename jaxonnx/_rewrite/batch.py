@@ -28,6 +28,7 @@ from jaxonnx._rewrite.reshape_targets import batch_axes, resolve_target
 from jaxonnx._run.program import Program
 from jaxonnx._run.scope import Context, Scope
 from jaxonnx.errors import Error, InputError
+from jaxonnx.views import FixedInputs
 
 Shape = tuple[int, ...]
 _RECURRENT = ("GRU", "LSTM", "RNN")
@@ -74,7 +75,8 @@ def free_batch(
         raise InputError(f"the first axes of the inputs are not one batch: {sizes}; {_WAY_OUT}")
     (size,) = {*sizes.values()}
     # inputs that the program fixes to one value are not among the weights of the graph
-    fixed = {n: x.array for n, x in program.fixed.items() if x.axis is None}
+    views = (view for view in program.views if isinstance(view, FixedInputs))
+    fixed = {n: x.array for v in views for n, x in v.values.items() if x.axis is None}
     tensors = {**program.constants, **fixed, **state, **params}
     changes = _find_changes(program.graph, inputs, tensors, size)
     nodes, outputs = program.graph.nodes, program.graph.outputs
@@ -90,7 +92,7 @@ def free_batch(
         _check_outputs(program.graph, changes)
     if prove or changes.ambiguous:
         graph = bind(result, result.graph, {*tensors, *added})
-        new = replace(program, graph=graph, constants={**program.constants, **added})
+        new = replace(program, base=graph, constants={**program.constants, **added})
         _compare(program, new, params, state, inputs, changes, prove=prove)
     return result, added
 

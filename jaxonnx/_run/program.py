@@ -10,19 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._arrays import by_size, like, on_auto_axes
-from jaxonnx._graph.all_steps import keep_all_steps
+from jaxonnx._graph.ancestors import ancestors
 from jaxonnx._graph.bind import Graph, Node
-from jaxonnx._graph.caches import Caches
 from jaxonnx._graph.uses import uses
-from jaxonnx._graph.values import FixedInput, data
+from jaxonnx._graph.values import data
 from jaxonnx._limits import compilable
 from jaxonnx._run.changes import UNCHANGED, Adaption, CallForm, Changes
 from jaxonnx._run.failures import at, convert_errors, warn
@@ -30,13 +29,13 @@ from jaxonnx._run.fold_norms import Folds, folds
 from jaxonnx._run.integer_products import fuse_products, integer_products
 from jaxonnx._run.open_weights import open_weights
 from jaxonnx._run.overlay import Overlay
-from jaxonnx._run.packing import Packing
 from jaxonnx._run.plan import NOWHERE, Parts, Plan, make_key
 from jaxonnx._run.scope import Context, run
-from jaxonnx._run.shapes import evaluate_sizes
 from jaxonnx.errors import NodeError, StaticError
 from jaxonnx.lowering import placed_as, store
+from jaxonnx.views import Evaluate, Outputs, View
 
+V = TypeVar("V", bound=View)
 VARIANTS = 32
 """The most compiled functions for values of inputs that fix shapes; beyond it the graph is cut at
 the nodes that need these values, and they run one by one."""
@@ -44,31 +43,22 @@ the nodes that need these values, and they run one by one."""
 
 @dataclass(eq=False)
 class Program:
-    """A bound graph with its constants: `evaluate` is a pure function, a call runs it compiled.
+    """A bound graph under views: `evaluate` is a pure function, a call runs it compiled.
 
     The fields never change. What calls learn about the graph (the plan) and the notes for the user
     are replaced as a whole, so that threads may share a program; if two replace the plan at once,
     one of them compiles again later.
     """
 
-    graph: Graph
+    base: Graph
+    """The graph of the file."""
     constants: Mapping[str, np.ndarray]
+    views: tuple[View, ...] = ()
+    """The changes of the graph that is evaluated, in the order in which they enter it."""
     adaption: Adaption | None = None
     overlay: Overlay = field(default_factory=Overlay)
     limit: int | None = None
     """The most bytes of a single value; None: the memory of the machine."""
-    caches: Caches | None = None
-    """The caches (past keys and values) that are not inputs but empty in each evaluation."""
-    packing: Packing | None = None
-    """How rows of several texts are told apart, if they may occur."""
-    whole: Graph | None = None
-    """The graph as loaded, where `graph` has other inputs or outputs; `restore` returns to it."""
-    fixed: Mapping[str, FixedInput] = field(default_factory=dict)
-    """The inputs of the file that are not inputs but have the same value in each evaluation."""
-    unsplit: frozenset[str] = frozenset()
-    """The inputs that have no axis of examples (`Value.whole`)."""
-    mapped: bool = False
-    """Whether the graph is of one example, and inputs and outputs have a batch axis in front."""
     sparse: Mapping[str, int] = field(default_factory=dict)
     """The 2:4 matrices among the parameters whose products are sparse in inference, by name, with
     their input axes."""
@@ -77,69 +67,34 @@ class Program:
         self._plan = Plan(frozenset(n.index for n in self.graph.nodes if _dynamic(n)))
         self._notes: Mapping[str, str] = {}
 
+    @cached_property
+    def graph(self) -> Graph:
+        """The graph that is evaluated."""
+        graph = self.base
+        for view in self.views:
+            graph = view.enter(graph, self.constants)
+        return graph
+
+    def enter(self, *views: View) -> Program:
+        """Return a program under further views."""
+        return replace(self, views=(*self.views, *views))
+
+    def leave(self, *kinds: type[View]) -> Program:
+        """Return a program without the views of these kinds."""
+        return replace(self, views=tuple(v for v in self.views if not isinstance(v, kinds)))
+
+    def find(self, kind: type[V]) -> V | None:
+        """Return the last view of a kind; None if there is none."""
+        return next((view for view in reversed(self.views) if isinstance(view, kind)), None)
+
+    def replace_file(self, graph: Graph, constants: Mapping[str, Any]) -> Program:
+        """Return the program of a changed file, whose graph the views enter that can stay."""
+        views = tuple(view for view in self.views if view.stays)
+        return replace(self, base=graph, constants=constants, views=views)
+
     def with_values(self, values: Collection[str]) -> Program:
         """Return a program that returns these inner values after the outputs."""
-        outputs = (*self.graph.outputs, *values)
-        types = (*self.graph.output_types, *(None for _ in values))
-        return replace(self, graph=replace(self.graph, outputs=outputs, output_types=types))
-
-    def with_outputs(self, outputs: Collection[str]) -> Program:
-        """Return a program that returns some of the outputs; `restore` undoes it."""
-        pairs = zip(self.graph.outputs, self.graph.output_types, strict=True)
-        kept = {name: kind for name, kind in pairs if name in outputs}
-        graph = replace(self.graph, outputs=(*kept,), output_types=(*kept.values(),))
-        return replace(self, graph=graph, whole=self.whole or self.graph)
-
-    def without_cache(self, caches: Caches) -> Program:
-        """Return a program whose caches are empty in each evaluation; `restore` undoes it."""
-        program = self.with_outputs({*self.graph.outputs} - {*caches.pairs.values()})
-        inputs = tuple(name for name in self.graph.inputs if name not in caches.names)
-        return replace(program, graph=replace(program.graph, inputs=inputs), caches=caches)
-
-    def with_all_steps(self, output: str) -> Program:
-        """Return a program whose output has all time steps, not the last; `restore` undoes it."""
-        graph = keep_all_steps(self.graph, output, self.constants)
-        return replace(self, graph=graph, whole=self.whole or self.graph)
-
-    def with_fixed_inputs(self, values: Mapping[str, FixedInput]) -> Program:
-        """Return a program some of whose inputs have constant values; `restore` undoes it."""
-        inputs = tuple(name for name in self.graph.inputs if name not in values)
-        graph, fixed = replace(self.graph, inputs=inputs), {**self.fixed, **values}
-        return replace(self, graph=graph, fixed=fixed, whole=self.whole or self.graph)
-
-    def with_whole_inputs(self, names: Collection[str]) -> Program:
-        """Return a program with inputs that have no batch axis; `restore` undoes it."""
-        return replace(self, unsplit=frozenset(names), whole=self.whole or self.graph)
-
-    def vmap(self) -> Program:
-        """Return a program that maps a graph of one example over a batch; `restore` undoes it."""
-        return replace(self, mapped=True, whole=self.whole or self.graph)
-
-    def with_packing(self, graph: Graph, packing: Packing) -> Program:
-        """Return a program whose rows may have several texts; `restore` undoes it.
-
-        Args:
-          graph, packing: what `find_packing` returned.
-        """
-        return replace(self, graph=graph, packing=packing, whole=self.whole or self.graph)
-
-    def restore(self) -> Program:
-        """Return the program with the inputs and outputs that the file has."""
-        if self.whole is None:
-            return self
-        as_loaded: Any = {"whole": None, "caches": None, "packing": None, "fixed": {}}
-        return replace(self, graph=self.whole, unsplit=frozenset(), mapped=False, **as_loaded)
-
-    def rebind(self, graph: Graph, constants: Mapping[str, Any]) -> Program:
-        """Return the program of another graph, with the same treatment of its inputs.
-
-        Fixed inputs, inputs without a batch axis and the mapping over a batch stay; omitted
-        outputs, caches and packing do not.
-        """
-        new = replace(self.restore(), graph=graph, constants=constants)
-        new = new.with_fixed_inputs(self.fixed) if self.fixed else new
-        new = new.with_whole_inputs(self.unsplit) if self.unsplit else new
-        return new.vmap() if self.mapped else new
+        return self.enter(Outputs.beside(self.graph, values))
 
     def draws(self, training: bool) -> bool:
         """Check whether an evaluation draws random numbers; Dropout does in training only."""
@@ -282,7 +237,7 @@ class Program:
                     values = parts.compiled(params, state, key, traced, training=training)
                 break
             except StaticError as error:
-                if self.mapped:
+                if any(view.maps for view in self.views):
                     raise  # under vmap, values are traced even when nodes run one by one
                 plan = self._plan = plan.fix_or_cut(error, arrays)
         if parts.rest is None:
@@ -323,45 +278,49 @@ class Program:
     ) -> tuple:
         """Evaluate a graph of this program; outputs are sharded along the batch as inputs are."""
 
-        def evaluate_once(tensors, key, inputs):
-            renewed = None if updates is None else {}
-            tensors = {**self.constants, **tensors}
-            weights = tensors if self.adaption is None else self.adaption(tensors)
-            options = (self.overlay, self._note, self.limit)
-            context = Context(weights, key, training, renewed, *options)
-            if self.fixed:
-                shapes = (np.shape(inputs[n]) for n in graph.inputs if n not in self.unsplit)
-                shape = next(shapes, (1,))
-                inputs = {**{n: x.repeat(shape) for n, x in self.fixed.items()}, **inputs}
-            if self.packing is not None:
-                inputs = {**inputs, **self.packing.values(inputs)}
-            if self.caches is not None:
-                batch = np.shape(inputs[graph.inputs[0]])[0]
-                known = {**self.caches.empty_of_known_size(batch), **inputs}
-                sizes = evaluate_sizes(graph, self.caches.joined, known, context)
-                inputs = {**self.caches.empty(batch, sizes), **inputs}
-            return _compilable(graph, run(graph, inputs, context)), renewed
-
-        def evaluate(tensors, key, inputs):
-            if not self.mapped:
-                return evaluate_once(tensors, key, inputs)
-            count = np.shape(inputs[graph.inputs[0]])[0]
-            keys, axis = (None, None) if key is None else (jax.random.split(key, count), 0)
-            each = jax.vmap(partial(evaluate_once, tensors), in_axes=(axis, 0))
-            outputs, renewed = each(keys, inputs)
-            # each example gave running statistics of its own
-            return outputs, renewed and {name: x.mean(0) for name, x in renewed.items()}
-
         def specs(results, tensors, key, inputs):
             outputs, renewed = results
             replaced = renewed and {n: tensors.get(n, value) for n, value in renewed.items()}
             return by_size(outputs, inputs), like(replaced)
 
+        evaluate = self._nest(self.views, graph, training, updates is not None)
         tensors, inputs = {**state, **params}, {**inputs}
         outputs, renewed = on_auto_axes(evaluate, specs, tensors, key, inputs)
         if updates is not None:
             updates.update(renewed)
         return outputs
+
+    def _nest(
+        self, views: tuple[View, ...], graph: Graph, training: bool | None, renews: bool
+    ) -> Evaluate:
+        """Return the evaluation of a graph under views, each of which wraps those before it."""
+        if not views:
+            return partial(self._evaluate_graph, graph, training, renews)
+        *before, view = views
+        below = self._nest((*before,), graph, training, renews)
+
+        def evaluate(tensors, key, inputs):
+            def measure(value, inputs):
+                needed = ancestors(graph.nodes, [value])
+                nodes = tuple(n for n in graph.nodes if not needed.isdisjoint(n.outputs))
+                part = replace(graph, nodes=nodes, outputs=(value,), output_types=(None,))
+                run = self._nest((*before,), part, training, False)
+                return jax.eval_shape(lambda: run(tensors, key, inputs)[0][0]).shape
+
+            return below(tensors, key, view.supply(inputs, measure))
+
+        return view.wrap(evaluate)
+
+    def _evaluate_graph(
+        self, graph: Graph, training: bool | None, renews: bool, tensors: Any, key: Any, inputs: Any
+    ) -> tuple[tuple, dict[str, Any] | None]:
+        """Evaluate a graph on all of its inputs; return outputs and new running statistics."""
+        renewed = {} if renews else None
+        tensors = {**self.constants, **tensors}
+        weights = tensors if self.adaption is None else self.adaption(tensors)
+        options = (self.overlay, self._note, self.limit)
+        context = Context(weights, key, training, renewed, *options)
+        return _compilable(graph, run(graph, inputs, context)), renewed
 
     def _run_sparse(self, graph: Graph, params: Mapping[str, Any], *rest: Any) -> tuple:
         """Evaluate with sparse products of the matrices in `self.sparse`."""

@@ -3,7 +3,6 @@
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ import onnx
 from onnx import ModelProto, TypeProto, helper
 
 from jaxonnx import _limits as limits
-from jaxonnx._graph.ancestors import ancestors, behind
+from jaxonnx._graph.ancestors import behind
 from jaxonnx._graph.bind import Graph
 from jaxonnx._graph.values import Value, to_value
 from jaxonnx._io import save as saving
@@ -45,33 +44,6 @@ class Shapes:
 
     values: Mapping[str, Value]
     known: frozenset[str]
-
-
-def evaluate_sizes(
-    graph: Graph,
-    axes: Mapping[str, tuple[str, int]],
-    inputs: Mapping[str, Any],
-    context: Context,
-) -> dict[str, int]:
-    """Return sizes of axes by an evaluation on shapes.
-
-    Args:
-      graph: the bound graph.
-      axes: (value, axis) by a name of the caller's choice.
-      inputs: the inputs that these values depend on; others may be missing.
-      context: of the evaluation.
-
-    Returns:
-      The sizes by the same names.
-    """
-    sizes = {}
-    for name, (value, axis) in axes.items():
-        needed = ancestors(graph.nodes, [value])
-        nodes = tuple(node for node in graph.nodes if not needed.isdisjoint(node.outputs))
-        part = replace(graph, nodes=nodes, outputs=(value,))
-        (kind,) = jax.eval_shape(partial(run, part, inputs, replace(context, updates=None)))
-        sizes[name] = kind.shape[axis]
-    return sizes
 
 
 def evaluate_shapes(proto: ModelProto, graph: Graph, tensors: Mapping[str, Any]) -> Shapes | None:

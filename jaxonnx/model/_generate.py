@@ -32,6 +32,7 @@ from jaxonnx._network import Network
 from jaxonnx._require import require, require_integer
 from jaxonnx._run.program import Program
 from jaxonnx.errors import InputError
+from jaxonnx.views import CallView, EmptyCaches, Outputs, omit_caches
 
 _READING_BY_LENGTH = ("GroupQueryAttention", "SparseAttention")
 """Operators whose past may have room behind its tokens."""
@@ -180,7 +181,7 @@ class Generator:
 
     @cached_property
     def _program(self) -> Program:
-        return self.model.program.restore()
+        return self.model.program.leave(CallView)
 
     @cached_property
     def _inputs(self) -> tuple[Value, ...]:
@@ -348,8 +349,8 @@ class Generator:
         """Return new tokens [batch, count]; each step runs the model on the whole sequence."""
         program = self._program
         if self._caches is not None:
-            program = program.without_cache(self._caches)
-        program = program.with_outputs({self._logits_output})
+            program = program.enter(*omit_caches(program.graph, self._caches))
+        program = program.enter(Outputs.among(program.graph, {self._logits_output}))
         batch, width = tokens.shape
         size = max(width, min(width + count, self.positions))  # longer rows end before shorter ones
         tokens = jnp.pad(jnp.asarray(tokens), ((0, 0), (0, size - width)))
@@ -376,12 +377,9 @@ class Generator:
         """
         assert self._caches is not None
         caches, pads_left = self._caches, side == "before"
-        program = self._program.with_outputs({self._logits_output, *caches.pairs.values()})
-        first = program.without_cache(caches)
-        graph = replace(
-            first.graph, outputs=program.graph.outputs, output_types=program.graph.output_types
-        )
-        first = replace(first, graph=graph)
+        kept = {self._logits_output, *caches.pairs.values()}
+        program = self._program.enter(Outputs.among(self._program.graph, kept))
+        first = program.enter(EmptyCaches.of(program.graph, caches))
         batch, width = tokens.shape
         size, lengths, tokens = width + count, jnp.asarray(lengths), jnp.asarray(tokens)
         columns = jnp.arange(width)

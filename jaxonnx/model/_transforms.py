@@ -17,8 +17,8 @@ from jaxonnx._graph.fake_quantization import pass_rounding
 from jaxonnx._graph.integer_groups import fuse_integer_products
 from jaxonnx._graph.roles import graph_tensors, running_statistics, split
 from jaxonnx._graph.select import Select, select
-from jaxonnx._graph.values import fix_inputs, list_values, matching
-from jaxonnx._network import Network
+from jaxonnx._graph.values import list_values, matching
+from jaxonnx._network import Network, enter
 from jaxonnx._rewrite.batch import free_batch
 from jaxonnx._rewrite.head import Classes, replace_head
 from jaxonnx._rewrite.outputs import cut
@@ -26,6 +26,7 @@ from jaxonnx.errors import InputError
 from jaxonnx.model._adapters import refuse_adapters
 from jaxonnx.model._append_jax import append_function
 from jaxonnx.model._reinitialize import Initializer, reinitialize
+from jaxonnx.views import BatchAxis, EmptyCaches, WholeInputs, fix_inputs, omit_caches
 
 M = TypeVar("M", bound=Network)
 
@@ -50,15 +51,13 @@ def without_cache(model: M) -> M:
     caches = find_caches(model.graph, model.inputs)
     if caches is None:
         return model
-    return dataclasses.replace(model, program=model.program.without_cache(caches))
+    return enter(model, *omit_caches(model.graph, caches))
 
 
 def with_fixed_inputs(model: M, values: Mapping[str, Any]) -> M:
     """Return a model some of whose inputs have one value in each call, and are no inputs."""
-    fixed = fix_inputs(model.inputs, values)
-    if not fixed:
-        return model
-    return dataclasses.replace(model, program=model.program.with_fixed_inputs(fixed))
+    view = fix_inputs(model.inputs, values)
+    return enter(model, view) if view.values else model
 
 
 def with_whole_inputs(model: M, names: Collection[str]) -> M:
@@ -71,12 +70,12 @@ def with_whole_inputs(model: M, names: Collection[str]) -> M:
         raise InputError(
             f"batching={{{unknown.pop()!r}: None}}: the model has {list_values(model.inputs)}"
         )
-    return dataclasses.replace(model, program=model.program.with_whole_inputs(names))
+    return enter(model, WholeInputs(frozenset(names)))
 
 
 def with_batch_axis(model: M) -> M:
     """Return the model of `Model.with_batch_axis`."""
-    return dataclasses.replace(model, program=model.program.vmap())
+    return enter(model, BatchAxis())
 
 
 def with_any_batch(model: M, *, prove: bool = False) -> M:
@@ -167,7 +166,7 @@ def append_jax(model: M, function: Callable, outputs: Sequence[str] | None) -> M
     new = with_file(model, proto, added)
     learned, _, _ = split(new.graph, new.tensors, proto.graph)
     new = with_params(new, [*model.params, *(name for name in learned if name in added)])
-    return new if model.program.caches is None else without_cache(new)
+    return new if model.program.find(EmptyCaches) is None else without_cache(new)
 
 
 def with_file(model: M, proto: ModelProto, added: Mapping[str, np.ndarray] | None = None) -> M:
@@ -181,7 +180,7 @@ def with_file(model: M, proto: ModelProto, added: Mapping[str, np.ndarray] | Non
         {name: value for name, value in group.items() if name in kept}
         for group in (model.params, model.state, constants)
     )
-    program = model.program.rebind(graph, constants)
+    program = model.program.replace_file(graph, constants)
     heads = tuple(head for head in model.heads if kept.issuperset(head.tensors))
     return dataclasses.replace(
         model, params=params, state=state, proto=proto, program=program, heads=heads

@@ -40,6 +40,7 @@ from jaxonnx.quantization._rounding import learn_rounding
 from jaxonnx.quantization._scheme import Quantization, make_schedule
 from jaxonnx.quantization._sensitivity import choose_types, measure
 from jaxonnx.quantization._sites import Sites, WeightSite, find_sites
+from jaxonnx.views import EmptyCaches
 
 _BATCHES = 16
 """The batches that ranges are measured on."""
@@ -99,7 +100,7 @@ def quantize(
     examples = [batch.inputs for batch in islice(source.batches(0), batches)]
     quantized = _insert(whole, Quantization.of(scheme), examples, method)
     _compare_with_minmax(whole, quantized, Quantization.of(scheme), examples)
-    return quantized if net.program.caches is None else quantized.without_cache()
+    return _hide_caches(quantized, net)
 
 
 def prepare(
@@ -266,7 +267,10 @@ def _insert(
             "the model is quantized already: jaxonnx.load(path, dequantize=True) has it in "
             "floating point, and jaxonnx.train(..., quantize=) trains it at its own scales"
         )
-    unfolded, hides_caches = _with_opset(model, scheme.opset), model.program.caches is not None
+    unfolded, hides_caches = (
+        _with_opset(model, scheme.opset),
+        model.program.find(EmptyCaches) is not None,
+    )
     model = _fold_norms(unfolded)
     whole = model.without_cache() if hides_caches else model
     tensors = model.tensors
@@ -337,7 +341,7 @@ def _measure_distances(
     model: Model, quantized: Model, examples: Sequence[Sequence[Any]]
 ) -> np.ndarray:
     """Measure the change of floating-point outputs of each batch, relative to their size."""
-    other = quantized if model.program.caches is None else quantized.without_cache()
+    other = _hide_caches(quantized, model)
     distances = []
     for inputs in examples:
         pairs = [*zip(*(jax.tree.leaves(net(*inputs)) for net in (model, other)), strict=True)]
@@ -346,6 +350,11 @@ def _measure_distances(
         size = sum(float(jnp.square(x).sum()) for x, _ in floats)
         distances.append(np.sqrt(change / size) if size else 0.0)
     return np.array(distances)
+
+
+def _hide_caches(model: Model, before: Model) -> Model:
+    """Return a model with empty caches if the one that it was made of has them."""
+    return model if before.program.find(EmptyCaches) is None else model.without_cache()
 
 
 def _scales_channels(sites: Sites, weight: str, schemes: Mapping[str, Quantization]) -> bool:

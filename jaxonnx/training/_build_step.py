@@ -35,6 +35,7 @@ from jaxonnx.training._sparsity import remove_sparsity, sparsify
 from jaxonnx.training._step import Step
 from jaxonnx.training._training_info_step import TrainingInfoStep
 from jaxonnx.training._weight_layout import WeightLayout
+from jaxonnx.views import PackedRows
 
 
 @documented(StepArguments)
@@ -132,7 +133,7 @@ def _round(
     rounded, note = prepare(model, scheme, examples, epochs, steps_per_epoch)
     inputs = {value.name: value for value in model.inputs}
     rounded = read_whole_sequences(rounded, settings.loss, inputs)
-    if model.program.packing is not None and rounded.program.packing is None:
+    if model.program.find(PackedRows) is not None and rounded.program.find(PackedRows) is None:
         raise TrainingError("preprocess={'pack': True} cannot be combined with quantize")
     return rounded, note
 

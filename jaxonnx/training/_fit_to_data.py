@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,12 +9,14 @@ import numpy as np
 from jaxonnx._data.sources import lacks_batch_axis
 from jaxonnx._graph.caches import find_states
 from jaxonnx._graph.values import list_values
+from jaxonnx._network import enter
 from jaxonnx._text import list_some
 from jaxonnx.errors import InputError, TrainingError
 from jaxonnx.model import Model, batch_norms, with_any_batch, with_whole_inputs
 from jaxonnx.training._head import has_own_algorithm
 from jaxonnx.training._sequences import read_whole_sequences
 from jaxonnx.training._settings import Settings
+from jaxonnx.views import Outputs
 
 
 def fit_to_data(model: Model, settings: Settings, data: Any) -> tuple[Model, list[str]]:
@@ -23,7 +24,7 @@ def fit_to_data(model: Model, settings: Settings, data: Any) -> tuple[Model, lis
 
     Inputs of `fixed` have their value, those of `batching` no axis of examples. A file for one
     example is mapped over a batch, and a batch that the file fixes to 1 is opened. A decoder reads
-    whole sequences. `restore_inputs` takes all but the open batch back.
+    whole sequences. Only the open batch stays in the trained model.
 
     Raises:
       TrainingError: the batch cannot be opened, and `batch_size` asks for another; or a file for
@@ -42,8 +43,8 @@ def fit_to_evaluation(model: Model, settings: Settings, data: Any) -> Model:
 
 def _fit_batch_axis(model: Model, settings: Settings, data: Any) -> tuple[Model, list[str]]:
     """Return a model with the inputs and the batch axis of the data, and notes."""
-    model = model.with_fixed_inputs(settings.fixed or {})
     model = with_whole_inputs(model, settings.batching) if settings.batching else model
+    model = model.with_fixed_inputs(settings.fixed or {})
     model, notes = _start_at_zeros(model, data)
     if not lacks_batch_axis(data, model.inputs):
         return model, notes
@@ -84,7 +85,7 @@ def _start_at_zeros(model: Model, data: Any) -> tuple[Model, list[str]]:
         }
     )
     outputs = {*model.graph.outputs} - {*states.values()}
-    started = replace(started, program=started.program.with_outputs(outputs))
+    started = enter(started, Outputs.among(started.graph, outputs))
     first, *_ = started.inputs
     batch = (first.shape or (1,))[0]
     if not (isinstance(batch, int) or batch in sizes or lacks_batch_axis(data, started.inputs)):

@@ -14,16 +14,17 @@ from jax.core import Tracer
 
 from jaxonnx._data.batches import Batch
 from jaxonnx._graph.roles import running_statistics
+from jaxonnx._network import leave
 from jaxonnx.errors import TrainingError
 from jaxonnx.lowering import separate_heads
 from jaxonnx.model import Model, batch_norms, pool_batch, without_schedule
 from jaxonnx.training._objective import Objective
 from jaxonnx.training._precision import PRECISIONS, LossScale, round_products
-from jaxonnx.training._sequences import restore_inputs
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._sparsity import masks, with_products
 from jaxonnx.training._step import SMALL, State, Step, as_batch, copy, finite, stays_finite
 from jaxonnx.training._weight_layout import WeightLayout
+from jaxonnx.views import CallView
 
 SELECTING = {"tpu", "gpu"}
 """Platforms whose compilers select old or new values in the pass that computes them, and turn all
@@ -251,7 +252,7 @@ class GradientStep(Step):
 
     def to_model(self, params: Any, state: Any) -> Model:
         model = self.model.replace(params=params, state={**self.model.state, **state})
-        return without_schedule(restore_inputs(model))
+        return without_schedule(leave(model, CallView))
 
     def to_file(self, state: State) -> State:
         return self._storage.view(state)

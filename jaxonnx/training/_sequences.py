@@ -8,11 +8,12 @@ import numpy as np
 
 from jaxonnx._data.language_models import decoder_numbers, token_input, vocabulary
 from jaxonnx._data.ragged import DECODER_TOKENS, Padding, Ragged, masks_and_positions
-from jaxonnx._run.packing import Packing, find_packing
+from jaxonnx._network import enter
 from jaxonnx.errors import TrainingError
 from jaxonnx.losses import shift_right
 from jaxonnx.model import Model, hide_caches
 from jaxonnx.training._losses import Loss, find_by_output
+from jaxonnx.views import AllSteps, Outputs, PackedRows, find_packing
 
 LOGITS = "logits"
 """The output of language models that exporters and runtimes agree on."""
@@ -26,8 +27,7 @@ def read_whole_sequences(model: Model, loss: Any, data: Any = None) -> Model:
     """Return a decoder without its caches, and for a loss of tokens with its logits only.
 
     Logits are of all steps where the file gives those of the last one (`prune_lm_head`). Other
-    models, and those whose caches are in the data, are returned as they are. `restore_inputs` takes
-    it back.
+    models, and those whose caches are in the data, are returned as they are.
 
     Raises:
       TrainingError: the loss is one of next tokens, and the decoder that of an encoder; or there
@@ -49,32 +49,27 @@ def read_whole_sequences(model: Model, loss: Any, data: Any = None) -> Model:
             "not have (the builder's exclude_lm_head): model.then(head) puts a layer behind them"
         )
     if of_tokens and LOGITS in names:
-        model = replace(model, program=model.program.with_outputs({LOGITS}).with_all_steps(LOGITS))
+        model = enter(model, Outputs.among(model.graph, {LOGITS}), AllSteps(LOGITS))
     return model
-
-
-def restore_inputs(model: Model) -> Model:
-    """Return a model with all inputs and outputs of its file."""
-    return replace(model, program=model.program.restore())
 
 
 def take_packed_rows(model: Model) -> Model:
     """Return a decoder that takes several texts in a row, none of which sees another.
 
-    Proved by what it gives for a text alone and behind another one; `restore_inputs` takes it back.
+    Proved by what it gives for a text alone and behind another one.
 
     Raises:
       TrainingError: the file cannot tell the texts of a row apart.
     """
     way_out = "leave preprocess={'pack': True} out: short texts are then batched by their length"
-    found = find_packing(model.graph, *masks_and_positions(model.inputs))
-    if found is None:
+    packing = find_packing(model.graph, *masks_and_positions(model.inputs))
+    if packing is None:
         raise TrainingError(
             "the file cannot tell the texts of a row apart: it has neither GroupQueryAttention, "
             f"nor positions beside a mask of queries and keys; {way_out}"
         )
-    changed = replace(model, program=model.program.with_packing(*found))
-    if (distance := _leak(changed, found[1])) > _CLOSE[model.outputs[0].dtype == np.float32]:
+    changed = enter(model, packing)
+    if (distance := _leak(changed, packing)) > _CLOSE[model.outputs[0].dtype == np.float32]:
         raise TrainingError(
             "the file cannot tell the texts of a row apart: its logits of one text differ by "
             f"{distance:.1%} behind another one; {way_out}"
@@ -86,7 +81,7 @@ _CLOSE = {True: 1e-4, False: 2e-2}
 """Differences of logits that are rounding, of the greatest one: in float32, and in fewer bits."""
 
 
-def _leak(model: Model, packing: Packing) -> float:
+def _leak(model: Model, packing: PackedRows) -> float:
     """Measure the influence of a text on the logits of the next one, relative to the largest."""
     tokens = token_input(model)
     random, count = np.random.default_rng(0), vocabulary(model) or 2

@@ -3,35 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 
 from jaxonnx._graph.ancestors import ancestors
 from jaxonnx._graph.bind import Graph, Node
+from jaxonnx.views._view import CallView
 
 
-def keep_all_steps(graph: Graph, output: str, constants: Mapping[str, np.ndarray]) -> Graph:
-    """Remove the selection of the last time step on the way to an output.
+@dataclass(frozen=True)
+class AllSteps(CallView):
+    """An output has all time steps, without the selection of the last one on the way to it.
 
     The selection is a Gather of index -1 along axis 1 that keeps the axis, or one that drops it and
     an Unsqueeze behind, as `prune_lm_head` of onnxruntime-genai's builder writes. A graph without
-    one is returned as it is.
-
-    Args:
-      graph: the bound graph.
-      output: the output, with axes (batch, steps, ...).
-      constants: values of constants, in addition to the graph's initializers.
+    one stays as it is.
     """
-    known, producers = {**graph.initializers, **constants}, graph.producers
-    read = ancestors(graph.nodes, [output])
-    for node in reversed(graph.nodes):
-        source = None if read.isdisjoint(node.outputs) else _find_source(node, known, producers)
-        if source is not None:
-            new = {node.outputs[0]: source}
-            nodes = tuple(_rename_inputs(n, new) for n in graph.nodes)
-            return replace(graph, nodes=nodes)
-    return graph
+
+    output: str
+    """The output, with axes (batch, steps, ...)."""
+    stays: ClassVar[bool] = False
+
+    def enter(self, graph: Graph, constants: Mapping[str, np.ndarray]) -> Graph:
+        known, producers = {**graph.initializers, **constants}, graph.producers
+        read = ancestors(graph.nodes, [self.output])
+        for node in reversed(graph.nodes):
+            source = None if read.isdisjoint(node.outputs) else _find_source(node, known, producers)
+            if source is not None:
+                new = {node.outputs[0]: source}
+                nodes = tuple(_rename_inputs(n, new) for n in graph.nodes)
+                return replace(graph, nodes=nodes)
+        return graph
 
 
 def _find_source(

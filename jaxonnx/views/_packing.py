@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._graph.bind import Graph, Node
 from jaxonnx._graph.values import Value
+from jaxonnx.views._view import CallView, Measure
 
 _VISIBLE = "packed texts: who sees whom"
 """The value that GroupQueryAttention takes as its bias."""
@@ -26,8 +27,8 @@ _INPUTS = {"position_ids": 9, "attention_bias": 10}
 
 
 @dataclass(frozen=True)
-class Packing:
-    """How a graph is told which tokens of a row belong to the same text.
+class PackedRows(CallView):
+    """Rows may have several texts; one input tells which tokens belong to the same one.
 
     Attributes:
       input: the one input that callers pass, integers of shape (batch, tokens).
@@ -41,6 +42,25 @@ class Packing:
     form: Literal["texts", "positions"]
     positions: tuple[str, ...]
     masks: Mapping[str, np.dtype]
+    stays: ClassVar[bool] = False
+
+    def enter(self, graph: Graph, constants: Mapping[str, np.ndarray]) -> Graph:
+        nodes = self._extend_nodes(graph)
+        assert nodes is not None  # or `find_packing` finds none
+        derived = {*self.positions, *self.masks}
+        inputs = tuple(name for name in graph.inputs if name not in derived)
+        return replace(graph, inputs=inputs, nodes=nodes)
+
+    def supply(self, inputs: Mapping[str, Any], measure: Measure) -> dict[str, Any]:
+        return {**inputs, **self.values(inputs)}
+
+    def _extend_nodes(self, graph: Graph) -> tuple[Node, ...] | None:
+        """Add the inputs that texts need to nodes; None if a node has another attention bias."""
+        if self.form == "positions":
+            return graph.nodes
+        nodes = [_extend(node, self.positions) for node in graph.nodes]
+        extended = tuple(node for node in nodes if node is not None)
+        return extended if len(extended) == len(nodes) else None
 
     def number(self, lengths: Sequence[int]) -> np.ndarray:
         """Return the numbers of `input` for a row of texts of these lengths, shape (tokens,)."""
@@ -81,7 +101,7 @@ class Packing:
 
 def find_packing(
     graph: Graph, masks: Sequence[Value], positions: Sequence[str]
-) -> tuple[Graph, Packing] | None:
+) -> PackedRows | None:
     """Prepare a graph for rows of several texts; None if it has no inputs to keep them apart.
 
     The caller must compare results to know whether texts are kept apart, since other operators than
@@ -95,17 +115,9 @@ def find_packing(
     full = {v.name: np.dtype(v.dtype) for v in masks if len(v.shape or ()) == 4 and v.dtype}
     flat = [v.name for v in masks if v.name not in full]
     if flat:
-        nodes = tuple(_extend(node, positions) for node in graph.nodes)
-        if len(flat) > 1 or None in nodes or nodes == graph.nodes:
-            return None
-        graph = replace(graph, nodes=tuple(node for node in nodes if node is not None))
-        packing = Packing(flat[0], "texts", tuple(positions), full)
-    elif positions:
-        packing = Packing(positions[0], "positions", tuple(positions[1:]), full)
-    else:
-        return None
-    derived = {*packing.positions, *full}
-    return replace(graph, inputs=tuple(n for n in graph.inputs if n not in derived)), packing
+        view = PackedRows(flat[0], "texts", tuple(positions), full)
+        return None if len(flat) > 1 or view._extend_nodes(graph) in (None, graph.nodes) else view
+    return PackedRows(positions[0], "positions", tuple(positions[1:]), full) if positions else None
 
 
 def _extend(node: Node, positions: Sequence[str]) -> Node | None:

@@ -1,0 +1,121 @@
+"""Inputs that callers pass in another form, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxonnx._graph.bind import Graph
+from jaxonnx._graph.values import Value, fit, list_values
+from jaxonnx._require import require
+from jaxonnx.errors import InputError
+from jaxonnx.views._view import CallView, Evaluate, Measure
+
+
+@dataclass(frozen=True)
+class FixedInput:
+    """An input that has the same value in all evaluations."""
+
+    array: np.ndarray
+    """The value."""
+    axis: int | None
+    """The batch axis of the input, if the value is of one example."""
+    sources: tuple[tuple[str, int], ...] = ()
+    """The inputs that are not fixed, with the batch axis of each."""
+
+    def repeat(self, inputs: Mapping[str, Any]) -> np.ndarray:
+        """Return the value for the batch of the other inputs."""
+        if self.axis is None:
+            return self.array
+        sizes = (np.shape(inputs[name])[axis] for name, axis in self.sources if name in inputs)
+        return np.repeat(np.expand_dims(self.array, self.axis), next(sizes, 1), self.axis)
+
+
+@dataclass(frozen=True)
+class FixedInputs(CallView):
+    """Some inputs have constant values, which are known while compiling."""
+
+    values: Mapping[str, FixedInput]
+
+    def enter(self, graph: Graph, constants: Mapping[str, np.ndarray]) -> Graph:
+        return replace(graph, inputs=tuple(n for n in graph.inputs if n not in self.values))
+
+    def supply(self, inputs: Mapping[str, Any], measure: Measure) -> dict[str, Any]:
+        return {**{name: x.repeat(inputs) for name, x in self.values.items()}, **inputs}
+
+    @property
+    def closed(self) -> Collection[str]:
+        return self.values.keys()
+
+
+def fix_inputs(values: Iterable[Value], given: Mapping[str, Any]) -> FixedInputs:
+    """Convert the values of fixed inputs to the types of the file.
+
+    A value with one axis less than its input, which has a symbolic dimension, is the value of each
+    example. The first symbolic dimension is the batch.
+
+    Raises:
+      InputError: there is no such input, or a value does not fit it.
+    """
+    require("fixed", given, isinstance(given, Mapping), "a dict by input name")
+    declared, fixed = {value.name: value for value in values}, {}
+    others = [v for v in declared.values() if v.name not in given and not v.whole]
+    for name, array in given.items():
+        if name not in declared:
+            raise InputError(
+                f"fixed={{{name!r}: ...}}: the model has no input '{name}'; it has "
+                f"{list_values([*declared.values()])}"
+            )
+        value = declared[name]
+        if isinstance(array, bool | int | float | list | tuple):
+            array = fit(replace(value, shape=None), array, {})
+        array = np.asarray(array)
+        shape = value.shape
+        axis = next((i for i, n in enumerate(shape or ()) if not isinstance(n, int)), None)
+        axis = axis if len(shape or ()) == array.ndim + 1 else None
+        if shape is not None and array.size == 1 and all(size == 1 for size in shape):
+            array = array.reshape(len(shape) * (1,))  # a number, whatever the rank
+        sources: list[tuple[str, int]] = []
+        if axis is not None and shape is not None:
+            batch, shapes = shape[axis], [(v.name, v.shape or ()) for v in others]
+            sources = [(n, sizes.index(batch) if batch in sizes else 0) for n, sizes in shapes]
+            value = replace(value, shape=(*shape[:axis], *shape[axis + 1 :]))
+        fixed[name] = FixedInput(np.asarray(fit(value, array, {})), axis, tuple(sources))
+    return FixedInputs(fixed)
+
+
+@dataclass(frozen=True)
+class WholeInputs(CallView):
+    """Some inputs have no axis of examples (`Value.whole`)."""
+
+    names: frozenset[str]
+
+    def declare(self, value: Value) -> Value:
+        return replace(value, whole=value.whole or value.name in self.names)
+
+
+@dataclass(frozen=True)
+class BatchAxis(CallView):
+    """A network of one example is mapped over a new first axis of all inputs and outputs."""
+
+    maps = True
+
+    def wrap(self, evaluate: Evaluate) -> Evaluate:
+        def evaluate_batch(
+            tensors: Mapping[str, Any], key: jax.Array | None, inputs: Mapping[str, Any]
+        ) -> tuple:
+            count = np.shape(next(iter(inputs.values())))[0]
+            keys, axis = (None, None) if key is None else (jax.random.split(key, count), 0)
+            each = jax.vmap(lambda key, inputs: evaluate(tensors, key, inputs), in_axes=(axis, 0))
+            outputs, renewed = each(keys, inputs)
+            # each example gave running statistics of its own
+            return outputs, renewed and {name: x.mean(0) for name, x in renewed.items()}
+
+        return evaluate_batch
+
+    def declare(self, value: Value) -> Value:
+        return value.with_batch_axis()
