@@ -172,10 +172,7 @@ def _file_warnings(
             f"exported in training mode: {list_some(active, '')}; apply and save use inference "
             "semantics"
         )
-    nodes = program.graph.nodes
-    drops = any(
-        node.op.name == "Dropout" or program.overlay.dropout_outputs(node) for node in nodes
-    )
+    drops = any(node.op.name == "Dropout" for node in program.train(program.graph).nodes)
     yield from exporter_hints.notes(proto, drops)
     yield from integers.notes(program.graph, tensors)
 

@@ -186,6 +186,8 @@ class Op:
     """The input for the scale of a quantized result; the next one is for its zero point."""
     bias: int | None = None
     """The input that is added to a product; in units of both scales if the result is quantized."""
+    frozen: bool = False
+    """Whether training uses the running statistics, and keeps them, as inference does."""
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Check the constraints, and call the function."""

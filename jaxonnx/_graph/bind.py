@@ -48,6 +48,8 @@ class Graph:
     """In a function's body: local names whose values come from outside, to names in the model."""
     input_types: tuple[onnx.TypeProto | None, ...] = ()
     """The declared types of the inputs."""
+    recomputes: bool = False
+    """Whether training keeps few values for the gradient and computes the others again."""
 
     # The index of the graph, which is immutable: computed once, when first asked for.
 

@@ -28,7 +28,6 @@ from jaxonnx._run.failures import at, convert_errors, warn
 from jaxonnx._run.fold_norms import Folds, folds
 from jaxonnx._run.integer_products import fuse_products, integer_products
 from jaxonnx._run.open_weights import open_weights
-from jaxonnx._run.overlay import Overlay
 from jaxonnx._run.plan import NOWHERE, Parts, Plan, make_key
 from jaxonnx._run.scope import Context, run
 from jaxonnx.errors import NodeError, StaticError
@@ -56,7 +55,6 @@ class Program:
     views: tuple[View, ...] = ()
     """The changes of the graph that is evaluated, in the order in which they enter it."""
     adaption: Adaption | None = None
-    overlay: Overlay = field(default_factory=Overlay)
     limit: int | None = None
     """The most bytes of a single value; None: the memory of the machine."""
     sparse: Mapping[str, int] = field(default_factory=dict)
@@ -73,6 +71,12 @@ class Program:
         graph = self.base
         for view in self.views:
             graph = view.enter(graph, self.constants)
+        return graph
+
+    def train(self, graph: Graph) -> Graph:
+        """Return the graph that training evaluates in place of `graph`, or of a part of it."""
+        for view in self.views:
+            graph = view.train(graph)
         return graph
 
     def enter(self, *views: View) -> Program:
@@ -98,11 +102,9 @@ class Program:
 
     def draws(self, training: bool) -> bool:
         """Check whether an evaluation draws random numbers; Dropout does in training only."""
-        nodes = self.graph.nodes
-        contexts = ({what for _, what in node.op.context} for node in nodes)
-        if any("key" in kinds and (training or "training" not in kinds) for kinds in contexts):
-            return True
-        return training and any(self.overlay.dropout_outputs(node) for node in nodes)
+        graph = self.train(self.graph) if training else self.graph
+        contexts = ({what for _, what in node.op.context} for node in graph.nodes)
+        return any("key" in kinds and (training or "training" not in kinds) for kinds in contexts)
 
     def prepare_calls(self, params: Mapping[str, Any], state: Mapping[str, Any]) -> CallForm:
         """Convert parameters and state once for many inference calls.
@@ -283,6 +285,7 @@ class Program:
             replaced = renewed and {n: tensors.get(n, value) for n, value in renewed.items()}
             return by_size(outputs, inputs), like(replaced)
 
+        graph = self.train(graph) if training else graph
         evaluate = self._nest(self.views, graph, training, updates is not None)
         tensors, inputs = {**state, **params}, {**inputs}
         outputs, renewed = on_auto_axes(evaluate, specs, tensors, key, inputs)
@@ -318,8 +321,7 @@ class Program:
         renewed = {} if renews else None
         tensors = {**self.constants, **tensors}
         weights = tensors if self.adaption is None else self.adaption(tensors)
-        options = (self.overlay, self._note, self.limit)
-        context = Context(weights, key, training, renewed, *options)
+        context = Context(weights, key, training, renewed, self._note, self.limit)
         return _compilable(graph, run(graph, inputs, context)), renewed
 
     def _run_sparse(self, graph: Graph, params: Mapping[str, Any], *rest: Any) -> tuple:

@@ -22,7 +22,6 @@ from jaxonnx._graph.ancestors import find_between
 from jaxonnx._graph.bind import Graph, Node
 from jaxonnx._run import channels_last, failures
 from jaxonnx._run.folding import abstract, broadcast_late, fold, folds, is_traced, on_device
-from jaxonnx._run.overlay import Overlay
 from jaxonnx._run.remat import find_cuts
 from jaxonnx._run.two_bit_inputs import on_cpu
 from jaxonnx.errors import Error, NodeError, StaticError
@@ -40,17 +39,10 @@ class Context:
     """True: training semantics, False: inference, None: what the file says."""
     updates: dict[str, Any] | None = None
     """Receives new running statistics, by the name of the node's input that has the old ones."""
-    overlay: Overlay = field(default_factory=Overlay)
-    """Changes of the graph for training."""
     note: Callable[[str, str], None] | None = None
     """Receives notes for the user: the label of a node, and a sentence."""
     limit: int | None = None
     """The most bytes of a single value; None: the memory of the machine."""
-
-    @property
-    def inside(self) -> Context:
-        """The context of a body of control flow or of a function."""
-        return replace(self, overlay=self.overlay.inside)
 
 
 def run(
@@ -69,7 +61,7 @@ def run(
     """
     scope = Scope(graph, context, outer, inputs)
     with limits.evaluation(context.limit):
-        if context.training and context.overlay.remat:
+        if context.training and graph.recomputes:
             for start, end in pairwise((0, *find_cuts(graph), len(graph.nodes))):
                 scope.segment(start, end)
         else:
@@ -108,11 +100,6 @@ class Scope:
             scope = scope.outer
 
     def step(self, node: Node) -> None:
-        """Evaluate one node, in training with the changes of the overlay, and bind its outputs."""
-        for part in self.context.overlay.steps(node) if self.context.training else (node,):
-            self._evaluate(part)
-
-    def _evaluate(self, node: Node) -> None:
         """Evaluate one node and bind its outputs; attach node and inputs to errors."""
         arguments = [self[name] if name else None for name in node.inputs]
         for i, value in enumerate(arguments):
@@ -262,7 +249,7 @@ class Scope:
     def _call(self, node: Node, body: Graph, arguments: list) -> tuple:
         """Evaluate the body of a function of the model, which sees only its arguments."""
         updates = self.context.updates
-        inner = replace(self.context.inside, updates=None if updates is None else {})
+        inner = replace(self.context, updates=None if updates is None else {})
         inputs = dict.fromkeys(body.inputs) | dict(zip(body.inputs, arguments, strict=False))
         results = run(body, inputs, inner)
         if inner.updates and updates is not None:
@@ -298,9 +285,7 @@ class Scope:
 
     def _training(self, node: Node) -> bool | None:
         """Return the mode of a node: normalizations with frozen statistics always infer."""
-        return (
-            False if self.context.overlay.frozen and node.op.normalizes else self.context.training
-        )
+        return False if node.op.frozen else self.context.training
 
     def _key(self, node: Node, seed: float | None) -> jax.Array:
         """Return a random key that is unique to the node, or to the `seed` of its attributes."""
@@ -383,7 +368,7 @@ class Closure:
     def __call__(self, *inputs: Any, step: Any = None) -> tuple:
         """Evaluate the body; `step`, the number of the iteration, is folded into its random key."""
         self.check(len(inputs))
-        context = replace(self._scope.context.inside, updates=None)
+        context = replace(self._scope.context, updates=None)
         if step is not None:
             context = replace(context, key=jax.random.fold_in(_key(context), step))
         named = dict(zip(self.inputs, inputs, strict=True))

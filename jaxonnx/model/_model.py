@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,12 +22,11 @@ from jaxonnx._graph.select import Select
 from jaxonnx._graph.values import arguments, data, list_values
 from jaxonnx._mesh.rules import Sharding
 from jaxonnx._mesh.shardings import Shardings, shardings
-from jaxonnx._network import Network
+from jaxonnx._network import Network, enter, leave
 from jaxonnx._require import require_choice
 from jaxonnx._rewrite.head import Classes
 from jaxonnx._run.changes import CallForm
 from jaxonnx._run.failures import FOREIGN
-from jaxonnx._run.overlay import ratios
 from jaxonnx._text import Rendered, format_count
 from jaxonnx.errors import Error
 from jaxonnx.model import _transforms as transforms
@@ -49,6 +47,7 @@ from jaxonnx.model._sparsity import options, with_products, with_record
 from jaxonnx.model._statistics import MOST, recompute
 from jaxonnx.model._summary import Summary, summary
 from jaxonnx.training_info import Training
+from jaxonnx.views import Dropout, FrozenStatistics, Remat, drop
 
 if TYPE_CHECKING:  # a model without sparse weights does not import it
     from jaxonnx.sparse import Patterns
@@ -512,7 +511,8 @@ class Model(Network, Rendered):
           InputError: `statistics` has another value.
         """
         require_choice("statistics", statistics, ("batch", "frozen"))
-        return self._overlaid(frozen=statistics == "frozen")
+        net = leave(self, FrozenStatistics)
+        return enter(net, FrozenStatistics()) if statistics == "frozen" else net
 
     def with_dropout(self, ratio: float | Mapping[str, float]) -> Model:
         """Return a model with other Dropout ratios in training.
@@ -527,19 +527,15 @@ class Model(Network, Rendered):
         Raises:
           InputError: there is no Dropout node, no such value, or a ratio is not in [0, 1).
         """
-        new = ratios(self.program.overlay, self.graph, self.proto.graph, ratio)
-        return self._overlaid(dropout=new)
+        new = drop(self.program.find(Dropout), self.graph, self.proto.graph, ratio)
+        return enter(leave(self, Dropout), new)
 
     def with_remat(self) -> Model:
         """Return a model that stores few activations in training and recomputes the others.
 
         The outputs of about sqrt(n) of n nodes are stored. A step takes up to a third longer.
         """
-        return self._overlaid(remat=True)
-
-    def _overlaid(self, **changes: Any) -> Model:
-        overlay = dataclasses.replace(self.program.overlay, **changes)
-        return dataclasses.replace(self, program=dataclasses.replace(self.program, overlay=overlay))
+        return enter(self, Remat())
 
     # Models whose weights have another form.
 

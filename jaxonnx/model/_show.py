@@ -101,7 +101,7 @@ def format_name(name: str, aliases: Mapping[str, str]) -> str:
 
 def traced_nodes(model: Network) -> Iterator[Node]:
     """Yield the nodes of the graph, with Dropout and other training changes applied."""
-    return (step for node in model.graph.nodes for step in model.program.overlay.steps(node))
+    return iter(model.program.train(model.graph).nodes)
 
 
 def operator_name(node: Node) -> str:

@@ -18,6 +18,7 @@ from jaxonnx._graph.bind import Graph
 from jaxonnx._graph.values import data
 from jaxonnx._network import Network
 from jaxonnx.errors import InputError
+from jaxonnx.views import FrozenStatistics
 
 MOST = 200
 """Batches that statistics are computed from, at most; the greatest number in the paper."""
@@ -56,7 +57,8 @@ def find_norms(graph: Graph, state: Mapping[str, Any]) -> list[Norm]:
 
 def batch_norms(model: Network) -> list[Norm]:
     """Return the normalizations that use the statistics of the batch in training."""
-    return [] if model.program.overlay.frozen else find_norms(model.graph, model.state)
+    frozen = model.program.find(FrozenStatistics) is not None
+    return [] if frozen else find_norms(model.graph, model.state)
 
 
 def zero_totals(norms: Sequence[Norm], state: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,8 +135,9 @@ def recompute(
 
 def find_single_values(model: Network, inputs: Sequence[Any]) -> list[str]:
     """Return the outputs of normalizations whose input has only one value for each channel."""
-    norms = [n for n in model.graph.nodes if n.op.normalizes and n.inputs[0] and n.outputs[0]]
-    if model.program.overlay.frozen or not norms or len(inputs[0]) != 1:
+    learned = [n for n in model.graph.nodes if n.op.normalizes and not n.op.frozen]
+    norms = [node for node in learned if node.inputs[0] and node.outputs[0]]
+    if not norms or len(inputs[0]) != 1:
         return []
     names = list(dict.fromkeys(node.inputs[0] for node in norms))
     program = model.program.with_values(names)

@@ -21,6 +21,7 @@ from jaxonnx._network import Network
 from jaxonnx._run.shapes import evaluate_shapes, infer_types
 from jaxonnx._text import WIDTH, Rendered
 from jaxonnx.model._show import format_name, operator_name, traced_nodes
+from jaxonnx.views import Dropout
 
 _HEADS = ("layer", "operator", "output", "parameters", "trained")
 
@@ -192,9 +193,8 @@ def _layer(
     notes = [f"adapters of rank {tensors[f'{w}.lora_A'].shape[-2]}" for w in adapted[:1]]
     notes += [f"{w}: {form}" for w in learned if (form := stored.get(w))]
     if node.op.normalizes:
-        notes.append(
-            "frozen statistics" if model.program.overlay.frozen else "batch statistics in training"
-        )
+        frozen = node.op.frozen
+        notes.append("frozen statistics" if frozen else "batch statistics in training")
     if node.op.name == "Dropout":
         where = "in training" if source and source.op_type == "Dropout" else "added for training"
         notes.append(f"{_ratio(model, node):.2g} {where}")
@@ -225,9 +225,9 @@ def _origin(
 
 def _ratio(model: Network, node: Node) -> float:
     """Return the ratio of a Dropout node, NaN if it is computed."""
-    override = model.program.overlay.dropout.get(next(iter(node.outputs), ""))
-    if override is not None:
-        return override
+    view = model.program.find(Dropout)
+    if view is not None and node.outputs[:1] and node.outputs[0] in view.ratios:
+        return view.ratios[node.outputs[0]]
     if len(node.inputs) < 2 or not node.inputs[1]:
         return node.attributes.get("ratio", 0.5)
     known = {**model.graph.initializers, **model.program.constants}

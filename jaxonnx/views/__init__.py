@@ -5,19 +5,24 @@ from jaxonnx.views._caches import EmptyCaches, omit_caches
 from jaxonnx.views._inputs import BatchAxis, FixedInputs, WholeInputs, fix_inputs
 from jaxonnx.views._outputs import Outputs
 from jaxonnx.views._packing import PackedRows, find_packing
+from jaxonnx.views._training import Dropout, FrozenStatistics, Remat, drop
 from jaxonnx.views._view import CallView, Evaluate, View
 
 __all__ = [
     "AllSteps",
     "BatchAxis",
     "CallView",
+    "Dropout",
     "EmptyCaches",
     "Evaluate",
     "FixedInputs",
+    "FrozenStatistics",
     "Outputs",
     "PackedRows",
+    "Remat",
     "View",
     "WholeInputs",
+    "drop",
     "find_packing",
     "fix_inputs",
     "omit_caches",

@@ -41,6 +41,10 @@ class View:
         """
         return graph
 
+    def train(self, graph: Graph) -> Graph:
+        """Return the graph that training evaluates in place of one, or of a part of one."""
+        return graph
+
     def supply(self, inputs: Mapping[str, Any], measure: Measure) -> Mapping[str, Any]:
         """Return the inputs of the network before this view, from those of the one behind it."""
         return inputs

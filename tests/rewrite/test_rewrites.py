@@ -7,6 +7,7 @@ import pytest
 
 import jaxonnx
 from jaxonnx._rewrite.dequantize import dequantize_weights
+from jaxonnx.views import Dropout
 from tests.support.paths import DATA
 
 RANDOM = """
@@ -71,7 +72,7 @@ def test_what_training_sees_is_kept_by_rewrites():
     net = jaxonnx.load(DATA / "lenet_bn.legacy.onnx")
     model = net.with_dropout({"features": 0.5}).with_statistics("frozen").with_remat()
     cut = model.with_outputs("classifier.1")
-    assert cut.program.overlay == model.program.overlay
+    assert cut.program.views == model.program.views
     assert model.to_onnx() == net.to_onnx()
     x = np.load(DATA / "lenet_bn.legacy.npz")["x"]
     both = model.with_outputs(["classifier.1", "features"])
@@ -88,9 +89,9 @@ def test_ratios_are_replaced_one_by_one_or_all():
         "g (float[n] x) => (float[n] y) { h = Neg(x) d = Dropout(h) y = Neg(d) }"
     )
     model = jaxonnx.load(proto).with_dropout({"h": 0.25}).with_dropout({"d": 0.5})
-    assert model.program.overlay.dropout == {"h": 0.25, "d": 0.5}
+    assert model.program.find(Dropout).ratios == {"h": 0.25, "d": 0.5}
     model = model.with_dropout({"h": 0.75})
-    assert model.program.overlay.dropout == {"h": 0.75, "d": 0.5}
+    assert model.program.find(Dropout).ratios == {"h": 0.75, "d": 0.5}
     model = model.with_dropout(0)
     x = np.ones(100, np.float32)
     np.testing.assert_array_equal(model.apply_train({}, {}, jax.random.key(0), x)[0], x)
