@@ -24,6 +24,7 @@ from jaxonnx._rewrite import dequantize as integers
 from jaxonnx._rewrite.head import Head
 from jaxonnx._run.program import Program
 from jaxonnx._text import list_some
+from jaxonnx.errors import InputError
 from jaxonnx.views import View
 
 if TYPE_CHECKING:  # a model without sparse weights does not import it
@@ -152,6 +153,15 @@ def leave(model: N, *kinds: type[View]) -> N:
     return replace(model, program=model.program.leave(*kinds))
 
 
+def refuse_change(model: Network, what: str) -> None:
+    """Raise an InputError if a view of a model would not fit what changes beneath it."""
+    if model.program.adapts:
+        raise InputError(
+            f"{what} of a model with adapters cannot be changed: set it before they are attached, "
+            "or merge them first with .merge_adapters()"
+        )
+
+
 def _file_warnings(
     proto: GraphProto, program: Program, tensors: Mapping[str, Any], outputs: Sequence[Value]
 ) -> Iterator[str]:
@@ -179,7 +189,7 @@ def _file_warnings(
 
 def _gradient_warning(model: Network) -> str:
     """Return a warning of parameters that no gradient reaches; "" if there are none."""
-    names = () if model.program.adaption is not None else model.params
+    names = () if model.program.adapts else model.params
     frozen = [f"'{name}'" for name in find_without_gradient(model.graph, names)]
     trained = [f"'{name}'" for name in model.params if f"'{name}'" not in frozen]
     if not frozen:

@@ -16,7 +16,7 @@ QUANTIZATION = "jaxonnx.quantization"
 """Which tensors are rounded, and what is written as integers (`jaxonnx._rewrite.quantize`)."""
 
 ADAPTERS = "jaxonnx.adapters"
-"""The names of tensors that are factors of adapters (`jaxonnx._rewrite.adapters`)."""
+"""The names of tensors that are factors of adapters (`jaxonnx.lora`)."""
 
 IMAGE = "jaxonnx.image"
 """What the network's inputs are as pictures, and the names of its classes."""

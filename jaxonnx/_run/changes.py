@@ -2,48 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from jaxonnx._graph.bind import Graph
 from jaxonnx._run.fold_norms import fold_norms
 from jaxonnx._run.integer_products import fuse_products
 from jaxonnx._run.open_weights import drop_nodes
-
-
-class Adaption(Protocol):
-    """A change of weights that is trained in their place: a pure function of all tensors."""
-
-    @property
-    def params(self) -> tuple[str, ...]:
-        """The tensors that are parameters once the change is merged into them."""
-        ...
-
-    def __call__(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Compute the values of the graph's tensors; a changed matrix may be a `LowRank`."""
-        ...
-
-    @property
-    def stored(self) -> tuple[str, ...]:
-        """The changed tensors that are stored in few bits, into which nothing can be merged."""
-        ...
-
-    def factors(self, tensors: Mapping[str, Any]) -> dict[str, tuple[Any, Any, Any]]:
-        """Return (matrix, a, b) for each changed tensor.
-
-        `matrix` is the meaning of the tensor's axes; its change is the product of `a`, shape
-        (..., inputs, rank), and `b`, shape (..., rank, outputs).
-        """
-        ...
-
-    def magnitudes(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the norms of the outputs of each changed tensor that is scaled to some."""
-        ...
-
-    def without_factors(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the tensors without those of the adapters."""
-        ...
 
 
 @dataclass(frozen=True)

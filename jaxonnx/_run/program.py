@@ -23,7 +23,7 @@ from jaxonnx._graph.bind import Graph, Node
 from jaxonnx._graph.uses import uses
 from jaxonnx._graph.values import data
 from jaxonnx._limits import compilable
-from jaxonnx._run.changes import UNCHANGED, Adaption, CallForm, Changes
+from jaxonnx._run.changes import UNCHANGED, CallForm, Changes
 from jaxonnx._run.failures import at, convert_errors, warn
 from jaxonnx._run.fold_norms import Folds, folds
 from jaxonnx._run.integer_products import fuse_products, integer_products
@@ -54,7 +54,6 @@ class Program:
     constants: Mapping[str, np.ndarray]
     views: tuple[View, ...] = ()
     """The changes of the graph that is evaluated, in the order in which they enter it."""
-    adaption: Adaption | None = None
     limit: int | None = None
     """The most bytes of a single value; None: the memory of the machine."""
     sparse: Mapping[str, int] = field(default_factory=dict)
@@ -78,6 +77,11 @@ class Program:
         for view in self.views:
             graph = view.train(graph)
         return graph
+
+    @property
+    def adapts(self) -> bool:
+        """Whether parameters are tensors of a view, such as adapters, and not of the graph."""
+        return any(view.adapts for view in self.views)
 
     def enter(self, *views: View) -> Program:
         """Return a program under further views."""
@@ -115,7 +119,7 @@ class Program:
         """
         tensors, folded, changes = {**state, **params}, Folds(), Changes()
         reads: frozenset[str] = frozenset()
-        if self.adaption is None:
+        if not self.adapts:
             known = {**self.graph.initializers, **self.constants}
             products, decisive = integer_products(self.graph, tensors, known)
             opened = open_weights(fuse_products(self.graph, products), tensors, known)
@@ -153,7 +157,7 @@ class Program:
           factors: factors of output channels to multiply weights by, by name.
           graph: the graph that reads them, if it is not the program's own.
         """
-        if self.adaption is not None:
+        if self.adapts:
             return {**tensors}
         used = [
             (use.name, use.position in use.node.op.kernels)
@@ -320,8 +324,9 @@ class Program:
         """Evaluate a graph on all of its inputs; return outputs and new running statistics."""
         renewed = {} if renews else None
         tensors = {**self.constants, **tensors}
-        weights = tensors if self.adaption is None else self.adaption(tensors)
-        context = Context(weights, key, training, renewed, self._note, self.limit)
+        for view in reversed(self.views):
+            tensors = view.read(tensors)
+        context = Context(tensors, key, training, renewed, self._note, self.limit)
         return _compilable(graph, run(graph, inputs, context)), renewed
 
     def _run_sparse(self, graph: Graph, params: Mapping[str, Any], *rest: Any) -> tuple:

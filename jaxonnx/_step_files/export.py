@@ -21,8 +21,8 @@ from jaxonnx._require import require_choice
 from jaxonnx._step_files import web as _web
 from jaxonnx._step_files.load import FORMAT
 from jaxonnx.errors import InputError, TrainingError
-from jaxonnx.lora import Adapters
-from jaxonnx.model import Model, as_model, file_tensors
+from jaxonnx.lora import Adapters, file_tensors, writes_apart
+from jaxonnx.model import Model, as_model
 from jaxonnx.onnx_out import OPSET, known_tensor, reads, split_into_blocks, split_state, write_model
 from jaxonnx.training import (
     Batch,
@@ -170,8 +170,7 @@ class _Exporter:
         """
         types = {name: x.dtype for name, x in self._step.params.items()}
         wide = any(x.dtype != types.get(name, x.dtype) for name, x in self.state.params.items())
-        adapted = self._step.model.program.adaption is not None
-        return adapted or wide or self.state.average is not None
+        return self._step.model.program.adapts or wide or self.state.average is not None
 
     def start(self) -> dict[str, np.ndarray]:
         """Return the state to start from, by name."""
@@ -276,10 +275,9 @@ class _Exporter:
             return file_tensors(trained)
 
         model = self._step.model
-        adaption, renewed = model.program.adaption, {*self.state.params, *self.state.state}
-        apart = adaption is not None and bool(adaption.stored)
-        if adaption is not None and not apart:
-            renewed.update(adaption.params)
+        renewed, apart = {*self.state.params, *self.state.state}, writes_apart(model)
+        if not apart:
+            renewed.update(*(view.merged for view in model.program.views))
         names = [n for n in file_tensors(model) if n in renewed or n not in model.tensors]
         found = {name: f"file.{name}" for name in names}
         proto = write_model(

@@ -18,7 +18,8 @@ from onnx import ModelProto, numpy_helper
 from jaxonnx._atomic_write import write_atomically
 from jaxonnx._data.images import preparation as images
 from jaxonnx.errors import InputError
-from jaxonnx.model import Model, file_tensors, to_proto
+from jaxonnx.lora import file_tensors
+from jaxonnx.model import Model, to_proto
 from jaxonnx.training import as_batch
 
 PACKAGE = "onnxruntime-web"

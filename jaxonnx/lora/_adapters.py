@@ -17,13 +17,11 @@ import numpy as np
 from jaxonnx._axes import Matrix
 from jaxonnx._graph.roles import running_statistics
 from jaxonnx._graph.uses import weights
-from jaxonnx._io import adapter_files
-from jaxonnx._rewrite.adapters import factor_names, magnitude_name, module_name
 from jaxonnx._safe_read import wrap_errors
 from jaxonnx.errors import InputError, ModelError
+from jaxonnx.lora import _files as files
 from jaxonnx.lora import _peft_modules as peft_modules
 from jaxonnx.lora._merge import (
-    Merge,
     check_magnitudes,
     check_scale,
     checksum,
@@ -32,6 +30,8 @@ from jaxonnx.lora._merge import (
     pair,
     warn_about_ties,
 )
+from jaxonnx.lora._nodes import factor_names, magnitude_name, module_name
+from jaxonnx.lora._view import Adaption
 from jaxonnx.model import Model
 
 _ABOUT = "jaxonnx.lora"
@@ -78,8 +78,8 @@ class Adapters:
         Raises:
           InputError: the model has none.
         """
-        merge = model.program.adaption
-        if not isinstance(merge, Merge):
+        merge = model.program.find(Adaption)
+        if merge is None:
             raise InputError("the model has no adapters; LoRA.attach gives it some")
         statistics = running_statistics(model.graph)
         renewed = {name: v for name, v in model.state.items() if name in statistics}
@@ -110,7 +110,7 @@ class Adapters:
         Raises:
           InputError: the model does not have these weights, or in other shapes; or it has adapters.
         """
-        if model.program.adaption is not None:
+        if model.program.find(Adaption) is not None:
             raise InputError(
                 "the model has adapters already; merge them first with .merge_adapters()"
             )
@@ -131,13 +131,13 @@ class Adapters:
         pairs = self._members
         trained = dict.fromkeys([*model.params, *self.layouts, *(params.keys() - pairs)])
         stored = tuple(name for name in self.layouts if not is_float(tensors[name]))
-        merge = Merge(tuple(trained), self.rank, self.alpha, self.layouts, stored)
+        view = Adaption(tuple(trained), self.rank, self.alpha, self.layouts, stored)
         constants = {name: v for name, v in constants.items() if name not in moved}
         return dataclasses.replace(
             model,
             params=params,
             state={name: value for name, value in tensors.items() if name not in params},
-            program=dataclasses.replace(model.program, constants=constants, adaption=merge),
+            program=dataclasses.replace(model.program.enter(view), constants=constants),
         )
 
     def to_inputs(
@@ -180,7 +180,7 @@ class Adapters:
 
     def _to_modules(
         self, names: Callable[[str], str] | None, model: Model | None
-    ) -> dict[str, adapter_files.Change]:
+    ) -> dict[str, files.Change]:
         """Return A and B, with the scale in B, and magnitudes of each module of PEFT."""
         self._refuse_others()
         odd = [n for n, p in self.layouts.items() if p.kernel or p.batch or p.lookup]
@@ -227,10 +227,10 @@ class Adapters:
             or the modules of a weight are not known.
           OSError: the path cannot be written; a file that was there stays.
         """
-        if os.fspath(path).endswith(adapter_files.SUFFIX):
-            return adapter_files.write_onnx_adapter(path, self.to_inputs(names or module_name))
+        if os.fspath(path).endswith(files.SUFFIX):
+            return files.write_onnx_adapter(path, self.to_inputs(names or module_name))
         if os.path.isdir(path) or os.fspath(path).endswith(("/", os.sep)):
-            return adapter_files.write_peft(path, self._to_modules(names, model), self.base)
+            return files.write_peft(path, self._to_modules(names, model), self.base)
         about = json.dumps(self.about).encode()
         arrays = {**self.values, _ABOUT: np.frombuffer(about, np.uint8)}
         from jaxonnx import sparse
@@ -281,7 +281,7 @@ class Adapters:
           InputError: the adapters are of another model, or of a kind that is not LoRA.
           ModelError: the file or folder holds no adapters, or is damaged.
         """
-        if adapter_files.is_foreign(path):
+        if files.is_foreign(path):
             if model is None:
                 raise InputError(f"'{os.fspath(path)}' names modules: pass the model as well")
             factors, rank, alpha, base = peft_modules.read(path, model, names)

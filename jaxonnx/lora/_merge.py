@@ -24,13 +24,18 @@ from jaxonnx.model import Model
 
 @dataclass(frozen=True)
 class Merge:
-    """The sum of the file's weights and the adapters (a `_run.changes.Adaption`)."""
+    """The sum of the file's weights and the adapters."""
 
     params: tuple[str, ...]
     rank: int
     alpha: float
     layouts: Mapping[str, Matrix]
     stored: tuple[str, ...] = ()
+    """The adapted weights in few bits, into which nothing can be merged without rounding."""
+
+    @property
+    def merged(self) -> tuple[str, ...]:
+        return tuple(name for name in self.params if name not in self.stored)
 
     def factors(self, tensors: Mapping[str, Any]) -> dict[str, tuple[Matrix, Any, Any]]:
         pairs = {name: [in_file(tensors[member]) for member in pair(name)] for name in self.layouts}
@@ -48,7 +53,7 @@ class Merge:
         members = {member for name in self.layouts for member in (*pair(name), magnitude(name))}
         return {name: value for name, value in tensors.items() if name not in members}
 
-    def __call__(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         result = dict(tensors)
         for name, place in self.layouts.items():
             # a step may store those of a stack of matrices in the order of kernels

@@ -19,11 +19,11 @@ import numpy as np
 from jaxonnx._graph.packed_projections import find_packed_projections
 from jaxonnx._graph.uses import uses, weights
 from jaxonnx._graph.weight_names import is_numbered
-from jaxonnx._io import adapter_files
-from jaxonnx._io.adapter_files import Change
-from jaxonnx._rewrite.adapters import module_name
 from jaxonnx.errors import InputError
+from jaxonnx.lora import _files as files
+from jaxonnx.lora._files import Change
 from jaxonnx.lora._merge import is_float, magnitude, pair
+from jaxonnx.lora._nodes import module_name
 from jaxonnx.model import Model
 
 _PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -157,10 +157,10 @@ def read(
     for blocks in layouts:
         targets: dict[str, list[Block]] = {}
         for block in blocks:
-            module = adapter_files.plain_name(block.target)
+            module = files.plain_name(block.target)
             targets.setdefault(module, []).append(block._replace(target=module).invert())
         places = targets | places
-    changes, scales = adapter_files.read(path, places)
+    changes, scales = files.read(path, places)
     scale = next(iter(scales.values()))
     if len({*scales.values()}) > 1:  # B has them
         changes = {name: (a, scales[name] * b, m) for name, (a, b, m) in changes.items()}
@@ -173,7 +173,7 @@ def read(
         for member, value in zip((*pair(weight), magnitude(weight)), change, strict=True)
         if value is not None
     }
-    return named, rank, rank * scale, adapter_files.read_base(path)
+    return named, rank, rank * scale, files.read_base(path)
 
 
 def _find_matrices(

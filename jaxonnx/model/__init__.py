@@ -4,7 +4,6 @@ from jaxonnx._graph.select import labels
 from jaxonnx._graph.values import Value
 
 # for other rooms of the package
-from jaxonnx.model._adapters import file_tensors  # noqa: F401
 from jaxonnx.model._add_training import add_training
 from jaxonnx.model._generate import Generator, stop_tokens  # noqa: F401
 from jaxonnx.model._load import as_model, load  # noqa: F401

@@ -30,7 +30,6 @@ from jaxonnx._run.failures import FOREIGN
 from jaxonnx._text import Rendered, format_count
 from jaxonnx.errors import Error
 from jaxonnx.model import _transforms as transforms
-from jaxonnx.model._adapters import AdapterForm, merge_adapters
 from jaxonnx.model._call_arguments import (
     check_tensors,
     inputs_first,
@@ -41,7 +40,7 @@ from jaxonnx.model._generate import Generator, generate
 from jaxonnx.model._predict import predictions, read_inputs
 from jaxonnx.model._quantized import is_quantized, open_quantized
 from jaxonnx.model._reinitialize import Initializer
-from jaxonnx.model._save import file_values, save, to_proto
+from jaxonnx.model._save import AdapterForm, file_values, merge, save, to_proto
 from jaxonnx.model._show import overview
 from jaxonnx.model._sparsity import options, with_products, with_record
 from jaxonnx.model._statistics import MOST, recompute
@@ -611,7 +610,7 @@ class Model(Network, Rendered):
           InputError: `requantize` is False and weights have few bits; or a weight is dequantized in
             several ways, or by an operator that cannot be quantized again.
         """
-        return merge_adapters(self, requantize=requantize)
+        return merge(self, requantize=requantize)
 
     # Files.
 

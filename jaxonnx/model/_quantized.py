@@ -17,6 +17,7 @@ from jaxonnx._rewrite.quantize import unfold
 from jaxonnx.model._transforms import with_file
 from jaxonnx.ops.common import element_dtype
 from jaxonnx.ops.contrib.moving_ranges import DOMAIN, range_parameters
+from jaxonnx.views import View
 
 M = TypeVar("M", bound=Network)
 
@@ -79,6 +80,8 @@ def without_schedule(model: M) -> M:
         state[moving.scale] = scale
         if not symmetric:
             state[moving.zero_point] = point
-    net = with_file(dataclasses.replace(model, state=state), proto)
+    views = [view for view in model.program.views if view.stays]
+    plain = dataclasses.replace(model, state=state, program=model.program.leave(View))
+    net = with_file(plain, proto)
     # factors of adapters are not in the graph, so `with_file` has dropped them
-    return dataclasses.replace(net, params=model.params)
+    return dataclasses.replace(net, params=model.params, program=net.program.enter(*views))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from functools import partial
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from onnx import ModelProto
@@ -13,11 +13,15 @@ from onnx import ModelProto
 from jaxonnx._io import folders, formats
 from jaxonnx._io.save import in_file_types, to_onnx
 from jaxonnx._network import Network
+from jaxonnx._require import require_choice
 from jaxonnx._rewrite.quantize import fold
 from jaxonnx.errors import InputError
-from jaxonnx.model._adapters import AdapterForm, choose_adapter_form, insert_factors, merge_adapters
 from jaxonnx.model._quantized import without_schedule
 from jaxonnx.model._sparsity import describe_unrecorded
+from jaxonnx.views import Addition
+
+N = TypeVar("N", bound=Network)
+AdapterForm = Literal["merged", "nodes", "inputs"]
 
 
 def file_values(model: Network) -> dict[str, np.ndarray]:
@@ -40,16 +44,35 @@ def to_proto(
       folded: of a model that is trained through rounding, write the integers of its weights, and
         no ranges that move.
     """
-    form = choose_adapter_form(model, adapters)
-    net = merge_adapters(model, requantize=True) if form == "merged" else model
-    net = without_schedule(net) if folded else net
-    values, adaption = file_values(net), net.program.adaption
-    tensors = values if adaption is None else adaption.without_factors(values)
-    names = {*net.params} & tensors.keys(), {*net.state}
-    adapted = () if adaption is None else adaption.factors(values)
-    proto = to_onnx(net.proto, tensors, *names, repeat=repeat, adapted=adapted)
-    proto = fold(proto, net.graph, tensors) if folded else proto
-    return proto if adaption is None else insert_factors(model, values, form, proto)
+    _check_form(model, adapters)
+    additions: list[Addition] = []
+    for view in reversed(model.program.views):
+        model, added = view.leave(model, adapters)
+        additions += added
+    net = without_schedule(model) if folded else model
+    values, adapted = file_values(net), {name for a in additions for name in a.tensors}
+    proto = to_onnx(net.proto, values, net.params, net.state, repeat=repeat, adapted=adapted)
+    proto = fold(proto, net.graph, values) if folded else proto
+    for addition in additions:
+        proto = addition.write(proto)
+    return proto
+
+
+def merge(model: N, *, requantize: bool = False) -> N:
+    """Return the model of `Model.merge_adapters`."""
+    for view in reversed(model.program.views):
+        model = view.merge(model, requantize=requantize)
+    return model
+
+
+def _check_form(model: Network, form: AdapterForm | None) -> None:
+    """Raise an InputError if there is no such form, or the model has nothing to write so."""
+    require_choice("adapters", form, ("merged", "nodes", "inputs", None))
+    if form in ("nodes", "inputs") and not model.program.adapts:
+        raise InputError(
+            f"adapters={form!r}: the model has none, or they are merged into its weights; "
+            "result.lora.attach(model) gives a model with its adapters apart"
+        )
 
 
 def save(
@@ -79,5 +102,5 @@ def save(
 
 def _merge(model: Network) -> dict[str, Any]:
     """Return parameters and state with adapters merged, for a file of weights alone."""
-    net = merge_adapters(model)
+    net = merge(model)
     return {n: w for n, w in file_values(net).items() if n in net.params or n in net.state}

@@ -18,12 +18,11 @@ from jaxonnx._graph.integer_groups import fuse_integer_products
 from jaxonnx._graph.roles import graph_tensors, running_statistics, split
 from jaxonnx._graph.select import Select, select
 from jaxonnx._graph.values import list_values, matching
-from jaxonnx._network import Network, enter
+from jaxonnx._network import Network, enter, refuse_change
 from jaxonnx._rewrite.batch import free_batch
 from jaxonnx._rewrite.head import Classes, replace_head
 from jaxonnx._rewrite.outputs import cut
 from jaxonnx.errors import InputError
-from jaxonnx.model._adapters import refuse_adapters
 from jaxonnx.model._append_jax import append_function
 from jaxonnx.model._reinitialize import Initializer, reinitialize
 from jaxonnx.views import BatchAxis, EmptyCaches, WholeInputs, fix_inputs, omit_caches
@@ -42,7 +41,6 @@ def with_values(model: M, params: Mapping[str, Any] | None, state: Mapping[str, 
 
 def with_outputs(model: M, outputs: str | Iterable[str]) -> M:
     """Return the model of `Model.with_outputs`."""
-    refuse_adapters(model, "outputs")
     return with_file(model, cut(model.proto, model.graph, model.tensors, outputs))
 
 
@@ -84,7 +82,7 @@ def with_any_batch(model: M, *, prove: bool = False) -> M:
     Args:
       prove: compare it with the given one on random numbers whatever was changed.
     """
-    refuse_adapters(model, "the batch size")
+    refuse_change(model, "the batch size")
     given = model.proto, model.program, model.params, model.state
     proto, added = free_batch(*given, prove=prove)
     if proto is model.proto:
@@ -96,7 +94,7 @@ def with_any_batch(model: M, *, prove: bool = False) -> M:
 
 def with_params(model: M, wanted: Select) -> M:
     """Return the model of `Model.with_trainable`."""
-    refuse_adapters(model, "trainable")
+    refuse_change(model, "trainable")
     tensors = model.tensors
     floats = {n: v for n, v in tensors.items() if jnp.issubdtype(v.dtype, jnp.floating)}
     # a running statistic is renewed, not trained, unless it is asked for by its name
@@ -113,7 +111,7 @@ def with_params(model: M, wanted: Select) -> M:
 
 def with_new_values(model: M, rng: jax.Array, names: Select, initializer: Initializer) -> M:
     """Return the model of `Model.reinitialize`."""
-    refuse_adapters(model, "weights")
+    refuse_change(model, "weights")
     tensors = {**model.params, **model.state}
     constants = model.program.constants
     new = reinitialize(model.graph, tensors, constants, names, rng, initializer, model._places)
@@ -130,7 +128,6 @@ def with_new_head(
     initializer: Initializer,
 ) -> M:
     """Return the model of `Model.with_head`."""
-    refuse_adapters(model, "the head")
     tensors, trained = model.tensors, model.params
     new = replace_head(model.proto, model.graph, tensors, trained, classes, at, ending=ending)
     fresh = {name: jnp.asarray(value) for name, value in new.tensors.items()}
@@ -156,7 +153,6 @@ def with_new_head(
 
 def append_jax(model: M, function: Callable, outputs: Sequence[str] | None) -> M:
     """Return the model of `Model.then`."""
-    refuse_adapters(model, "outputs")
     caches = find_caches(model.graph, model.inputs)
     continued = {*caches.pairs.values()} if caches else set()
     taken = [name for name in model.graph.outputs if name not in continued]
@@ -170,7 +166,12 @@ def append_jax(model: M, function: Callable, outputs: Sequence[str] | None) -> M
 
 
 def with_file(model: M, proto: ModelProto, added: Mapping[str, np.ndarray] | None = None) -> M:
-    """Return the model of a changed file: tensors keep their roles, new ones are constants."""
+    """Return the model of a changed file: tensors keep their roles, new ones are constants.
+
+    Raises:
+      InputError: a view does not fit another file.
+    """
+    refuse_change(model, "the graph")
     constants = {**model.program.constants, **(added or {})}
     tensors = {**model.params, **model.state, **constants}
     graph = fuse_integer_products(bind(proto, proto.graph, tensors.keys()), tensors)

@@ -19,6 +19,7 @@ from onnx import ModelProto
 
 from jaxonnx._data.batches import Source
 from jaxonnx._io.protos import opset_of
+from jaxonnx._network import refuse_change
 from jaxonnx._require import require_choice
 from jaxonnx._rewrite.fold_norms import fold_norms, folded_outputs
 from jaxonnx._rewrite.fold_rounded_norms import flip_negative_scales
@@ -260,8 +261,7 @@ def _insert(
     Raises:
       InputError: the model is quantized already or has adapters, or the scheme does not fit it.
     """
-    if model.program.adaption is not None:
-        raise InputError("merge the adapters first: model.merge_adapters()")
+    refuse_change(model, "the types")
     if record_of(model.proto) is not None or is_quantized(model):
         raise InputError(
             "the model is quantized already: jaxonnx.load(path, dequantize=True) has it in "

@@ -35,10 +35,12 @@ from jaxonnx._io.checkpoints import (
     verify_checksum,
 )
 from jaxonnx._mesh.processes import Processes
+from jaxonnx._network import leave
 from jaxonnx.errors import TrainingError
 from jaxonnx.lora import Adapters
 from jaxonnx.model import Model, to_proto
 from jaxonnx.training._history import History
+from jaxonnx.views import View
 
 _LOGGER = logging.getLogger("absl")
 _KEPT = 3
@@ -141,7 +143,7 @@ class Checkpoints:
                 f"checkpoint_dir '{folder}' holds a run up to step {latest}; pass resume=True to "
                 "continue it, or another folder"
             )
-        self._adapters = None if model.program.adaption is None else Adapters.of(model).about
+        self._adapters = Adapters.of(model).about if model.program.adapts else None
         if not processes.agree(latest is not None and (path / MODEL).exists()):
             plain = processes.gather(model)
             try:
@@ -378,7 +380,7 @@ def _write(model: Model, path: Path, first: bool) -> None:
     """Write a model without adapters, and with its metadata: weights may not be sparse yet."""
     if not first:
         return
-    plain = dataclasses.replace(model, program=dataclasses.replace(model.program, adaption=None))
+    plain = leave(model, View)
 
     def graph() -> Any:
         proto = to_proto(plain, folded=False)

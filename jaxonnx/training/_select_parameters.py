@@ -48,7 +48,7 @@ def freeze_without_gradient(model: Model) -> tuple[Model, list[str]]:
     Raises:
       TrainingError: no parameter has a gradient.
     """
-    names = () if model.program.adaption is not None else model.params
+    names = () if model.program.adapts else model.params
     frozen = find_without_gradient(model.graph, names)
     if not frozen:
         return model, []

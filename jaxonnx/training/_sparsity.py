@@ -197,10 +197,7 @@ def remove_sparsity(model: Model) -> Model:
         return model
     from jaxonnx._io import packed
 
-    adaption, proto = model.program.adaption, ModelProto()
+    proto = ModelProto()
     proto.CopyFrom(model.proto)
-    changed = {*model.params}
-    if adaption is not None:  # weights in few bits stay as they are beside their adapters
-        changed |= {*adaption.params} - {*adaption.stored}
-    packed.without(proto, changed)
+    packed.without(proto, {*model.params}.union(*(view.merged for view in model.program.views)))
     return replace(model, proto=proto)

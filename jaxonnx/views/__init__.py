@@ -6,9 +6,10 @@ from jaxonnx.views._inputs import BatchAxis, FixedInputs, WholeInputs, fix_input
 from jaxonnx.views._outputs import Outputs
 from jaxonnx.views._packing import PackedRows, find_packing
 from jaxonnx.views._training import Dropout, FrozenStatistics, Remat, drop
-from jaxonnx.views._view import CallView, Evaluate, View
+from jaxonnx.views._view import Addition, CallView, Evaluate, View
 
 __all__ = [
+    "Addition",
     "AllSteps",
     "BatchAxis",
     "CallView",

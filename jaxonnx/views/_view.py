@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
 import numpy as np
+from onnx import ModelProto
 
 from jaxonnx._graph.bind import Graph
 from jaxonnx._graph.values import Value
@@ -16,6 +17,16 @@ Evaluate = Callable[[Mapping[str, Any], jax.Array | None, Mapping[str, Any]], tu
 """An evaluation: from tensors, a random key and inputs to outputs and new running statistics."""
 Measure = Callable[[str, Mapping[str, Any]], tuple[int, ...]]
 """From a value and those inputs that it depends on to its shape, without computing it."""
+N = TypeVar("N")
+
+
+class Addition(NamedTuple):
+    """What a view adds to the file of the network before it."""
+
+    tensors: frozenset[str]
+    """The tensors that get other values within the graph; copies of them go on reading these."""
+    write: Callable[[ModelProto], ModelProto]
+    """Adds it to the file with its values."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +40,9 @@ class View:
 
     stays: ClassVar[bool] = True
     """Whether the view also enters the graph of a file that was changed."""
+    adapts: ClassVar[bool] = False
+    """Whether the parameters are tensors of the view, from which `read` computes the graph's. The
+    file and the choice of parameters cannot be changed beneath such a view (`refuse_change`)."""
     maps: ClassVar[bool] = False
     """Whether `wrap` traces the inputs, so that no node can read their values."""
 
@@ -45,6 +59,13 @@ class View:
         """Return the graph that training evaluates in place of one, or of a part of one."""
         return graph
 
+    def read(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Compute the tensors that the graph reads from those that are stored.
+
+        It is pure and differentiable. A matrix may be in another form, like a `LowRank`.
+        """
+        return tensors
+
     def supply(self, inputs: Mapping[str, Any], measure: Measure) -> Mapping[str, Any]:
         """Return the inputs of the network before this view, from those of the one behind it."""
         return inputs
@@ -56,6 +77,29 @@ class View:
     def declare(self, value: Value) -> Value:
         """Return an input or output of the network before this view as the one behind it has it."""
         return value
+
+    def merge(self, network: N, *, requantize: bool) -> N:
+        """Return a network (`Network`) whose tensors have the change, without this view.
+
+        Args:
+          network: a network whose last view this is.
+          requantize: whether weights in few bits may be rounded again.
+        """
+        return network
+
+    def leave(self, network: N, form: str | None) -> tuple[N, list[Addition]]:
+        """Return a network without this view, as a file is written of it, and what is added.
+
+        Args:
+          network: a network whose last view this is.
+          form: how the change is written ("merged", "nodes", "inputs"); None: as fits it best.
+        """
+        return network, []
+
+    @property
+    def merged(self) -> Collection[str]:
+        """The tensors that `merge` gives other values to."""
+        return ()
 
     @property
     def closed(self) -> Collection[str]:

@@ -1,0 +1,138 @@
+"""Merge the adapters of a model into its weights, or write them as nodes or inputs."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from onnx import ModelProto
+
+from jaxonnx._graph.uses import weights
+from jaxonnx._network import Network
+from jaxonnx._rewrite import requantize as rounding
+from jaxonnx._text import format_count, list_some
+from jaxonnx.errors import InputError
+from jaxonnx.lora._merge import Merge
+from jaxonnx.lora._nodes import (
+    Factors,
+    factor_names,
+    factor_types,
+    insert_adapters,
+    magnitude_name,
+    module_name,
+)
+from jaxonnx.lowering import in_file, norm_factors
+from jaxonnx.views import Addition, View
+
+M = TypeVar("M", bound=Network)
+
+
+@dataclass(frozen=True)
+class Adaption(Merge, View):
+    """The view of adapters: calls see their sums with the weights, files one of three forms."""
+
+    adapts: ClassVar[bool] = True
+
+    def merge(self, network: M, *, requantize: bool) -> M:
+        if self.stored and not requantize:
+            raise InputError(
+                f"adapters cannot be merged into weights in few bits ('{self.stored[0]}', ...) "
+                "without rounding these anew: save(path, adapters='nodes') writes them beside, "
+                "merge_adapters(requantize=True) and save(path, adapters='merged') round"
+            )
+        tensors = {**network.state, **network.params}
+        params = jax.jit(lambda t: {n: in_file(self.read(t)[n]) for n in self.merged})(tensors)
+        rounded: dict[str, Any] = {}
+        if self.stored:
+            factors = self._arrays(network, tensors)
+            changes = {name: factors[name].change() for name in self.stored}
+            scaled = self._scaled_matrices(network).items()
+            changes |= {n: factors[n].change_of(matrix) for n, matrix in scaled if n in changes}
+            rounded, losses = rounding.requantize(network.graph, network.tensors, changes)
+            warnings.warn(_describe_losses(losses), stacklevel=2)
+        state = {n: v for n, v in tensors.items() if n in network.state and n not in params}
+        state |= {name: jnp.asarray(value) for name, value in rounded.items()}
+        constants = {n: v for n, v in network.program.constants.items() if n not in rounded}
+        program = dataclasses.replace(network.program.leave(Adaption), constants=constants)
+        return dataclasses.replace(network, params=params, state=state, program=program)
+
+    def leave(self, network: M, form: str | None) -> tuple[M, list[Addition]]:
+        if (form or ("nodes" if self.stored else "merged")) == "merged":
+            return self.merge(network, requantize=True), []
+        factors = self._arrays(network, network.tensors)
+        if form == "inputs" and any(f.scale is not None for f in factors.values()):
+            raise InputError(
+                "adapters='inputs' has no place for the magnitudes of DoRA: they would be others "
+                "for each adapter, and onnxruntime's format has none; use 'nodes' or 'merged'"
+            )
+
+        def insert(proto: ModelProto) -> ModelProto:
+            graph, tensors, inputs = network.graph, network.tensors, form == "inputs"
+            return insert_adapters(proto, graph, tensors, factors, module_name, as_inputs=inputs)
+
+        params = self.without_factors(network.params)
+        bare = dataclasses.replace(network, params=params, program=network.program.leave(Adaption))
+        return bare, [Addition(frozenset(self.layouts), insert)]
+
+    def _arrays(self, network: Network, values: Mapping[str, Any]) -> dict[str, Factors]:
+        """Return the factors of each adapted weight as NumPy arrays, with the weight's shape."""
+        meanings = weights(network.graph, network.tensors)
+        result = {
+            name: Factors(place, meanings[name].shape, *map(np.asarray, pair))
+            for name, (place, *pair) in self.factors(values).items()
+        }
+        norms = self.magnitudes(values)
+        for name, matrix in self._scaled_matrices(network).items():
+            factors = result[name]
+            scale = norm_factors(matrix + factors.change(), norms[name], factors.place.summed)
+            result[name] = dataclasses.replace(factors, scale=np.asarray(scale))
+        return result
+
+    def _scaled_matrices(self, network: Network) -> dict[str, np.ndarray]:
+        """Return the weights in float32, dequantized, whose outputs are scaled to norms (DoRA)."""
+        names = self.magnitudes(network.tensors)
+        return rounding.dequantize(network.graph, network.tensors, names)
+
+
+def writes_apart(model: Network) -> bool:
+    """Check whether the default file has adapters beside weights in few bits."""
+    view = model.program.find(Adaption)
+    return view is not None and bool(view.stored)
+
+
+def file_tensors(model: Network) -> dict[str, Any]:
+    """Return the tensors of the default file, by name; adapters of few-bit weights as factors."""
+    view, tensors = model.program.find(Adaption), model.tensors
+    if view is None:
+        return tensors
+    if not view.stored:
+        return view.merge(model, requantize=False).tensors
+    factors_of = view.factors(tensors)
+    types = factor_types(factors_of, model.graph, tensors)
+    factors = {
+        member: value.astype(types[weight])
+        for weight, (_, *pair) in factors_of.items()
+        for member, value in zip(factor_names(weight, module_name), pair, strict=True)
+    }
+    norms = view.magnitudes(tensors)
+    factors |= {magnitude_name(weight, module_name): norms[weight] for weight in norms}
+    return {**view.without_factors(tensors), **factors}
+
+
+def _describe_losses(losses: Mapping[str, rounding.Loss]) -> str:
+    """Describe the error of rounding with adapters, the worst matrices first."""
+    worst = sorted(losses, key=lambda name: -losses[name].matrix)
+    lines = [f"{n} {losses[n].matrix:.2g} ({losses[n].change:.2g})" for n in worst]
+    lost = sum(loss.change > 0.5 for loss in losses.values())
+    told = f"; most of the adapter of {format_count(lost, 'weight')} is lost" if lost else ""
+    return (
+        f"{format_count(len(losses), 'weight')} in few bits {'are' if len(losses) > 1 else 'is'} "
+        "rounded anew with the adapters, with a relative error of the matrix (of its change) of "
+        f"{list_some(lines, '')}{told}; adapters='nodes' loses nothing"
+    )
