@@ -134,11 +134,13 @@ def compare(network: str, phase: str, folder: Path, options) -> dict[str, Worker
     path = folder / f"{network}.onnx"
     workers: dict[str, Worker] = {}
     counts = {}
+    systems = [s for s in options.systems if applies(s, NETWORKS[network], phase)]
+    started = {}
+    if options.together:
+        started = {s: spawn(network, s, phase, path, options) for s in systems}
     try:
-        for system in options.systems:
-            if not applies(system, NETWORKS[network], phase):
-                continue
-            worker = spawn(network, system, phase, path, options)
+        for system in systems:
+            worker = started.get(system) or spawn(network, system, phase, path, options)
             if not worker.ready():
                 print(f"{network}, {phase}: without {system} ({worker.reason()})", file=sys.stderr)
                 worker.stop()
@@ -150,7 +152,7 @@ def compare(network: str, phase: str, folder: Path, options) -> dict[str, Worker
             for system, worker in workers.items():
                 worker.times.append(worker.measure(counts[system]))
     finally:
-        for worker in workers.values():
+        for worker in (started | workers).values():
             worker.stop()
     sizes = {system: worker.parameters for system, worker in workers.items()}
     if sizes and max(sizes.values()) > 1.01 * min(sizes.values()):
@@ -276,7 +278,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--networks", choices=NETWORKS, default=[*NETWORKS], nargs="+")
-    rare = ("jaxonnx-bf16", "torch-compile", "onnxruntime-training", "exported", "onnxsim")
+    rare = (
+        "jaxonnx-bf16",
+        "torch-bf16",
+        "torch-compile",
+        "onnxruntime-training",
+        "exported",
+        "onnxsim",
+    )
     default = [s for s in SYSTEMS if s not in rare]
     parser.add_argument("--systems", choices=SYSTEMS, nargs="+", help=f"default: not {rare}")
     parser.add_argument("--against", type=Path, help="a checkout whose jaxonnx is a system as well")
@@ -290,6 +299,8 @@ def main() -> None:
         help="cpu, with --threads 1, is for a machine that is busy with other work",
     )
     parser.add_argument("--allocator", choices=("keep", "default"), default="keep")
+    parser.add_argument("--together", action="store_true", help="compile all systems at once")
+    parser.add_argument("--plain", action="store_true", help="do not measure the device itself")
     parser.add_argument("--ceilings", action="store_true", help="fractions of what is possible")
     parser.add_argument("--ort-python", help="interpreter that has onnxruntime-training 1.19.2")
     parser.add_argument("--sim-python", help="interpreter that has onnxsim 0.8")
@@ -298,7 +309,7 @@ def main() -> None:
         "--out", type=Path, help="the chart (png, svg, pdf); figures go to .json beside"
     )
     options = parser.parse_args()
-    most = ceilings(options)
+    most = {} if options.plain else ceilings(options)
     on_gpu = "bfloat16" in most
     options.systems = options.systems or [*default, *(["jaxonnx-bf16"] if on_gpu else [])]
     if options.against:
@@ -320,7 +331,7 @@ def main() -> None:
                 times = (f"{system} {row['ms']:.2f} ms" for system, row in found.items())
                 print(f"{network}, {phase}: " + ", ".join(times), flush=True)
     show(results, options)
-    if on_gpu or options.ceilings:
+    if most and (on_gpu or options.ceilings):
         show_fractions(results, most)
     if options.out:
         title = (

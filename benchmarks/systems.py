@@ -224,13 +224,17 @@ def naive(network: Network, phase: str, path: Path) -> tuple[Run, int]:
 
 
 def pytorch(
-    network: Network, phase: str, path: Path, *, channels_last=False, compiled=False
+    network: Network, phase: str, path: Path, *, channels_last=False, compiled=False, rounded=False
 ) -> tuple[Run, int]:
+    """Return a run of PyTorch; on a GPU with products in TF32, as JAX has them, or in bfloat16."""
     import torch
 
     from benchmarks.layers.pytorch import build
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.set_float32_matmul_precision("high")
+    precision = partial(torch.autocast, device, torch.bfloat16, enabled=rounded)
     compiler = os.environ.get("CXX", "g++")
     if compiled and device == "cpu" and shutil.which(compiler) is None:
         raise RuntimeError(f"torch.compile needs a C++ compiler, and there is no {compiler}")
@@ -249,14 +253,17 @@ def pytorch(
     def training(count):
         for _ in range(count):
             optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(call(x), y).backward()
+            with precision():
+                loss = torch.nn.functional.cross_entropy(call(x), y)
+            loss.backward()
             optimizer.step()
         wait()
 
     @torch.inference_mode()
     def forward(count):
-        for _ in range(count):
-            call(x)
+        with precision():
+            for _ in range(count):
+                call(x)
         wait()
 
     return training if phase == "train" else forward, parameters
@@ -445,6 +452,7 @@ SYSTEMS: dict[str, Callable[..., tuple[Run, int]]] = {
     "naive": naive,
     "torch": pytorch,
     "torch-channels-last": partial(pytorch, channels_last=True),
+    "torch-bf16": partial(pytorch, rounded=True),
     "torch-compile": partial(pytorch, compiled=True),
     "onnxruntime": onnxruntime,
     "onnxruntime-training": onnxruntime_training,

@@ -4,22 +4,25 @@
     python -m benchmarks.speed.lora --apart [...]    # first steps and memory of processes
 
 A Llama with random weights, saved by `transformers` and written as ONNX by onnxruntime-genai's
-builder. Both sides take AdamW steps on the same tokens, in turn, in one process. CPU milliseconds
-are those of all threads together, so that other work on the machine counts less; memory is what
-XLA reserves for ours. With `--apart` each has a process of its own: seconds from its beginning to
+builder, or with the same nodes where that is not installed. Both sides take AdamW steps on the same
+tokens, in turn, in one process. CPU milliseconds are those of all threads together, so that other
+work on the machine counts less; memory is what XLA reserves for ours. On a GPU float32 products are
+in TF32 on both sides. With `--apart` each has a process of its own: seconds from its beginning to
 the end of the first step, imports and compiling included, milliseconds of later ones, and the peak
 of its memory. `torch.compile` needs a C++ compiler. All of it needs torch, transformers, peft and
-onnxruntime-genai.
+onnxruntime.
 """
 
 import argparse
 import json
+import logging
 import resource
 import subprocess
 import sys
 import tempfile
 import time
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +57,37 @@ def write(folder: Path, hidden: int, layers: int, precisions: list[str]) -> None
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w1").save_pretrained(
         folder / "hf"
     )
+    if find_spec("onnxruntime_genai") is None:
+        write_alike(folder, hidden, layers)
+        return
     for precision in precisions:
         builder = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-e", "cpu"]
         files = ["-i", folder / "hf", "-o", folder / precision, "-p", precision]
         subprocess.run([*builder, *files, "-c", folder], check=True, capture_output=True)
+
+
+def write_alike(folder: Path, hidden: int, layers: int) -> None:
+    """Write the nodes of the builder where it is not installed: float32, and in 4 bits."""
+    import onnx
+    from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
+
+    from benchmarks.compiled.decoder import decoder
+
+    model = decoder(hidden, layers, 1024).to_onnx()
+    for node in model.graph.node:
+        for i, name in enumerate(node.input):
+            if name.split(".")[-1] in ("qkv", "o", "gate", "up", "down"):
+                node.input[i] = f"{name}_proj"
+    for tensor in model.graph.initializer:
+        if tensor.name.split(".")[-1] in ("qkv", "o", "gate", "up", "down"):
+            tensor.name += "_proj"
+    for name in ("fp32", "int4"):
+        (folder / name).mkdir()
+    onnx.save(model, folder / "fp32" / "model.onnx")
+    logging.disable(logging.INFO)  # a line for each node
+    packed: Any = MatMulNBitsQuantizer(model, block_size=32, is_symmetric=True, accuracy_level=0)
+    packed.process()
+    onnx.save(packed.model.model, folder / "int4" / "model.onnx")
 
 
 def ours(path: Path, ids: np.ndarray, lora: bool):
@@ -108,9 +138,14 @@ def peers(folder: Path, ids: np.ndarray, lora: bool, compiled: bool = False):
     if lora:
         config = peft.LoraConfig(r=RANK, lora_alpha=RANK, target_modules=PROJECTIONS)
         net = peft.get_peft_model(net, config)
+    net = net.to("cuda" if torch.cuda.is_available() else "cpu")
     trained = [p for p in net.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, 1e-3, fused=True)
     tokens = torch.from_numpy(ids.astype(np.int64))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32, as JAX has it
+    tokens = tokens.to(device)
     mask = torch.ones_like(tokens)
     call: Any = torch.compile(net) if compiled else net
 

@@ -256,15 +256,23 @@ def test_masks_and_gradients_are_those_of_a_processor():
 
 def test_parts_that_wait_for_a_gpu_are_ended_in_time_and_kept(monkeypatch, tmp_path, capsys):
     parts = gpu.list_parts(tmp_path / "gpu.txt")
-    assert sum(minutes for minutes, _ in parts.values()) == 8
+    assert sum(minutes for minutes, _ in parts.values()) == pytest.approx(8)
     assert __file__ in parts["tests"][1]
     child = "import subprocess, sys; print('begun', flush=True); subprocess.run(['sleep', '60'])"
     parts = {"quick": (1, ["-c", "print('done')"]), "slow": (1, ["-c", child])}
+    parts |= {"wrong": (1, ["-c", "1 / 0"]), "last": (1, ["-c", "print('also done')"])}
     monkeypatch.setattr(gpu, "list_parts", lambda out: parts)
+    monkeypatch.setenv("OUT", str(tmp_path))
     out = tmp_path / "gpu.txt"
-    gpu.main(["--minutes", str(3 / 60), "--out", str(out)])
+    gpu.main(["--minutes", str(6 / 60)])
     assert "== quick: exit status 0" in out.read_text()
     assert "done" in out.read_text()
     slow = out.read_text().split("== slow: ended after ")[1]
     assert "begun" in slow
+    assert "== wrong: exit status 1" in slow
+    assert "ZeroDivisionError" in slow
+    assert "== last: exit status 0" in slow
+    assert "also done" in slow
     assert out.read_text() == capsys.readouterr().out
+    gpu.main(["--minutes", str(6 / 60), "--parts", "last"])
+    assert "quick" not in out.read_text()
