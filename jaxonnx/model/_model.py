@@ -670,7 +670,7 @@ class Model(Network, Rendered):
 
         It prints as a table in terminals and notebooks. `.layers` has the rows.
         """
-        return summary(self)
+        return summary(self, self._places.roles.constants)
 
     def shardings(
         self,

@@ -119,8 +119,13 @@ def _format_row(layer: Layer) -> tuple[str, ...]:
     return layer.name, layer.operator, shape, count, trained
 
 
-def summary(model: Network) -> Summary:
-    """Return the layers of a model: nodes other than views, constants and shape arithmetic."""
+def summary(model: Network, reasons: Mapping[str, str]) -> Summary:
+    """Return the layers of a model: nodes other than views, constants and shape arithmetic.
+
+    Args:
+      model: the model.
+      reasons: why tensors that stand where weights do are constants, by name.
+    """
     tensors, graph = model.tensors, model.graph
     values, known = _infer_values(model)
     origins = {name: node for node in model.proto.graph.node for name in node.output}
@@ -144,7 +149,9 @@ def summary(model: Network) -> Summary:
             weights_of = list(dict.fromkeys(read))
             places.append(_origin(model, node, origin, weights_of))
             names = origin, places[-1]
-            layers.append(_layer(model, tensors, stored, node, names, value, weights_of, counted))
+            layer = _layer(model, tensors, stored, node, names, value, weights_of, counted)
+            constant = [f"{w}: {reasons[w]}" for w in weights_of if w in reasons]
+            layers.append(layer._replace(notes="; ".join(filter(None, [layer.notes, *constant]))))
             counted.update(read)
     trained, frozen = (sum(v.size for v in group.values()) for group in (model.params, model.state))
     size = sum(v.nbytes for v in (*model.params.values(), *model.state.values()))

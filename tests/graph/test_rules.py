@@ -37,6 +37,12 @@ def test_rules_say_what_they_are_for():
         assert rule.test.__doc__, f"nobody is said to need '{rule.name}'"
 
 
+def test_the_summary_says_why_tensors_are_constants():
+    notes = [layer.notes for layer in jaxonnx.load(DATA / "rules" / "policy.onnx").summary().layers]
+    assert "action_scale: named as a buffer" in notes
+    assert "motion: its rows are outputs as they are" in notes
+
+
 def test_the_page_has_the_table():
     page = (ROOT / "jaxonnx" / "docs" / "training.md").read_text().partition("| rule |")[2]
     rows = re.findall(r"^\| ([^|]+) \| (state|constant|trained) \|", page, re.MULTILINE)
