@@ -162,13 +162,14 @@ def _find_changes(
                 new[axes[0]] = -1
                 rest = math.prod(d for d in new if d > 0)
                 new[axes[0]] = math.prod(now) // max(rest, 1)
-                # a target with 0 or -1 in the right places gives this shape as it is
+                # a target with 0 or -1 in the right places gives this shape as it is; any other
+                # holds the file's size as a number, in place of which -1 is written
                 if new != resolve_target(targets[first], now):
                     new[axes[0]] = -1
                     replace_input(first, 1, np.array(new, np.int64), scope)
                     changes.ambiguous |= len(axes) > 1
         elif node.op.name in _RECURRENT and _starts_at_zero(node, scope):
-            changes.stateless.add(first)
+            changes.stateless.add(first)  # zeros of the file's size are left out
         elif node.op.name == "Expand" and isinstance(data := scope[node.inputs[0]], np.ndarray):
             # An exporter folded the repetition of one row to the file's size into the constant:
             # keep the row alone. Expand broadcasts, so axes are matched from the last one.
@@ -279,6 +280,7 @@ def _write_changes(graph: GraphProto, inputs: list[str], changes: _Changes, size
                 dim.Clear()
                 if a == size:
                     dim.dim_param = batch
+    # the shapes that the file records for its values hold the old batch size
     del graph.value_info[:]
     for node in graph.node:
         first = node.output[0] if node.output else ""
@@ -293,6 +295,7 @@ def _write_changes(graph: GraphProto, inputs: list[str], changes: _Changes, size
             for i in _INITIAL:
                 if i < len(node.input):
                     node.input[i] = ""
+    # a row is repeated right in front of its reader, as nodes must be sorted
     nodes = [*graph.node]
     del graph.node[:]
     for node in nodes:
@@ -337,6 +340,7 @@ def _compare(
     draw = np.random.default_rng(0)
     halves: list[dict[str, np.ndarray]] = []
     for _ in range(2):
+        # inputs without a batch axis must be the same in both halves, or no run of both exists
         half = {} if not halves else {n: x for n, x in halves[0].items() if n not in batched}
         for v in inputs:
             if v.name in half:
@@ -344,6 +348,7 @@ def _compare(
             assert v.shape is not None
             assert v.dtype is not None
             shape = tuple(d for d in v.shape if isinstance(d, int))
+            # 0 and 1 are valid as indices of any table of two rows, as masks and as labels
             whole = v.dtype.kind in "iub"
             random = draw.integers(0, 2, shape) if whole else draw.standard_normal(shape)
             half[v.name] = np.asarray(random, jax.dtypes.canonicalize_dtype(v.dtype))
@@ -357,7 +362,7 @@ def _compare(
     for name, result, *expected in zip(old.graph.outputs, whole, *parts, strict=True):
         a, b = changes.outputs.get(name, ((), ()))
         axes = [axis for axis, (x, y) in enumerate(zip(a, b, strict=True)) if x != y]
-        if len(axes) == 1:
+        if len(axes) == 1:  # an output that does not grow with the batch has nothing to compare
             result_a, result_b = (np.asarray(x) for x in expected)
             if prove and np.array_equal(result_a, result_b) and result_a.dtype.kind == "f":
                 raise InputError(
