@@ -2,11 +2,7 @@
 
 An operator names the inputs that hold an operand, and says how these hold it at one node::
 
-    @op(
-        "MatMulNBits",
-        weights={"b": packed()},
-        quantized={"b": Quantized("scales", "zero_points", "g_idx", storage=...)},
-    )
+    @op("MatMulTrits", weights={"b": packed()}, quantized={"b": Quantized("scales", storage=...)})
 
 All that reads or writes such operands goes by the declaration: adapters and where they may be
 merged, shardings, checks of zero points, quantization anew, and the forms in which files are saved.

@@ -1,7 +1,7 @@
 """Find the scales and zero points of matrices that are stored in few bits."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._graph.bind import Graph, Node
-from jaxonnx._graph.uses import Weight, uses_by_tensor, weights
+from jaxonnx._graph.uses import Use, Weight, uses_by_tensor, weights
 from jaxonnx.errors import ModelError
 
 
@@ -43,21 +43,23 @@ def stored_matrices(
     for name, weight in weights(graph, tensors).items():
         if not (weight.storage and weight.matrix):
             continue
-        direct = [use for use in read[name] if use.is_direct]
-        own = {use.node.index for use in direct}
-        members = [
-            n
-            for n in direct[0].parts[:2]
-            if n in tensors
-            and n not in apart
-            and own.issuperset(u.node.index for u in read[n] if u.is_direct)
-        ]
+        members = [n for n in find_own_parts(read, name) if n in tensors and n not in apart]
         axes = {n: _follow_axes(tensors[n].shape, weight) for n in (name, *members)}
         lengths = dict(zip(axes[name], tensors[name].shape, strict=True))
         units = tuple(math.gcd(size, lengths.get(i, 1)) for i, size in enumerate(weight.shape))
         size = sum(tensors[n].nbytes for n in axes)
         result[name] = StoredMatrix(weight.shape, tensors[name].dtype, size, units, axes)
     return result
+
+
+def find_own_parts(read: Mapping[str, Sequence[Use]], name: str) -> list[str]:
+    """Return the scales and zero points that only the nodes of a weight read."""
+
+    def find_nodes(name: str) -> set[int]:
+        return {use.node.index for use in read.get(name, ()) if use.is_direct}
+
+    parts, nodes = next(use.parts for use in read[name] if use.is_direct), find_nodes(name)
+    return [part for part in parts[:2] if part and find_nodes(part) <= nodes]
 
 
 def _follow_axes(shape: tuple[int, ...], weight: Weight) -> tuple[int | None, ...]:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._graph.bind import Graph
+from jaxonnx._graph.stored import find_own_parts
 from jaxonnx._graph.uses import Use, uses_by_tensor, weights
 from jaxonnx._rewrite.stored_grids import Grid, read_grid
 from jaxonnx.errors import InputError
@@ -51,24 +52,18 @@ def requantize(
     losses: dict[str, Loss] = {}
     for name, change in changes.items():
         first, *others = (use for use in read[name] if use.is_direct)
-        names = storage_names(first)
         for use in others:
-            if storage_names(use) != names or use.node.attributes != first.node.attributes:
+            if use.parts != first.parts or use.node.attributes != first.node.attributes:
                 raise InputError(
                     f"'{name}' is dequantized in several ways, at {first.node.label} and "
                     f"{use.node.label}, so nothing can be merged into it: "
                     "use adapters='nodes'"
                 )
-        # scales and zero points that only this weight's nodes read may change
-        product_nodes = {use.node.index for use in (first, *others)}
-        free = {
-            n
-            for n in names[1:]
-            if product_nodes.issuperset(u.node.index for u in read.get(n, ()) if u.is_direct)
-        }
-        grid = _read(first, tensors)
-        rounded, losses[name] = _round(grid, change, names[1] in free, names[2] in free)
-        arrays |= {n: x for n, x in zip(names, rounded, strict=False) if n == name or n in free}
+        grid, free = _read(first, tensors), find_own_parts(read, name)
+        scale, zero, _ = first.parts
+        rounded, losses[name] = _round(grid, change, scale in free, zero in free)
+        parts = zip((name, scale, zero), rounded, strict=False)
+        arrays |= {n: x for n, x in parts if n == name or n in free}
     return arrays, losses
 
 
@@ -102,34 +97,21 @@ def dequantize(
     return result
 
 
-def storage_names(use: Use) -> tuple[str, ...]:
-    """Return the names of a weight, its scales, zero points and group index; "" where absent.
+def _read(use: Use, tensors: Mapping[str, Any]) -> Grid:
+    """Read a matrix in few bits from its tensors.
 
     Raises:
-      InputError: the operator's weights cannot be rounded again.
+      InputError: it cannot be rounded again.
     """
-    if use.position not in use.node.op.quantized:
+    storage = use.node.op.storage(use.position, tensors[use.name], use.node.attributes)
+    if storage is None or storage.is_final:
+        kind = "integers" if storage is None else storage.type
         raise InputError(
-            f"'{use.name}' is read by {use.node.label}, whose weights cannot be quantized again: "
-            "use adapters='nodes', or leave it out of where="
+            f"'{use.name}' is in {kind} at {use.node.label}, which cannot be quantized again: "
+            "leave it out of where=, or save the adapters separately (Adapters.save)"
         )
-    return use.name, *use.parts
-
-
-def _read(use: Use, tensors: Mapping[str, Any]) -> Grid:
-    """Read a matrix in few bits from its tensors."""
-    arrays = [np.asarray(tensors[name]) if name else None for name in storage_names(use)]
-    storage = use.node.op.storage(use.position, arrays[0], use.node.attributes)
-    assert storage is not None
-    if storage.is_final:
-        raise InputError(
-            f"'{use.name}' is in {storage.type} at {use.node.label}, which cannot be quantized "
-            "again: leave it out of where=, or save the adapters separately (Adapters.save)"
-        )
-    codes, scale, *others = arrays
-    assert codes is not None
-    assert scale is not None
-    return read_grid(storage, codes, scale, *others)
+    parts: Any = (np.asarray(tensors[name]) if name else None for name in use.parts)
+    return read_grid(storage, np.asarray(tensors[use.name]), *parts)
 
 
 def _round(

@@ -24,7 +24,6 @@ from jaxonnx.lowering import is_half, is_in_memory
 COPIES = 512 << 20
 """Bytes that the copies of a model take at most."""
 
-_CONVERSIONS = ("Cast", "DequantizeLinear", "QuantizeLinear")
 _PRODUCTS = ("Conv", "Gemm", "MatMul")
 """Operators that multiply half precision with a weight in float32 as well."""
 _TYPES = {
@@ -83,7 +82,7 @@ def _result(
     None if the node is something else, has blocks, or reads a type outside of `_TYPES`.
     """
     if (
-        node.op.name not in _CONVERSIONS
+        not (node.op.dequantizes or node.op.name in ("Cast", "QuantizeLinear"))
         or node.body is not None
         or node.attributes.get("block_size")
     ):

@@ -18,9 +18,6 @@ from jaxonnx._network import Network
 from jaxonnx._run.scope import Context, run
 from jaxonnx.quantization._scheme import NumberType
 
-_PAIR = ("QuantizeLinear", "DequantizeLinear")
-"""Both are views of what they read, as a tensor keeps its role behind them."""
-
 
 @dataclass(frozen=True)
 class Rounded:
@@ -97,9 +94,11 @@ def _find_quantizer(name: str, producers: Mapping[str, Node]) -> Node | None:
       producers: the node that computes each value.
     """
     node = producers.get(name)
-    while node is not None and node.op.view and node.op.name not in _PAIR:
+    while node is not None and node.op.view and not node.op.dequantizes:
+        if node.op.name == "QuantizeLinear":
+            return None
         node = producers.get(node.inputs[0])
-    if node is None or node.op.name != "DequantizeLinear":
+    if node is None or not node.op.dequantizes:
         return None
     node = producers.get(node.inputs[0])
     return node if node is not None and node.op.name == "QuantizeLinear" else None

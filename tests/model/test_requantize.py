@@ -4,13 +4,23 @@ import jax
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.capi._pybind_state import quantize_matmul_4bits
 
 import jaxonnx
 from jaxonnx._rewrite.requantize import requantize
 from tests.support.adapter_files import base_tensors, changed, two_layers
-from tests.support.few_bit_files import FILES, MS, K, network, normal, raw, runtime
+from tests.support.few_bit_files import (
+    FILES,
+    MS,
+    K,
+    experts,
+    network,
+    normal,
+    raw,
+    runtime,
+    unpacked,
+)
 
 ROUNDED = pytest.mark.filterwarnings("ignore:.*rounded anew")
 
@@ -58,6 +68,24 @@ def test_merged_into_few_bits(kind, tmp_path):
         jaxonnx.load(path)(x), runtime(path)(x=x), rtol=1e-3, atol=1e-3 * np.abs(found).max()
     )
     assert error < {"2 bits": 0.6, "8 bits": 0.01, "a scale": 0.05}.get(kind, 0.2)
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_codes_are_packed_as_they_were(kind):
+    """In NumPy, and under jit."""
+    model = jaxonnx.load(FILES[kind]())
+    (node,) = (node for node in model.graph.nodes if node.op.quantized)
+    ((position, _),) = node.op.quantized.items()
+    x = np.asarray(model.tensors[node.inputs[position]])
+    storage = node.op.storage(position, x, node.attributes)
+    numbers = storage.unpack(x, storage.shape)
+    packed = storage.pack(numbers, x)
+    assert packed.dtype == x.dtype
+    assert kind == "fp4" or (packed == x).all()  # which has two zeros
+    np.testing.assert_array_equal(storage.unpack(packed, storage.shape), numbers)
+    traced = jax.jit(lambda x: storage.unpack(x, storage.shape))(x)
+    np.testing.assert_array_equal(traced, numbers)
+    np.testing.assert_array_equal(jax.jit(storage.pack)(traced, x), packed)
 
 
 @pytest.mark.parametrize("zeros", ["", "uint8"])
@@ -165,18 +193,45 @@ def test_a_matrix_that_is_dequantized_in_two_ways():
 
 
 @ROUNDED
-def test_rows_of_a_packed_table_merged(tmp_path):
-    sizes = {"bits": 4, "block_size": 16, "gather_axis": 0, "quantize_axis": 1}
+@pytest.mark.parametrize(("kind", "axis"), [("bytes", 1), ("int4", 1), ("int4", 0), ("uint4", 0)])
+def test_rows_of_a_packed_table_merged(kind, axis, tmp_path):
+    """Codes in bytes or of 4 bits each, in blocks along rows or columns."""
+    sizes = {"block_size": 16, "gather_axis": 0, "quantize_axis": axis}
     node = helper.make_node(
         "GatherBlockQuantized", ["w", "ids", "s", "z"], ["y"], domain=MS, **sizes
     )
-    tensors = {"w": raw(50, K // 2), "s": normal(50, K // 16), "z": raw(50, K // 32)}
-    proto = network([node], ("ids", TensorProto.INT64, ["n"]), rank=2, **tensors)
+    shape = (K // 16, K) if axis == 0 else (K, K // 16)
+    tensors, types = {"w": raw(K, K), "s": normal(*shape), "z": raw(*shape)}, {}
+    if kind == "bytes":
+        tensors = {"w": raw(K, K // 2), "s": tensors["s"], "z": raw(K, K // 32)}
+    else:
+        low, kind = (-8, TensorProto.INT4) if kind == "int4" else (0, TensorProto.UINT4)
+        tensors |= {n: (tensors[n] % 16).astype(np.int8) + low for n in "wz"}
+        types = dict.fromkeys("wz", kind)
+    ids = ("ids", TensorProto.INT64, ["n"])
+    proto = network([node], ids, types, rank=2, **tensors)
     adapted, path = changed(jaxonnx.load(proto), 2), str(tmp_path / "merged.onnx")
     adapted.save(path, adapters="merged")
-    ids, wanted = np.arange(50), np.asarray(adapted(np.arange(50)))
+    ids, wanted = np.arange(K), np.asarray(adapted(np.arange(K)))
     error = np.linalg.norm(runtime(path)(ids=ids) - wanted) / np.linalg.norm(wanted)
     assert error < 0.15
+
+
+def test_zero_points_of_rows_of_experts_move():
+    """A step up for every number of a row is one for its zero point."""
+    proto = experts(4, 0, True)
+    tensors = {t.name: numpy_helper.to_array(t) for t in proto.graph.initializer}
+    tensors["z1"] = tensors["z1"] & 0x33 | 0x44  # none of them is at an end
+    (stored,) = (t for t in proto.graph.initializer if t.name == "z1")
+    stored.CopyFrom(numpy_helper.from_array(tensors["z1"], "z1"))
+    model = jaxonnx.load(proto)
+    before = unpacked(tensors, "1", 4, True)
+    change = np.broadcast_to(3 * tensors["s1"][..., None], before.shape).astype(np.float32)
+    arrays, losses = requantize(model.graph, model.tensors, {"w1": change})
+    wanted = before + change
+    lost = np.linalg.norm(unpacked(tensors | arrays, "1", 4, True) - wanted)
+    np.testing.assert_allclose(lost / np.linalg.norm(wanted), losses["w1"].matrix, rtol=1e-3)
+    assert losses["w1"].matrix < 0.02
 
 
 @pytest.mark.parametrize(("steps", "lost"), [(0.3, True), (3.0, False)])

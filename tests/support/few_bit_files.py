@@ -131,3 +131,56 @@ def floats(**matrices):
     )
     proto.graph.initializer.extend(numpy_helper.from_array(x, n) for n, x in matrices.items())
     return proto
+
+
+EXPERTS, WIDTH = 4, 16
+
+
+def experts(bits, block, zeros=False):
+    """QMoE of SwiGLU, as onnxruntime-genai's builder writes it for gpt-oss."""
+    scaled = lambda *shape: 0.02 * np.abs(normal(*shape))  # noqa: E731
+    first, last = 2 * WIDTH, K
+    tensors = {
+        "probs": normal(5, EXPERTS),
+        "w1": raw(EXPERTS, first, K * bits // 8),
+        "s1": scaled(EXPERTS, first, K // block) if block else scaled(EXPERTS, first),
+        "b1": normal(EXPERTS, first),
+        "w2": raw(EXPERTS, last, WIDTH * bits // 8),
+        "s2": scaled(EXPERTS, last, WIDTH // block) if block else scaled(EXPERTS, last),
+        "b2": normal(EXPERTS, last),
+    }
+    inputs = ["x", *tensors]
+    if zeros:
+        blocks = [K // block, WIDTH // block] if block else []
+        sizes = zip((first, last), blocks, strict=True) if block else [(first,), (last,)]
+        z1, z2 = (raw(EXPERTS, *rest, -(-n * bits // 8)) for *rest, n in sizes)
+        tensors |= {"z1": z1, "z2": z2}
+        inputs += ["", "", "", "z1", "z2"]
+    options = {
+        "activation_type": "swiglu",
+        "swiglu_fusion": 1,
+        "activation_alpha": 1.702,
+        "activation_beta": 1.0,
+        "k": 2,
+        "normalize_routing_weights": 1,
+        "expert_weight_bits": bits,
+    }
+    options |= {"block_size": block} if block else {}
+    node = helper.make_node("QMoE", inputs, ["y"], domain=MS, **options)
+    return network([node], ("x", TensorProto.FLOAT, [5, K]), **tensors)
+
+
+def unpacked(tensors, name, bits, zeros):
+    """The matrices (experts, outputs, inputs) of a QMoE."""
+    codes, scale = tensors[f"w{name}"], tensors[f"s{name}"]
+    shifts = np.arange(0, 8, bits)
+    numbers = ((codes[..., None] >> shifts) & (2**bits - 1)).reshape(*codes.shape[:2], -1)
+    zero = 2 ** (bits - 1)
+    if zeros:
+        packed = tensors[f"z{name}"]
+        zero = (packed[..., None] >> shifts) & (2**bits - 1)
+        rows = zero.reshape(len(zero), -1) if scale.ndim == 2 else zero.reshape(*zero.shape[:2], -1)
+        zero = rows[..., None] if scale.ndim == 2 else rows[..., : scale.shape[2]]
+        zero = np.repeat(zero, numbers.shape[2] // zero.shape[2], 2)
+    scale = scale.reshape(*codes.shape[:2], -1)
+    return (numbers - zero) * np.repeat(scale, numbers.shape[2] // scale.shape[2], 2)

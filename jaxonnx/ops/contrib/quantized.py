@@ -295,9 +295,10 @@ class _Bnb4(Storage):
         return xp(codes).asarray(self.table)[codes]
 
     def pack(self, numbers, x):
-        order = np.argsort(self.table, kind="stable")
-        codes = order[np.searchsorted(self.table[order], numbers.reshape(-1))]
-        whole = np.concatenate([codes, self._codes(x)[codes.size :]]).reshape(-1, 2)
+        order, np_ = np.argsort(self.table, kind="stable"), xp(x)
+        nearest = np_.searchsorted(self.table[order], numbers.reshape(-1))
+        codes = np_.asarray(order)[nearest]
+        whole = np_.concatenate([codes, self._codes(x)[codes.size :]]).reshape(-1, 2)
         return pack_bits(whole[:, ::-1].reshape(-1), 4).reshape(x.shape)
 
     def _codes(self, x):
