@@ -78,7 +78,7 @@ BUDGETS = {
     "_run": (1440, "the evaluator, and what keeps hostile files from taking the machine"),
     "views": (405, "changes of a network and their ways back, those that belong to no feature"),
     "_io": (1915, "ModelProto, external data, pairs of files, npz, safetensors, packing"),
-    "model": (1860, "Model, and what makes another Model of one"),
+    "model": (1861, "Model, and what makes another Model of one"),
     "_rewrite": (2015, "files to files: heads, batches, outputs, rounding, QLinear*"),
     "training_info": (520, "the file's own training graphs, run and written"),
     "_step_files": (500, "exported steps, their manifest, the page for browsers"),
