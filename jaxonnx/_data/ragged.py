@@ -4,7 +4,7 @@ XLA compiles a program for each shape. If each batch were padded to its longest 
 every batch would need a program; if all were padded to the longest example of the data, most of the
 work would be on padding. So each example has a bucket, by default the next power of two (which at
 most doubles its length, and needs log2(longest) programs), and shuffled batches are made of
-examples of one bucket (`_data.padded`).
+examples of one bucket (`_data.batches`).
 """
 
 from __future__ import annotations
