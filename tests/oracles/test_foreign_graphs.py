@@ -5,15 +5,21 @@
 Files lie as onnxruntime, ONNX and MIGraphX keep them: a graph with `test_data_set_*` beside it
 (`input_0.pb`), or alone (burn-onnx, PINTO's), which then gets random inputs. For each file that
 onnxruntime runs: outputs agree at two batch sizes, integers exactly; an untouched save has the
-tensors of the file bit for bit; gradients of the parameters are finite where outputs are.
+tensors of the file bit for bit; gradients of the parameters are finite where outputs are. A file
+that onnxruntime refuses must load and run, or be refused by an error of jaxonnx. A file that takes
+longer than `SECONDS`, or ends its process, fails.
 """
 
+import multiprocessing
 import os
+import time
+import traceback
 import warnings
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import onnx
 import onnx.parser
@@ -27,6 +33,8 @@ from tests.fuzz.compare import RANDOM
 
 FOLDER = os.environ.get("JAXONNX_FOREIGN", "")
 BATCHES = (2, 3)
+SECONDS = 120
+"""The time for a file; onnxruntime, too, has files without end."""
 REASONS = {
     "topk_neg_axis_test.onnx": "sorted=0 leaves the order open; both give the same numbers",
     "BatchNorm1D_15.onnx": "in training mode, which a call of a Model replaces by inference",
@@ -108,20 +116,30 @@ def assert_close(ours, theirs):
     assert a.shape == b.shape
     if b.dtype.kind in "OUS":
         assert a.tolist() == b.tolist()
-    elif b.dtype.kind in "biu" and b.dtype != np.uint16:
+        return
+    if a.dtype.kind == "V":  # bfloat16 and its like, whose bits onnxruntime gives as integers
+        assert a.dtype.itemsize == b.dtype.itemsize
+        a, b = a.astype(np.float32), b.view(a.dtype).astype(np.float32)
+        rounding = 2e-2
+    else:
+        assert (a.dtype.kind in "fc") == (b.dtype.kind in "fc")
+        rounding = 5e-3 if b.dtype == np.float16 else 1e-4
+    if b.dtype.kind in "biu":
         np.testing.assert_array_equal(a, b)
-    elif b.dtype.kind == "f":
-        half = 5e-3 if b.dtype.itemsize == 2 else 1e-4
-        finite = b[np.isfinite(b)].astype(np.float64)
-        scale = np.abs(finite).max() if finite.size else 0
-        np.testing.assert_allclose(a.astype(np.float64), b, rtol=half, atol=half * (scale + 0.01))
+        return
+    wide = np.complex128 if b.dtype.kind == "c" else np.float64
+    finite = np.abs(b[np.isfinite(b)].astype(wide))
+    scale = finite.max() if finite.size else 0
+    tolerances = {"rtol": rounding, "atol": rounding * (scale + 0.01)}
+    np.testing.assert_allclose(a.astype(wide), b.astype(wide), **tolerances)
 
 
 def compare(path):
     """Compare a file with onnxruntime; return what it did.
 
     Returns:
-      "agree", "both refuse", "random", or "data" if no inputs could be made.
+      "agree", "both refuse", "jaxonnx alone" (onnxruntime refuses), "random", or "data" if no
+      inputs could be made.
 
     Raises:
       AssertionError: results differ.
@@ -130,30 +148,78 @@ def compare(path):
     try:
         proto = onnx.load(path)
     except Exception:  # noqa: BLE001 - protobuf's errors have no common class
+        with pytest.raises(jaxonnx.Error):
+            jaxonnx.load(path)
         return "both refuse"
     if any(node.op_type.startswith(RANDOM) for node in all_nodes(proto.graph)):
         return "random"
-    ran = called = False
-    model = None
+    result, model = "data", None
     for feeds in find_feeds(path, proto):
-        called = True
         try:
             theirs = run_onnxruntime(path, feeds)
         except Exception:  # noqa: BLE001 - onnxruntime's errors have no common class
+            theirs = None
+        try:
+            model = jaxonnx.load(path) if model is None else model
+            ours = model(**{f"{name}": array for name, array in feeds.items()})
+        except jaxonnx.Error:
+            if theirs is not None:
+                raise
+            result = "both refuse" if result == "data" else result
             continue
-        if model is None:
-            model = jaxonnx.load(path)
-        ours = model(**{f"{name}": array for name, array in feeds.items()})
+        if theirs is None:
+            result = result if result == "agree" else "jaxonnx alone"
+            continue
         ours = ours if isinstance(ours, tuple) else (ours,)
         try:
             assert_close([*ours], theirs)
         except AssertionError:  # its optimizations may be what is wrong
             assert_close([*ours], run_onnxruntime(path, feeds, optimize=False))
-        if not ran:
+        if result != "agree":
             check_save(model, proto)
             check_gradient(model, feeds, ours)
-        ran = True
-    return "agree" if ran else "both refuse" if called else "data"
+        result = "agree"
+    return result
+
+
+def explain_failure(path):
+    """Compare a file, and return the traceback if that fails."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            compare(path)
+        except Exception:  # noqa: BLE001 - any failure is reported
+            return traceback.format_exc()
+    return ""
+
+
+class Guarded:
+    """Calls functions in another process, which is replaced if one hangs or crashes."""
+
+    def __init__(self):
+        self.pool = None
+
+    def __call__(self, function, *arguments, seconds=SECONDS):
+        if self.pool is None:
+            self.pool = multiprocessing.get_context("spawn").Pool(1)
+        try:
+            return self.pool.apply_async(function, arguments).get(seconds)
+        except multiprocessing.TimeoutError:  # a crash loses the call, which looks the same
+            self.close()
+            return f"it hung or crashed: no result within {seconds} seconds"
+
+    def close(self):
+        if self.pool is not None:
+            self.pool.terminate()
+            self.pool = None
+
+
+@pytest.fixture(scope="module")
+def guarded():
+    """A `Guarded`."""
+    guarded = Guarded()
+    yield guarded
+    guarded.close()
 
 
 def check_save(model, proto):
@@ -198,10 +264,17 @@ def explain(path):
 @pytest.mark.skipif(not FOLDER, reason="JAXONNX_FOREIGN names no folder of .onnx files")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("path", find_files(FOLDER), ids=lambda path: str(path)[len(FOLDER) :])
-def test_foreign_graphs(path):
+def test_foreign_graphs(path, guarded):
     if reason := explain(path):
         pytest.skip(reason)
-    compare(path)
+    if failure := guarded(explain_failure, path):
+        pytest.fail(failure, pytrace=False)
+
+
+def test_hangs_and_crashes_fail(guarded):
+    assert guarded(abs, -1) == 1
+    for function, argument in ((time.sleep, 60), (os._exit, 0)):
+        assert "it hung or crashed" in guarded(function, argument, seconds=1)
 
 
 ADD = """<ir_version: 8, opset_import: ["": 17]>
@@ -240,6 +313,28 @@ def test_files_are_found_with_their_data(folder):
     first, *others = find_feeds(paths[0], onnx.load(paths[0]))
     np.testing.assert_array_equal(first["x"], [[1, 2]])
     assert [feeds["x"].shape for feeds in others] == [(2, 2), (3, 2)]
+
+
+def test_files_that_onnxruntime_refuses_are_called(folder, monkeypatch):
+    broken = folder / "broken.onnx"
+    broken.write_bytes(b"no protobuf")
+    assert compare(broken) == "both refuse"
+    monkeypatch.setattr(jaxonnx.Model, "__call__", lambda self, x: x)
+    monkeypatch.setattr(f"{__name__}.run_onnxruntime", lambda *_: 1 / 0)
+    assert compare(folder / "add" / "model.onnx") == "jaxonnx alone"
+    monkeypatch.setattr(jaxonnx.Model, "__call__", lambda self, x: x[5])
+    with pytest.raises(IndexError):  # not an error of jaxonnx
+        compare(folder / "add" / "model.onnx")
+
+
+def test_two_bytes_are_compared():
+    bits = np.array([0x3F80, 0x4000], np.uint16)  # 1 and 2 in bfloat16
+    ours = np.array([1, 2], ml_dtypes.bfloat16)
+    assert_close(ours, bits)
+    assert_close(bits, bits)
+    for wrong in (ours + ours, bits + bits):
+        with pytest.raises(AssertionError):
+            assert_close(wrong, bits)
 
 
 @pytest.mark.parametrize("wrong", [{"y": 1e-2}, {"i": 1}], ids=["numbers", "integers"])
