@@ -1,11 +1,74 @@
 """Check arguments: "batch must be 'any' or None, got 8"."""
 
-from collections.abc import Sequence
+import ast
+import functools
+import inspect
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import numpy as np
 
 from jaxonnx.errors import InputError
+
+_Kind = tuple[str, Callable[[Any], bool]]
+
+
+def _is_a(*types: type) -> Callable[[Any], bool]:
+    return lambda x: isinstance(x, types) and (bool in types or not isinstance(x, bool))
+
+
+def _is_key(x: Any) -> bool:
+    import jax
+    import jax.numpy as jnp  # not needed by `import jaxonnx`
+
+    dtype = getattr(x, "dtype", np.dtype(bool))
+    return dtype == np.uint32 or jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+_is_integer = _is_a(int, np.integer)
+_is_iterable = _is_a(Iterable)
+_LIST: _Kind = (
+    "a list",
+    lambda x: _is_iterable(x) and not isinstance(x, str | bytes) and getattr(x, "ndim", 1) > 0,
+)
+_KINDS: dict[str, _Kind] = {
+    "bool": ("True or False", _is_a(bool, np.bool_)),
+    "int": ("an integer", _is_integer),
+    "float": ("a number", lambda x: (_is_a(Real)(x) and x == x) or getattr(x, "ndim", 1) == 0),
+    "str": ("a string", _is_a(str)),
+    "bytes": ("bytes", _is_a(bytes)),
+    "PathLike": ("a path", _is_a(os.PathLike)),
+    "Pattern": ("a regular expression", _is_a(re.Pattern)),
+    "Mapping": ("a dict", _is_a(Mapping)),
+    "Callable": ("a function", callable),
+    "Array": ("an array", lambda x: hasattr(x, "dtype")),
+    "Key": ("a key (jax.random.key(0))", _is_key),
+    "GradientTransformation": (
+        "an optax transformation",
+        lambda x: callable(getattr(x, "init", None)) and callable(getattr(x, "update", None)),
+    ),
+    "tuple": (
+        "a pair of axes",
+        lambda x: isinstance(x, tuple | list) and [*map(_is_integer, x)] == [True, True],
+    ),
+    "None": ("None", lambda x: x is None),
+} | {
+    name: (f"a {name}", lambda x, name=name: name in (c.__name__ for c in type(x).__mro__))
+    for name in ("Layer", "Model", "ModelProto", "Packed", "Rngs")
+}
+"""What the types of annotations are called, and the values that they allow."""
+_KINDS |= dict.fromkeys(("Iterable", "Sequence", "Collection"), _LIST)
+_KINDS |= {"dict": _KINDS["Mapping"], "ndarray": _KINDS["Array"], "Initializer": _KINDS["Callable"]}
+_ELEMENTS: dict[str, _Kind] = {
+    "str": ("strings", _is_a(str)),
+    "Pattern": ("strings", _is_a(str, re.Pattern)),
+    "Array": ("arrays", _KINDS["Array"][1]),
+    "Layer": ("layers", _KINDS["Layer"][1]),
+}
+"""The same of the elements of lists and dicts."""
 
 
 def require(
@@ -53,3 +116,70 @@ def describe(value: Any) -> str:
         return f"{value.dtype}{[*value.shape]}"
     text = repr(value)
     return text if len(text) <= 80 and text[0] != "<" else f"a value of type {type(value).__name__}"
+
+
+def check_arguments(
+    annotated: Any, values: Mapping[str, Any], error: type[Exception] = InputError
+) -> None:
+    """Refuse arguments of types that the annotations of a function or class exclude.
+
+    A union with a type that is not in `_KINDS` allows every value: what takes it checks it.
+
+    Raises:
+      Exception: an `error`, "`name` must be `types`, got `value`".
+    """
+    for name, kinds in _read_annotations(annotated).items():
+        value = values.get(name, _read_annotations)
+        if value is not _read_annotations and not any(allows(value) for _, allows in kinds):
+            *others, last = dict.fromkeys(text for text, _ in kinds)
+            expected = f"{', '.join(others)} or {last}" if others else last
+            require(name, value, False, expected, error)
+
+
+@functools.cache
+def _read_annotations(annotated: Any) -> dict[str, list[_Kind]]:
+    """Return the types that arguments may have, without those that may be anything."""
+    read = {}
+    for name, annotation in inspect.get_annotations(annotated).items():
+        text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+        kinds = [*_kinds(ast.parse(text, mode="eval").body, name in ("rng", "key"))]
+        if None not in kinds:
+            read[name] = kinds
+    return read
+
+
+def _kinds(node: ast.expr, is_key: bool) -> Iterator[Any]:
+    """Yield an entry of `_KINDS` for each member of a union; None for a type that is not there."""
+    match node:
+        case ast.BinOp(left=left, right=right):
+            yield from _kinds(left, is_key)
+            yield from _kinds(right, is_key)
+        case ast.Subscript(value=ast.Name(id="Literal"), slice=values):
+            for choice in values.elts if isinstance(values, ast.Tuple) else (values,):
+                value = ast.literal_eval(choice)
+                yield repr(value), lambda x, v=value: isinstance(x, type(v)) and x == v
+        case ast.Subscript(value=value, slice=inner):
+            for kind in _kinds(value, is_key):
+                yield _with_elements(
+                    kind, ast.unparse(inner).rpartition(", ")[2].rpartition(".")[2]
+                )
+        case ast.Name(id="Select" | "Trainable"):
+            yield from map(_KINDS.get, ("str", "Iterable", "Callable"))
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            yield _KINDS.get("Key" if is_key and name == "Array" else name)
+        case _:
+            yield _KINDS.get(ast.unparse(node))
+
+
+def _with_elements(kind: _Kind | None, element: str) -> _Kind | None:
+    """Return the kind of lists and dicts whose elements are strings or arrays, if so annotated."""
+    if kind is None or kind[0] not in ("a list", "a dict") or element not in _ELEMENTS:
+        return kind
+    (text, allows), (plural, fits) = kind, _ELEMENTS[element]
+
+    def allows_all(x: Any) -> bool:
+        if not allows(x) or isinstance(x, Iterator):  # which would be used up
+            return allows(x)
+        return all(map(fits, x.values() if isinstance(x, Mapping) else x))
+
+    return f"{text} of {plural}", allows_all

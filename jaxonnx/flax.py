@@ -10,6 +10,7 @@ import jax
 from flax import linen, nnx
 
 from jaxonnx._graph.roles import running_statistics
+from jaxonnx._require import check_arguments
 from jaxonnx.errors import InputError
 from jaxonnx.model import Model
 
@@ -44,6 +45,7 @@ class Module(nnx.Module):
           deterministic: False starts in training mode.
           rngs: needed to train a model with Dropout, and to run one with RandomNormal and the like.
         """
+        check_arguments(Module.__init__, locals())
         statistics = running_statistics(model.graph)
         self.params = nnx.data({name: nnx.Param(v) for name, v in model.params.items()})
         self.state = nnx.data(
@@ -89,6 +91,7 @@ class Module(nnx.Module):
         Args:
           deterministic: if True, inference: running statistics, and no Dropout.
         """
+        check_arguments(Module.set_view, locals())
         if deterministic is not None:
             self.deterministic = deterministic
 

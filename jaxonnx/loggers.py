@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from jaxonnx._atomic_write import check_writable, write_atomically
+from jaxonnx._require import check_arguments
 from jaxonnx.errors import Error
 
 
@@ -38,6 +39,7 @@ def csv(path: str | os.PathLike) -> Logger:
       Error: there is another file with this name.
       OSError: the file cannot be written.
     """
+    check_arguments(csv, locals())
     return _Table(path)
 
 
@@ -48,6 +50,7 @@ def jsonl(path: str | os.PathLike) -> Logger:
       Error: there is another file with this name.
       OSError: the file cannot be written.
     """
+    check_arguments(jsonl, locals())
     return _Lines(path)
 
 
@@ -58,6 +61,7 @@ def tensorboard(folder: str | os.PathLike) -> Logger:
       Error: the package tensorboardX is missing.
       OSError: the folder cannot be written.
     """
+    check_arguments(tensorboard, locals())
     return _Events(folder)
 
 

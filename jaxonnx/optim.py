@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxonnx._require import check_arguments
 from jaxonnx.errors import TrainingError
 
 MODES = ("standard", "nesterov")
@@ -279,6 +280,7 @@ def momentum(
     >>> print(optax.apply_updates(x, updates).round(4))
     [ 0.62 -1.24]
     """
+    check_arguments(momentum, locals())
     if mode not in MODES:
         raise TrainingError(f"mode is {mode!r}; Momentum knows {' and '.join(MODES)}")
     attributes = _round_coefficients(alpha=alpha, beta=beta, norm_coefficient=norm_coefficient)

@@ -250,7 +250,7 @@ class Padding:
         require("pad", pad, pad is None or numeric, expected, TrainingError)
         if length_buckets is None:
             return cls(pad or {}, None, **settings)
-        several = isinstance(length_buckets, Sequence | np.ndarray | set)
+        several = np.iterable(length_buckets)
         widths = [*length_buckets] if several else [length_buckets]
         whole = (isinstance(x, int | np.integer) and not isinstance(x, bool) for x in widths)
         fits = widths and all(whole) and min(widths) >= 1

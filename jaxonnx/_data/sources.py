@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,7 @@ def examples_of(
         if columns is not None:
             return Padded(None, None, size, seed, rows, columns, **also)
         return Arrays(arrays, targets, size, seed, rows, **also)
-    if not (callable(data) or isinstance(data, Iterable)):
+    if not (callable(data) or np.iterable(data)):
         raise TrainingError(f"{what} must be {_FORMS}; it is a {type(data).__name__}")
     return Stream(data, inputs, what, labels=labels, padding=padding, target_names=target_names)
 

@@ -10,8 +10,10 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxonnx._graph.weight_names import Places
+from jaxonnx._require import check_arguments
 from jaxonnx.errors import InputError
 
 Select = str | Iterable[str] | Callable[[str, jax.Array], bool]
@@ -58,7 +60,7 @@ def select(
     if callable(wanted):
         open_to_all = tensors.keys() - by_name
         return {name for name in open_to_all if wanted(name, jnp.asarray(tensors[name]))}
-    if not isinstance(wanted, Iterable):
+    if not np.iterable(wanted):
         raise InputError(f"{what} takes names or a predicate, not {wanted!r}")
     chosen = set()
     for one in [wanted] if isinstance(wanted, str) else wanted:
@@ -187,6 +189,8 @@ def labels(
       InputError: (by the function) a name or expression matches no parameter, or a parameter is in
         no group and there is no default.
     """
+
+    check_arguments(labels, locals())
 
     def label(params: Mapping[str, Any]) -> dict[str, str]:
         chosen: dict[str, str] = {}

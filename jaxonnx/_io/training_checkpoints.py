@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from onnx import helper
 
+from jaxonnx._require import check_arguments
 from jaxonnx._safe_read import wrap_errors
 from jaxonnx.errors import ModelError
 
@@ -59,6 +60,7 @@ def read_training_checkpoint(path: str | os.PathLike) -> TrainingCheckpoint:
       ModelError: it is not one, is damaged, or has its tensors in a file beside it or not at all.
       OSError: it cannot be read.
     """
+    check_arguments(read_training_checkpoint, locals())
     failure = f"'{os.fspath(path)}' is not a checkpoint of onnxruntime-training, or is damaged"
     data = Path(path).read_bytes()
     with wrap_errors(failure, ModelError):

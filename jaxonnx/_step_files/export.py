@@ -17,7 +17,7 @@ from jaxonnx._atomic_write import write_atomically
 from jaxonnx._graph.values import to_value
 from jaxonnx._io import formats
 from jaxonnx._io.build import unused_name
-from jaxonnx._require import require_choice
+from jaxonnx._require import check_arguments, require_choice
 from jaxonnx._step_files import web as _web
 from jaxonnx._step_files.load import FORMAT
 from jaxonnx.errors import InputError, TrainingError
@@ -103,6 +103,7 @@ def export_step(
       UnsupportedError: a part of the step cannot be expressed in ONNX.
       TrainingError: settings or batch do not fit the model.
     """
+    check_arguments(export_step, locals())
     check_names("export_step", StepArguments, settings)
     if settings.get("mesh") is not None:
         raise TrainingError("mesh: a step that is exported runs on one device")

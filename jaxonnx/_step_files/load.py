@@ -11,6 +11,7 @@ import numpy as np
 from onnx import ModelProto
 
 from jaxonnx._io.read import weights_of
+from jaxonnx._require import check_arguments
 from jaxonnx._safe_read import wrap_errors
 from jaxonnx.errors import InputError
 from jaxonnx.lora import Adapters
@@ -42,6 +43,7 @@ def import_step(
       InputError: the folder has no manifest, the state lacks a tensor, or the model does not have
         tensors of these names and shapes.
     """
+    check_arguments(import_step, locals())
     if _is_folder_of_step(model) and not _is_folder_of_step(folder):
         raise InputError(
             f"'{folder}' and '{model}' are swapped: the file of the network comes first, then the "

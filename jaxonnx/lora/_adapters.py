@@ -17,6 +17,7 @@ import numpy as np
 from jaxonnx._axes import Matrix
 from jaxonnx._graph.roles import running_statistics
 from jaxonnx._graph.uses import weights
+from jaxonnx._require import check_arguments
 from jaxonnx._safe_read import wrap_errors
 from jaxonnx.errors import InputError, ModelError
 from jaxonnx.lora import _files as files
@@ -98,10 +99,12 @@ class Adapters:
 
     def are_apart(self, model: Model) -> bool:
         """Check whether any weight that they change is stored in few bits, and stays as it is."""
+        check_arguments(Adapters.are_apart, locals())
         return any(not is_float(model.tensors[name]) for name in self.layouts)
 
     def apply(self, model: Model) -> Model:
         """Return `attach(model).merge_adapters()`, a plain model."""
+        check_arguments(Adapters.apply, locals())
         return self.attach(model).merge_adapters()
 
     def attach(self, model: Model) -> Model:
@@ -110,6 +113,7 @@ class Adapters:
         Raises:
           InputError: the model does not have these weights, or in other shapes; or it has adapters.
         """
+        check_arguments(Adapters.attach, locals())
         if model.program.find(Adaption) is not None:
             raise InputError(
                 "the model has adapters already; merge them first with .merge_adapters()"
@@ -227,6 +231,7 @@ class Adapters:
             or the modules of a weight are not known.
           OSError: the path cannot be written; a file that was there stays.
         """
+        check_arguments(Adapters.save, locals())
         if os.fspath(path).endswith(files.SUFFIX):
             return files.write_onnx_adapter(path, self.to_inputs(names or module_name))
         if os.path.isdir(path) or os.fspath(path).endswith(("/", os.sep)):

@@ -16,7 +16,7 @@ from jaxonnx._graph.projections import ROLES, Role, find_projections
 from jaxonnx._graph.select import Select, select
 from jaxonnx._graph.stored import check_stored
 from jaxonnx._graph.uses import Weight, weights
-from jaxonnx._require import require_choice
+from jaxonnx._require import check_arguments
 from jaxonnx._rewrite.requantize import dequantize
 from jaxonnx.errors import InputError
 from jaxonnx.lora._adapters import Adapters
@@ -78,8 +78,8 @@ class LoRA:
     dora: bool = False
 
     def __post_init__(self) -> None:
+        check_arguments(LoRA, vars(self))
         check_scale(self.rank, self.alpha)
-        require_choice("init", self.init, ("normal", "loftq"))
         if (self.init == "loftq") != (self.against is not None):
             raise InputError("init='loftq' goes with against=, the model before quantization")
 
@@ -99,6 +99,7 @@ class LoRA:
             `against` does not have a weight, or in another shape; or, with `dora`, a weight in few
             bits is multiplied as it is stored (QMoE, MatMulIntegerToFloat).
         """
+        check_arguments(LoRA.attach, locals())
         full = {} if trainable is None else model.with_trainable(trainable).params
         tensors = model.tensors
         found = {

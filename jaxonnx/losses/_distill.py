@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxonnx._require import check_arguments
 from jaxonnx.errors import TrainingError
 
 
@@ -34,6 +35,7 @@ def distill(
     Raises:
       TrainingError: an argument is out of its range.
     """
+    check_arguments(distill, locals(), TrainingError)
     if not temperature > 0 or not 0 <= soft <= 1:
         raise TrainingError(
             f"distill: temperature is above 0 and soft from 0 to 1; they are {temperature}, {soft}"

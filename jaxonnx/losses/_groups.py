@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxonnx._require import require
+from jaxonnx._require import check_arguments, require
 from jaxonnx.errors import TrainingError
 
 
@@ -55,6 +55,7 @@ def dpo(*, beta: float = 0.1, ignore_index: int = -100) -> GroupLoss:
     Raises:
       TrainingError: `beta` is not; or a batch has an odd number of rows, or other targets.
     """
+    check_arguments(dpo, locals(), TrainingError)
     require("dpo: beta", beta, beta > 0, "above 0", TrainingError)
 
     def loss(outputs: jax.Array, targets: Any, weight: Any) -> jax.Array:
@@ -107,6 +108,7 @@ def in_batch_negatives(*, scale: float = 20.0, negatives: int = 0) -> GroupLoss:
     Raises:
       TrainingError: an argument is out of its range; or outputs are not whole groups of vectors.
     """
+    check_arguments(in_batch_negatives, locals(), TrainingError)
     if not scale > 0 or isinstance(negatives, bool) or not negatives >= 0:
         raise TrainingError(
             "in_batch_negatives: scale is above 0 and negatives at least 0; they are "

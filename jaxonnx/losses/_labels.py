@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._require import require, require_choice
+from jaxonnx._require import check_arguments, require, require_choice
 from jaxonnx.errors import TrainingError
 from jaxonnx.ops import loss as operators
 
@@ -177,6 +177,7 @@ def shift_right(labels: Any, start: int, padding: int, ignore_index: int = -100)
     Raises:
       TrainingError: labels are not integers (N, length).
     """
+    check_arguments(shift_right, locals(), TrainingError)
     labels = np.asarray(labels)
     if labels.ndim != 2 or labels.dtype.kind not in "iu":
         raise TrainingError(
@@ -193,10 +194,11 @@ def _softmax_cross_entropy(*arrays, **attributes) -> jax.Array:
 def _class_loss(
     name: str, operator: Any, weight: Any, ignore_index: Any, reduction: str, axis: int
 ) -> ClassLoss:
+    check_arguments(_class_loss, locals(), TrainingError)
     require(f"{name}: axis", axis, axis in (1, -1), "1 or -1", TrainingError)
-    require_choice(f"{name}: reduction", reduction, ("mean", "sum", "none"), TrainingError)
     whole = ignore_index is None or isinstance(ignore_index, int)
     require(f"{name}: ignore_index", ignore_index, whole, "an integer", TrainingError)
+    require_choice(f"{name}: reduction", reduction, ("mean", "sum", "none"), TrainingError)
     if weight is not None:
         weight = np.asarray(weight)
         fits = weight.ndim == 1 and weight.dtype.kind in "fiu"

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from jaxonnx._require import check_arguments
 from jaxonnx.lowering._low_rank import LowRank
 from jaxonnx.lowering._merged_rows import MergedRows
 from jaxonnx.lowering._packed import Packed
@@ -136,6 +137,7 @@ def kernels_first(params: Mapping[str, jax.Array]) -> dict[str, Any]:
     >>> params["w"].value.shape, params["w"].first().shape, params["b"].shape
     ((3, 3, 4, 8), (8, 4, 3, 3), (8,))
     """
+    check_arguments(kernels_first, locals())
     orders = {name: kernel_first(x.shape) for name, x in params.items()}
     return {
         name: x if orders[name] is None else KernelFirst(x.transpose(orders[name]))

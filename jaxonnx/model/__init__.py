@@ -7,7 +7,7 @@ from jaxonnx._graph.values import Value
 from jaxonnx.model._add_training import add_training
 from jaxonnx.model._generate import Generator, stop_tokens  # noqa: F401
 from jaxonnx.model._load import as_model, load  # noqa: F401
-from jaxonnx.model._model import Model, Statistics, Trainable
+from jaxonnx.model._model import Model, Trainable
 from jaxonnx.model._predict import hide_caches, read_inputs  # noqa: F401
 from jaxonnx.model._quantized import (  # noqa: F401
     is_quantized,
@@ -27,4 +27,4 @@ from jaxonnx.model._statistics import (  # noqa: F401
 )
 from jaxonnx.model._transforms import with_any_batch, with_file, with_whole_inputs  # noqa: F401
 
-__all__ = ["Model", "Statistics", "Trainable", "Value", "add_training", "labels", "load"]
+__all__ = ["Model", "Trainable", "Value", "add_training", "labels", "load"]

@@ -8,6 +8,7 @@ from onnx import ModelProto
 
 from jaxonnx._graph.select import matching
 from jaxonnx._graph.uses import weights
+from jaxonnx._require import check_arguments
 from jaxonnx.model._load import as_model
 from jaxonnx.model._model import Model, Trainable
 from jaxonnx.model._save import to_proto
@@ -62,6 +63,7 @@ def add_training(
         already, several outputs, or trained tensors that are neither float32 nor float64.
       UnsupportedError: the schedule uses an operation that ONNX does not have.
     """
+    check_arguments(add_training, locals())
     model = as_model(model)
     model = model if trainable is None else model.with_trainable(trainable)
     if isinstance(init, Mapping):

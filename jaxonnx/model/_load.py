@@ -29,7 +29,7 @@ from jaxonnx._io.tensors import equal_bits
 from jaxonnx._io.ties import find_duplicates, is_shared, replace_duplicates, sources
 from jaxonnx._mesh.rules import Sharding
 from jaxonnx._mesh.shardings import model_shardings
-from jaxonnx._require import require_choice, require_integer
+from jaxonnx._require import check_arguments, require_integer
 from jaxonnx._rewrite.dequantize import dequantize_weights
 from jaxonnx._rewrite.quantized_attention import restore_attention
 from jaxonnx._run.program import Program
@@ -127,9 +127,9 @@ def load(
         argument does not fit the model; the message names it.
       OSError: a file cannot be read.
     """
+    check_arguments(load, locals() | {"source": ""})  # `read` refuses other sources
     if limit is not None:
         require_integer("limit", limit)
-    require_choice("batch", batch, ("any", None))
     folder = find_folder(source, variant) if checkpoint is None else None
     file = source if folder is None else folder.path / folder.file
     proto, tensors = read(file, checkpoint)

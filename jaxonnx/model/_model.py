@@ -23,7 +23,7 @@ from jaxonnx._graph.values import arguments, data, list_values
 from jaxonnx._mesh.rules import Sharding
 from jaxonnx._mesh.shardings import Shardings, shardings
 from jaxonnx._network import Network, enter, leave
-from jaxonnx._require import require_choice
+from jaxonnx._require import check_arguments
 from jaxonnx._rewrite.head import Classes
 from jaxonnx._run.changes import CallForm
 from jaxonnx._run.failures import FOREIGN
@@ -52,7 +52,6 @@ if TYPE_CHECKING:  # a model without sparse weights does not import it
     from jaxonnx.sparse import Patterns
 
 Trainable = Select
-Statistics = Literal["batch", "frozen"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -94,6 +93,8 @@ class Model(Network, Rendered):
         Raises:
           InputError: the arguments do not fit the inputs.
         """
+        if rng is not None:
+            check_arguments(Model.__call__, {"rng": rng})
         form, key = self._call_form, None if named or rng is not None else signature(inputs)
         if checked := self._checked_calls.get(key):
             try:
@@ -139,6 +140,7 @@ class Model(Network, Rendered):
         Raises:
           InputError: the arguments do not fit the inputs.
         """
+        check_arguments(Model.apply, locals())
         state = self.state if state is None else state
         check_tensors(params, state, (*self.params, *self.state))
         values = data(self._arguments(inputs, named))
@@ -160,6 +162,7 @@ class Model(Network, Rendered):
         `new_state`. Dropout is active with its own ratio and draws from `rng`. Inputs with the
         names of these arguments are passed as in `apply`.
         """
+        check_arguments(Model.apply_train, locals())
         updates: dict[str, Any] = {}
         check_tensors(params, state, (*self.params, *self.state))
         values = data(self._arguments(inputs, named))
@@ -210,6 +213,7 @@ class Model(Network, Rendered):
           InputError: the inputs do not fit, an image cannot be read, or an output does not have one
             row per example.
         """
+        check_arguments(Model.predict, locals())
         net = self.with_fixed_inputs({} if fixed is None else fixed)
         net = net.with_batch_axis() if lacks_batch_axis(data, net.inputs) else net
         data = list_folder(data, net, preprocess)
@@ -247,6 +251,7 @@ class Model(Network, Rendered):
         Raises:
           InputError: the model is not a decoder, or an argument does not fit.
         """
+        check_arguments(Model.generate, locals())
         return generate(self._generator, ids, max_new_tokens, temperature, seed, stop)
 
     def _arguments(self, inputs: tuple, named: Mapping[str, Any]) -> dict[str, Any]:
@@ -279,6 +284,7 @@ class Model(Network, Rendered):
         Raises:
           InputError: names, shapes or dtypes differ from those of the model.
         """
+        check_arguments(Model.replace, locals())
         return transforms.with_values(self, params, state)
 
     def reinitialize(
@@ -304,6 +310,7 @@ class Model(Network, Rendered):
         Raises:
           InputError: a name or expression matches no floating-point tensor.
         """
+        check_arguments(Model.reinitialize, locals())
         return transforms.with_new_values(self, rng, names, initializer)
 
     def recompute_statistics(
@@ -337,6 +344,7 @@ class Model(Network, Rendered):
           InputError: the model has no running statistics, or the new ones are not finite.
           TrainingError: the data have an unsupported form.
         """
+        check_arguments(Model.recompute_statistics, locals())
         data = list_folder(data, self, preprocess)
         examples = read_inputs(self, data, batch_size, Padding.of(pad, length_buckets))
         batches = (batch.inputs for batch in islice(examples.batches(0), MOST))
@@ -359,6 +367,7 @@ class Model(Network, Rendered):
         Raises:
           InputError: a name is unknown; the message suggests similar ones.
         """
+        check_arguments(Model.with_outputs, locals())
         return transforms.with_outputs(self, outputs)
 
     def with_head(
@@ -400,6 +409,7 @@ class Model(Network, Rendered):
           InputError: there is no such layer, or there are several candidates; the message lists
             them.
         """
+        check_arguments(Model.with_head, locals())
         return transforms.with_new_head(self, classes, at, ending, rng, initializer)
 
     def then(self, function: Any, *, outputs: Sequence[str] | None = None) -> Model:
@@ -425,6 +435,7 @@ class Model(Network, Rendered):
           InputError: the opset of the file is below 13; or the shape of an output depends on values
             of inputs and is not declared; or a name is already used.
         """
+        check_arguments(Model.then, locals())
         return transforms.append_jax(self, function, outputs)
 
     def without_cache(self) -> Model:
@@ -455,6 +466,7 @@ class Model(Network, Rendered):
         Raises:
           InputError: there is no such input, or a value does not fit it.
         """
+        check_arguments(Model.with_fixed_inputs, locals())
         return transforms.with_fixed_inputs(self, values)
 
     def with_batch_axis(self) -> Model:
@@ -495,9 +507,10 @@ class Model(Network, Rendered):
           InputError: a name or expression matches no floating-point tensor, module or node; the
             message suggests similar ones.
         """
+        check_arguments(Model.with_trainable, locals())
         return transforms.with_params(self, trainable)
 
-    def with_statistics(self, statistics: Statistics) -> Model:
+    def with_statistics(self, statistics: Literal["batch", "frozen"]) -> Model:
         """Return a model that uses batch or running statistics of BatchNormalization in training.
 
         Args:
@@ -509,7 +522,7 @@ class Model(Network, Rendered):
         Raises:
           InputError: `statistics` has another value.
         """
-        require_choice("statistics", statistics, ("batch", "frozen"))
+        check_arguments(Model.with_statistics, locals())
         net = leave(self, FrozenStatistics)
         return enter(net, FrozenStatistics()) if statistics == "frozen" else net
 
@@ -570,6 +583,7 @@ class Model(Network, Rendered):
         Raises:
           SparsityError: no weight can have the pattern.
         """
+        check_arguments(Model.with_sparsity, locals())
         return with_record(self, pattern, transposable, method, choice)
 
     def with_sparse_products(self) -> Model:
@@ -610,6 +624,7 @@ class Model(Network, Rendered):
           InputError: `requantize` is False and weights have few bits; or a weight is dequantized in
             several ways, or by an operator that cannot be quantized again.
         """
+        check_arguments(Model.merge_adapters, locals())
         return merge(self, requantize=requantize)
 
     # Files.
@@ -661,6 +676,7 @@ class Model(Network, Rendered):
           SparsityError: a packed or sparse format is requested, and the model has no record of
             sparse weights.
         """
+        check_arguments(Model.save, locals())
         save(self, path, external_data=external_data, sparse=sparse, adapters=adapters)
 
     # Tables.
@@ -695,6 +711,7 @@ class Model(Network, Rendered):
           InputError: a rule matches no tensor, an axis is not divisible by the number of devices,
             or the mesh does not have a named axis.
         """
+        check_arguments(Model.shardings, locals())
         return shardings(self, mesh, sharding, optimizer)
 
     def __repr__(self) -> str:

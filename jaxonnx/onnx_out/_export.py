@@ -13,6 +13,7 @@ from jaxonnx._io.build import Writer, unused_name
 from jaxonnx._io.build import names as names_of
 from jaxonnx._io.protos import subgraphs
 from jaxonnx._jaxpr import live
+from jaxonnx._require import check_arguments
 from jaxonnx.errors import InputError
 from jaxonnx.onnx_out import _dims as dims
 from jaxonnx.onnx_out._factors import scales_by_bits
@@ -63,6 +64,7 @@ def to_onnx(
         the line of the program. Or the function has side effects.
       InputError: names collide, or are not as many as there are arrays.
     """
+    check_arguments(to_onnx, locals())
     return write_model(function, examples, inputs, outputs, opset)
 
 

@@ -20,7 +20,7 @@ from onnx import ModelProto
 from jaxonnx._data.batches import Source
 from jaxonnx._io.protos import opset_of
 from jaxonnx._network import refuse_change
-from jaxonnx._require import require_choice
+from jaxonnx._require import check_arguments, require_integer
 from jaxonnx._rewrite.fold_norms import fold_norms, folded_outputs
 from jaxonnx._rewrite.fold_rounded_norms import flip_negative_scales
 from jaxonnx._rewrite.moving_ranges import Schedule, insert_schedule
@@ -95,7 +95,8 @@ def quantize(
         yield no ranges.
       TrainingError: the data do not fit the model.
     """
-    require_choice("method", method, ("round", None))
+    check_arguments(quantize, locals())
+    require_integer("batches", batches)
     net = as_model(model)
     whole, source = read_examples(net, data, batch_size, preprocess)
     examples = [batch.inputs for batch in islice(source.batches(0), batches)]

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxonnx._graph.select import Select
-from jaxonnx._require import is_one_of, require, require_choice
+from jaxonnx._require import check_arguments, is_one_of, require
 from jaxonnx._rewrite.moving_ranges import Schedule
 from jaxonnx.errors import InputError
 from jaxonnx.ops.contrib.moving_ranges import limits_of
@@ -147,24 +147,12 @@ class Quantization:
     start: float = 0
 
     def __post_init__(self) -> None:
-        allowed: dict[str, tuple[Any, ...]] = {
-            "weights": _WEIGHTS,
-            "activations": _ACTIVATIONS,
-            "calibration": _CALIBRATIONS,
-            "dialect": (*_DIALECTS,),
-            "learn": ("scales", "ranges", None),
-            "per_channel": (True, False),
-            "reduce_range": (True, False),
-            "bits": ("auto", None),
-            "symmetric": (True, False, None),
-        }
-        if "fp4" in (self.weights, self.activations):
+        if "fp4" in map(str, (self.weights, self.activations)):
             raise InputError(
                 "onnxruntime (1.32) has no DequantizeLinear of fp4, and TensorRT was not tried: "
                 "pass weights='int4', with block= where fp4 would have blocks"
             )
-        for name, values in allowed.items():
-            require_choice(name, getattr(self, name), values)
+        check_arguments(Quantization, vars(self))
         fits = self.block is None or (type(self.block) is int and self.block >= 2)
         require("block", self.block, fits, "a number of inputs, at least 2")
         if self.activations not in (taken := _DIALECTS[self.dialect]):

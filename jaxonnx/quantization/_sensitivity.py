@@ -15,6 +15,7 @@ from onnx import ModelProto
 
 from jaxonnx import sparse
 from jaxonnx._figures import new_axes
+from jaxonnx._require import check_arguments, require_integer
 from jaxonnx.errors import InputError
 from jaxonnx.model import Model, as_model
 from jaxonnx.quantization._ranges import read_examples, spread_scale, weight_parameters
@@ -110,6 +111,8 @@ def sensitivity(
       InputError: the model has no such weight, or there is no such dtype or pattern.
       TrainingError: the data do not fit the model.
     """
+    check_arguments(sensitivity, locals())
+    require_integer("batches", batches)
     net = as_model(model)
     net, source = read_examples(net, data, batch_size, preprocess)
     chosen = net.params.keys() - net._factors

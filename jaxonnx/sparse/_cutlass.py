@@ -10,6 +10,7 @@ cuSPARSELt is not documented: only the library itself makes it.
 import jax.numpy as jnp
 import numpy as np
 
+from jaxonnx._require import check_arguments
 from jaxonnx.errors import SparsityError
 from jaxonnx.sparse._nm import Pattern
 from jaxonnx.sparse._pack import Packed
@@ -38,6 +39,7 @@ def to_cutlass(packed: Packed) -> tuple[np.ndarray, np.ndarray]:
     Raises:
       SparsityError: another pattern, type or size.
     """
+    check_arguments(to_cutlass, locals())
     values = np.asarray(packed.values)
     if packed.pattern not in (Pattern(2, 4), Pattern(2, 4, False)) or values.ndim != 3:
         raise SparsityError(f"CUTLASS takes 2:4 matrices, not {packed.pattern}{[*packed.shape]}")
@@ -59,6 +61,7 @@ def from_cutlass(values: np.ndarray, metadata: np.ndarray, *, axis: int = 1) -> 
     Raises:
       SparsityError: sizes that do not belong together, or places that are not in ascending order.
     """
+    check_arguments(from_cutlass, locals())
     word, (rows, half) = _metadata_dtype(values.dtype), values.shape
     _check_size(rows, 2 * half, word)
     if metadata.dtype.itemsize != word.itemsize or metadata.shape != (

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxonnx._require import check_arguments
 from jaxonnx.errors import SparsityError
 from jaxonnx.sparse._pattern import SparsityPattern, default_axes, parse
 from jaxonnx.sparse._templates import Axes
@@ -111,6 +112,7 @@ def layers(
     Raises:
       SparsityError: nothing is left to be sparse, or a name or expression matches nothing.
     """
+    check_arguments(layers, locals())
     leaves = [(name_of(p), x) for p, x in jax.tree_util.tree_leaves_with_path(params)]
     chosen = _select_names(select, leaves)
     wanted = match_patterns(pattern, transposable, leaves)

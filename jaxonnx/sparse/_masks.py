@@ -11,6 +11,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxonnx._arrays import like, on_auto_axes, whole
+from jaxonnx._require import check_arguments
 from jaxonnx.errors import SparsityError
 from jaxonnx.sparse._pattern import SparsityPattern, check, parse
 from jaxonnx.sparse._templates import Axes
@@ -54,6 +55,7 @@ def mask(
       SparsityError: not floating point, axes that are not multiples of M, NaN or infinity. Under a
         trace the values are not checked: a block with a NaN gets some valid template.
     """
+    check_arguments(mask, locals())
     pattern = parse(pattern, transposable)
     axes = check(w, pattern, axes)
     if not isinstance(w, Tracer) and not np.isfinite(np.asarray(w, np.float32)).all():

@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxonnx import _safe_read
 from jaxonnx._atomic_write import write_atomically
+from jaxonnx._require import check_arguments
 from jaxonnx.errors import SparsityError
 from jaxonnx.sparse._layers import Layer, by_name, goals
 from jaxonnx.sparse._pattern import SparsityPattern, default_axes, parse
@@ -86,6 +87,7 @@ def pack(
       SparsityError: a mask of another shape, a nonzero weight outside it, more than N kept in a
         group, or an axis that is not a multiple of M.
     """
+    check_arguments(pack, locals())
     pattern = parse(pattern)
     w = np.asarray(w)
     axis = (default_axes(w.ndim)[1] if axis is None else axis) % w.ndim
@@ -122,6 +124,7 @@ def _unpack(pattern, values, indices, shape, axis):
 
 def unpack_mask(packed: Packed) -> jax.Array:
     """Return the mask of the stored places; for N:M it has exactly N ones in every M."""
+    check_arguments(unpack_mask, locals())
     return _dense(replace(packed, values=np.ones(packed.values.shape, bool)))
 
 
@@ -142,6 +145,7 @@ def save(
       masks: the masks of the sparse weights by name (`state_masks`).
       layers: the report with their axes and patterns (`layers`).
     """
+    check_arguments(save, locals())
     sparse = goals(layers)
     leaves = {name: np.asarray(x) for name, x in by_name(params).items()}
     for name in masks:
@@ -170,6 +174,7 @@ def load(path: str | os.PathLike) -> tuple[dict[str, np.ndarray], dict[str, Pack
     Raises:
       SparsityError: the file is truncated, inconsistent, or was not written by `save`.
     """
+    check_arguments(load, locals())
     failure = f"{path} is not a packed file, or is damaged"
     arrays = _safe_read.arrays(path, failure, SparsityError)
     with _safe_read.wrap_errors(failure, SparsityError):

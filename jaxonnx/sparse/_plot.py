@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxonnx._figures import import_pyplot
+from jaxonnx._require import check_arguments
 from jaxonnx.errors import SparsityError
 from jaxonnx.sparse._layers import Layer, by_name, goals
 
@@ -26,6 +27,7 @@ def plot_masks(source: Any, layers: Iterable[Layer] | None = None) -> Any:
       SparsityError: no layer is sparse.
       Error: matplotlib is not installed.
     """
+    check_arguments(plot_masks, locals())
     pyplot = import_pyplot()
     recorded = getattr(source, "sparsity", None)
     wanted = goals((recorded.layers if recorded else ()) if layers is None else layers)

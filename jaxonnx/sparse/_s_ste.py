@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxonnx._require import check_arguments
 from jaxonnx.errors import SparsityError
 from jaxonnx.sparse._layers import Patterns, Select, goals, layers
 from jaxonnx.sparse._masks import to_bits
@@ -64,6 +65,7 @@ def s_ste(
     Raises:
       SparsityError: a pattern that is not N:M along one axis, or nothing to make sparse.
     """
+    check_arguments(s_ste, locals())
     inner = optax.with_extra_args_support(inner)
     choice = {"pattern": pattern, "select": select, "exclude": exclude, "axes": axes}
 

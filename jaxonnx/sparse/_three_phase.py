@@ -27,6 +27,7 @@ import numpy as np
 import optax
 
 from jaxonnx._arrays import like, on_auto_axes
+from jaxonnx._require import check_arguments
 from jaxonnx.errors import SparsityError
 from jaxonnx.sparse._layers import Goal, Patterns, Select, by_name, goals, layers, name_of
 from jaxonnx.sparse._masks import from_bits, mask, to_bits
@@ -110,6 +111,7 @@ def three_phase(
       SparsityError: an unknown pattern, a schedule without a sparse phase, lengths without a
         refresh interval, or nothing to make sparse (at `init`).
     """
+    check_arguments(three_phase, locals())
     for name in pattern.values() if isinstance(pattern, Mapping) else [pattern]:
         parse(name, transposable)  # raises here, not at `init`
     start, end, every = _schedule(dense, dynamic, fixed, steps_per_epoch, refresh)

@@ -7,6 +7,8 @@ these integers say which elements the product sums over, and thus whether it sum
 of M along the one blocked axis of the weight, the other, or neither.
 """
 
+import importlib
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxonnx._require import check_arguments
 from jaxonnx.errors import InputError, SparsityError
 from jaxonnx.sparse._layers import (
     Goal,
@@ -96,8 +99,9 @@ def verify(
     Args:
       function: `function(params, *inputs)`, the forward pass; it is traced, not run. Or, alone, a
         model that has `apply`, `params`, and `inputs` with their `shape` and `dtype` (a
-        `jaxonnx.Model`); dynamic dimensions are then taken as 2. Integer weights of a quantized
-        file are proved by their values in floating point, which are 0 where they are.
+        `jaxonnx.Model`, or the path of its file); dynamic dimensions are then taken as 2.
+        Integer weights of a quantized file are proved by their values in floating point, which are
+        0 where they are.
       params: a pytree with the concrete weights.
       inputs: arrays or `jax.ShapeDtypeStruct`; the vjp is taken for parameters and inputs.
       layers: which weights are sparse along which axes and how, as `layers(params)` reports it. By
@@ -114,6 +118,10 @@ def verify(
         is summed over something other than its groups, or is found in no product at all (because
         something was added to it, say). The message has the table.
     """
+    check_arguments(verify, locals())
+    if isinstance(function, str | bytes | os.PathLike):
+        # the one call of this room that needs Models
+        function = importlib.import_module("jaxonnx.model").load(function)
     if params is None and not hasattr(function, "inputs"):
         raise InputError(
             "verify takes a model, or a function and its parameters, got "
@@ -130,10 +138,10 @@ def verify(
         )
         function, params = function.apply, function.params
     if layers is None:
-        layers = _find_sparse(params, pattern or "2:4", transposable)
+        layers = _find_sparse(params, "2:4" if pattern is None else pattern, transposable)
     elif pattern is not None or not transposable:
         leaves = [*by_name(params).items()]
-        patterns = match_patterns(pattern or "2:4", transposable, leaves)
+        patterns = match_patterns("2:4" if pattern is None else pattern, transposable, leaves)
         layers = [replace(x, pattern=patterns.get(x.name)) for x in layers if x.axes is not None]
     layers = [*layers]
     wanted = goals(layers)

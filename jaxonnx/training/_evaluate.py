@@ -13,6 +13,7 @@ from jaxonnx._data.batches import Source, prefetch
 from jaxonnx._data.images import preparation as images
 from jaxonnx._data.inputs_and_targets import is_zero_or_one
 from jaxonnx._progress import track_batches
+from jaxonnx._require import check_arguments
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model, as_model
 from jaxonnx.training import _objective as objective
@@ -69,6 +70,7 @@ def evaluate(
       TrainingError: neither loss nor metrics are given, or the data, labels, loss or metrics do not
         fit the model.
     """
+    check_arguments(evaluate, locals())
     if loss is None and metrics is None:
         raise TrainingError("evaluate computes metrics=, like ['accuracy'], or loss=, or both")
     check_names("evaluate", DataArguments, arguments)

@@ -11,7 +11,7 @@ import jax
 import optax
 
 from jaxonnx._arguments import OPTIMIZERS, RATE, SCHEDULES
-from jaxonnx._require import require, require_choice
+from jaxonnx._require import check_arguments, require, require_choice
 from jaxonnx.errors import TrainingError
 
 
@@ -50,6 +50,7 @@ def optimizer(
     Raises:
       TrainingError: a setting does not fit.
     """
+    check_arguments(optimizer, locals())
     require_choice("optimizer", name, OPTIMIZERS, TrainingError)
     require_choice("schedule", schedule, SCHEDULES, TrainingError)
     _positive("rate", rate)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._io.training_checkpoints import read_training_checkpoint
+from jaxonnx._require import check_arguments
 from jaxonnx.errors import TrainingError
 from jaxonnx.optim import AdamState
 from jaxonnx.training._step import State, Step
@@ -28,6 +29,7 @@ def restore_checkpoint(step: Step, path: str | os.PathLike) -> State:
       TrainingError: it has no moments of a parameter of the step, or of another shape; or the
         optimizer is not `jaxonnx.optim.adam`.
     """
+    check_arguments(restore_checkpoint, locals())
     saved, where = read_training_checkpoint(path), f"'{os.fspath(path)}'"
     if not saved.moments:
         raise TrainingError(

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxonnx._arrays import to_host
 from jaxonnx._data.batches import Source
+from jaxonnx._require import check_arguments
 from jaxonnx._text import format_count
 from jaxonnx.lora import Adapters
 from jaxonnx.model import Model
@@ -47,6 +48,7 @@ class Result:
           configuration: to be shown as the settings; by default those of `train` that are not the
             usual ones.
         """
+        check_arguments(Result.report, locals())
         write(self, path, configuration)
 
     def __str__(self) -> str:

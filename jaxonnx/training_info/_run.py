@@ -22,6 +22,7 @@ from jaxonnx._graph.roles import HOST_ONLY
 from jaxonnx._graph.values import data, fit, to_value
 from jaxonnx._io.protos import subgraphs, tensor_of_constant
 from jaxonnx._io.tensors import to_array
+from jaxonnx._require import check_arguments
 from jaxonnx._run.failures import convert_errors, warn
 from jaxonnx._run.folding import FOLD_LIMIT
 from jaxonnx._run.scope import Context, run
@@ -127,6 +128,7 @@ class Training:
         Raises:
           NodeError, LimitError: as in `step`.
         """
+        check_arguments(Training.init, locals())
         with convert_errors("the compiled initialization", self._initial):
             return self._jitted_init(self.state, key)
 
@@ -159,6 +161,7 @@ class Training:
           NodeError: JAX or XLA does not compile or run the step.
           LimitError: memory is not enough for it.
         """
+        check_arguments(Training.step, locals())
         count = len(self._algorithms)
         if algorithm is not None and not 0 <= algorithm < count:
             raise InputError(f"algorithm is {algorithm}; the model has {count}, counted from 0")
@@ -178,6 +181,7 @@ class Training:
         Raises:
           InputError, NodeError, LimitError: as in `step`.
         """
+        check_arguments(Training.inference, locals())
         _check_names("state", state, self.variables)
         _check_names("inputs", inputs, self._inference.inputs)
         key = jax.random.key(0) if key is None else key
@@ -379,6 +383,8 @@ def _assign(state: State, bindings: Mapping[str, str], outputs: Mapping[str, Any
 
 def _check_names(what: str, values: Mapping[str, Any], expected: Iterable[str]) -> None:
     """Raise `InputError` unless values have exactly the expected names."""
+    if not isinstance(values, Mapping):
+        raise InputError(f"{what} must be a dict by tensor name, got a {type(values).__name__}")
     expected = set(expected)
     missing, unknown = sorted(expected - values.keys()), sorted(values.keys() - expected)
     if missing or unknown:
