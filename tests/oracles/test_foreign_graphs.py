@@ -49,6 +49,13 @@ REASONS = {
     "reducesum_variable_dynamic_axes_noop_set_verify_test.onnx": "an axis twice",
     "layer_norm_3d_half_stash_off_test.onnx": "stash_type 0 is no type; onnx.reference refuses it",
     "layer_norm_3d_half_stash_off_epsilon_test.onnx": "stash_type 0 is no type",
+    "scatternd_invalid_reduction_test.onnx": "invalid: reduction is 'invalid'",
+    "scatter_elements_invalid_reduction_test.onnx": "invalid: reduction is 'invalid'",
+    "softmaxcrossentropyloss_weight_wrong_dims_test.onnx": "invalid: 2 weights of 4 classes",
+    "group_norm_invalid_scale_shape_test.onnx": "invalid: a scale of 1 for 2 groups of 4 channels",
+    "mvn_default_axes_rank_too_small_test.onnx": "invalid: axis 3 of 3 axes",
+    "implicit_sub_bcast_test.onnx": "uint64 below 0, in 32 bits without jax_enable_x64",
+    "pow_i64_fp32_test.onnx": "above int64; 32 bits without jax_enable_x64",
     "einsum_multiple_ellipses_negative_test.onnx": "invalid: onnxruntime's session hangs",
 }
 """Why a file differs, by the end of its path."""
