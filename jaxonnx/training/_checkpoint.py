@@ -121,7 +121,7 @@ class Checkpoints:
             except UNREADABLE as error:
                 damaged.append((step.name, error))
         processes.agree(not damaged)  # all have looked before one changes anything
-        for name, error in sorted(damaged, key=lambda one: one[0]):
+        for name, error in sorted(damaged, key=lambda pair: pair[0]):
             self._set_aside(name, error)
 
         def of_metrics(metrics):
@@ -170,12 +170,12 @@ class Checkpoints:
                 continue
             self._compare(about, tree)
             try:
-                found = self._arrays(step, tree, about["crc"])
+                restored = self._arrays(step, tree, about["crc"])
             except UNREADABLE as error:
                 self._set_aside(step, error)
                 self._manager.reload()
                 continue
-            return Position(*about["position"]), found, History(**about["history"])
+            return Position(*about["position"]), restored, History(**about["history"])
         if steps:
             raise TrainingError(
                 f"no checkpoint in '{self.folder}' can be read; pass another checkpoint_dir to "
@@ -259,19 +259,20 @@ class Checkpoints:
 
     def _about(self, step: int) -> dict[str, Any]:
         args = self._orbax.args
-        found = self._manager.restore(step, args=args.Composite(about=args.JsonRestore()))
-        return verify_checksum(found["about"])
+        restored = self._manager.restore(step, args=args.Composite(about=args.JsonRestore()))
+        return verify_checksum(restored["about"])
 
     def _arrays(self, step: int, tree: Any, seals: list[int | str]) -> Any:
         args = self._orbax.args
         leaves, structure = jax.tree.flatten(tree)
         like = [
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_restored_sharding(x, given))
-            for x, given in zip(map(_data, leaves), seals, strict=True)
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_restored_sharding(x, seal))
+            for x, seal in zip(map(_data, leaves), seals, strict=True)
         ]
-        found = self._manager.restore(step, args=args.Composite(leaves=args.StandardRestore(like)))
-        check(found["leaves"], seals)
-        return jax.tree.unflatten(structure, map(_like, found["leaves"], leaves))
+        parts = args.Composite(leaves=args.StandardRestore(like))
+        restored = self._manager.restore(step, args=parts)
+        check(restored["leaves"], seals)
+        return jax.tree.unflatten(structure, map(_like, restored["leaves"], leaves))
 
     def _compare(self, about: dict[str, Any], tree: Any) -> None:
         settings = {name: x for name, x in self._settings.items() if name != "data"}
@@ -344,8 +345,8 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 def _leaves(tree: Any) -> list[str]:
-    found = jax.tree_util.tree_leaves_with_path(tree)
-    return [f"{jax.tree_util.keystr(path)} {x.dtype}{list(x.shape)}" for path, x in found]
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [f"{jax.tree_util.keystr(path)} {x.dtype}{list(x.shape)}" for path, x in leaves]
 
 
 def _data(x: jax.Array) -> jax.Array:
@@ -364,9 +365,9 @@ def _copy_for_writing(x: Any) -> Any:
     return jnp.copy(x) if next(iter(x.sharding.device_set)).platform == "cpu" else x
 
 
-def _restored_sharding(x: jax.Array, given: int | str) -> jax.sharding.Sharding | None:
+def _restored_sharding(x: jax.Array, seal: int | str) -> jax.sharding.Sharding | None:
     """Return the sharding to restore to, if the array is sharded or was when it was saved."""
-    several = len(x.sharding.device_set) > 1 or isinstance(given, str)
+    several = len(x.sharding.device_set) > 1 or isinstance(seal, str)
     return x.sharding if several else None
 
 

@@ -185,8 +185,8 @@ class GradientStep(Step):
         new: Any = optax.apply_updates(state.params, updates)
         selecting, small = good is not None, stays_finite(state.params, new, small=True)
         good = good & small if selecting else small
-        kept = _keep_finite_at_once if self._storage.platform == "onnx" else _keep_finite
-        params: Any = jax.tree.map(partial(kept, good), state.params, new)
+        keep = _keep_finite_at_once if self._storage.platform == "onnx" else _keep_finite
+        params: Any = jax.tree.map(partial(keep, good), state.params, new)
         taken, average = state.taken + 1, state.average
         if self.settings.ema is not None:
             # the parameters move once in `accumulate` steps, and so does their average
@@ -295,8 +295,8 @@ def _keep_finite_at_once(good: jax.Array, old: jax.Array, new: jax.Array) -> jax
 
 
 @jax.jit
-def _select(condition: jax.Array, one: jax.Array, other: jax.Array) -> jax.Array:
-    return jnp.where(condition, one, other)
+def _select(condition: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.where(condition, x, y)
 
 
 def _wide(x: jax.Array) -> jax.Array:

@@ -132,8 +132,9 @@ class Loss:
 
     def align(self, outputs: Any, targets: Any) -> tuple[Any, Any]:
         """Return outputs and targets aligned by position, shifted for next tokens."""
-        own = self.function
-        return own.align(outputs, targets) if isinstance(own, ClassLoss) else (outputs, targets)
+        if isinstance(self.function, ClassLoss):
+            return self.function.align(outputs, targets)
+        return outputs, targets
 
     @property
     def one_hot(self) -> bool:
@@ -323,13 +324,13 @@ def totals(values: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _near(name: str) -> list[str]:
     """Return the losses that a misspelled or foreign name may mean."""
-    named = {_plain(own): own for own in _named_losses()}
+    named = {_plain(name): name for name in _named_losses()}
     plain = _plain(name)
-    meant = [own for other, own in _ALSO_CALLED.items() if plain in other.split()]
+    meant = [name for other, name in _ALSO_CALLED.items() if plain in other.split()]
     spelled = difflib.get_close_matches(plain, named, n=3)
     parts = [key for key in named if plain and (plain in key or key in plain)]
     near = dict.fromkeys([*meant, *(named[key] for key in (*spelled, *parts))])
-    return [own for own in near if own in _named_losses()][:4] or sorted(_named_losses())
+    return [name for name in near if name in _named_losses()][:4] or sorted(_named_losses())
 
 
 def _plain(name: str) -> str:
@@ -367,12 +368,12 @@ def find(loss: Any) -> Loss:
         return Loss(loss, loss.name)
     named = _named_losses()
     if callable(loss):
-        return Loss(loss, next((name for name, own in named.items() if own is loss), None))
+        return Loss(loss, next((name for name, value in named.items() if value is loss), None))
     if not isinstance(loss, str) or loss not in named:
         near = ", ".join(f"{name} ({_takes(name)})" for name in _near(str(loss)))
         raise TrainingError(
             f"there is no loss {loss!r} of predictions and targets; try {near}, "
             "or pass a callable (outputs, targets) -> loss"
         )
-    found = named[loss]
-    return Loss(found, found.name if isinstance(found, ClassLoss) else loss)
+    function = named[loss]
+    return Loss(function, function.name if isinstance(function, ClassLoss) else loss)

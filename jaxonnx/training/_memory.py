@@ -26,17 +26,17 @@ class FitCheck:
 
     def __init__(self, update: Callable[..., tuple[State, jax.Array]]):
         self._update = jax.jit(update, donate_argnums=0)
-        self._known: set[Any] = set()
+        self._compiled: set[Any] = set()
 
     def __call__(self, state: State, batch: Any, *others: Any) -> tuple[State, jax.Array]:
         leaves, structure = jax.tree.flatten(batch)
         kind = structure, *((x.shape, x.dtype) for x in leaves)
-        if kind not in self._known:
+        if kind not in self._compiled:
             traced = self._update.trace(state, batch, *others)  # jax.jit keeps it for the call
             with convert_errors("the compiled step"):
                 compiled = traced.lower().compile()
             _check(compiled, jax.tree.leaves(compiled.output_shardings)[0].addressable_devices)
-            self._known.add(kind)
+            self._compiled.add(kind)
         return self._update(state, batch, *others)
 
 
@@ -101,6 +101,6 @@ def explain_memory_errors(settings: Settings) -> Iterator[None]:
     except EXHAUSTED as error:
         if isinstance(error, Error) or not is_out_of_memory(error):
             raise
-        kept = settings.checkpoint_dir
-        newest = "" if kept is None else f"; resume=True goes on from the newest in '{kept}'"
+        folder = settings.checkpoint_dir
+        newest = "" if folder is None else f"; resume=True goes on from the newest in '{folder}'"
         raise TrainingError(_advice(error) + newest) from error

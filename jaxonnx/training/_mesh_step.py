@@ -81,17 +81,17 @@ class MeshStep(Step):
         if not shared:
             self._check_size(batch)
             return jax.tree.map(lambda x: put(x, self._rows), batch)
-        own = partial(jax.make_array_from_process_local_data, self._rows)
-        return jax.tree.map(lambda x: own(np.asarray(x)), batch)
+        place_share = partial(jax.make_array_from_process_local_data, self._rows)
+        return jax.tree.map(lambda x: place_share(np.asarray(x)), batch)
 
     def advance(self, state: State, batch: Any, frozen: Any = None) -> tuple[State, Any, Any]:
         with self._use_auto_mesh():
             state, *seen = self._step.advance(state, self._split(batch), self._or_own(frozen))
-            kept = {
+            placed = {
                 field.name: _constrain(getattr(state, field.name), getattr(self._state, field.name))
                 for field in fields(State)
             }
-            state, seen = state.replace(**kept), _constrain(seen, self._whole)
+            state, seen = state.replace(**placed), _constrain(seen, self._whole)
         return state, *map(_leave_auto, seen)
 
     def evaluate(self, sums: Any, state: State, batch: Any, frozen: Any = None) -> Any:

@@ -47,45 +47,47 @@ def _divide(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.where(b > 0, a / jnp.where(b > 0, b, 1), 0)
 
 
-def _right(found: Choices | Answers) -> Sums:
-    if isinstance(found, Choices):
-        right = found.scores.argmax(1) == found.labels
+def _right(decisions: Choices | Answers) -> Sums:
+    if isinstance(decisions, Choices):
+        right = decisions.scores.argmax(1) == decisions.labels
     else:
-        right = (found.given == found.true).mean(1)
-    return (right * found.weight).sum(), found.weight.sum()
+        right = (decisions.given == decisions.true).mean(1)
+    return (right * decisions.weight).sum(), decisions.weight.sum()
 
 
-def _negative_log_probability(ending: str | None, found: Choices) -> Sums:
+def _negative_log_probability(ending: str | None, decisions: Choices) -> Sums:
     """Return the sum of the negative log probabilities of the labels, and their weight."""
-    scores = found.scores.astype(float)
+    scores = decisions.scores.astype(float)
     logs = jnp.log(scores) if ending == "Softmax" else jax.nn.log_softmax(scores, 1)
-    label = jnp.clip(found.labels, 0, scores.shape[1] - 1)[:, None]
-    own = jnp.where(found.weight > 0, -jnp.take_along_axis(logs, label, 1)[:, 0], 0)
-    return (own * found.weight).sum(), found.weight.sum()
+    label = jnp.clip(decisions.labels, 0, scores.shape[1] - 1)[:, None]
+    losses = jnp.where(decisions.weight > 0, -jnp.take_along_axis(logs, label, 1)[:, 0], 0)
+    return (losses * decisions.weight).sum(), decisions.weight.sum()
 
 
-def _among_best(count: int, found: Choices) -> Sums:
-    _, best = jax.lax.top_k(found.scores, count)
-    right = (best == found.labels[:, None]).any(1)
-    return (right * found.weight).sum(), found.weight.sum()
+def _among_best(count: int, decisions: Choices) -> Sums:
+    _, best = jax.lax.top_k(decisions.scores, count)
+    right = (best == decisions.labels[:, None]).any(1)
+    return (right * decisions.weight).sum(), decisions.weight.sum()
 
 
-def _matrix(found: Choices | Answers) -> Sums:
+def _matrix(decisions: Choices | Answers) -> Sums:
     """Return the confusion matrix, unweighted."""
-    if isinstance(found, Choices):
-        classes, true, chosen = found.scores.shape[1], found.labels, found.scores.argmax(1)
+    if isinstance(decisions, Choices):
+        classes, chosen = decisions.scores.shape[1], decisions.scores.argmax(1)
+        true = decisions.labels
     else:
-        classes, true, chosen = 2, found.true[:, 0].astype(int), found.given[:, 0].astype(int)
-    counts = (true >= 0) & (true < classes) & (found.weight > 0)
+        classes, chosen = 2, decisions.given[:, 0].astype(int)
+        true = decisions.true[:, 0].astype(int)
+    counts = (true >= 0) & (true < classes) & (decisions.weight > 0)
     place = jnp.where(counts, true * classes + chosen, classes**2)
     return jnp.zeros(classes**2, jnp.int32).at[place].add(1, mode="drop").reshape(classes, classes)
 
 
-def _gather_predictions(found: Choices | Answers) -> Sums:
+def _gather_predictions(decisions: Choices | Answers) -> Sums:
     """Return scores, truth and weight of each prediction."""
-    if isinstance(found, Choices):
-        return found.scores, found.labels, found.weight
-    return found.scores, found.true, found.weight
+    if isinstance(decisions, Choices):
+        return decisions.scores, decisions.labels, decisions.weight
+    return decisions.scores, decisions.true, decisions.weight
 
 
 class _Confusion(NamedTuple):
@@ -96,16 +98,16 @@ class _Confusion(NamedTuple):
     both: jax.Array
 
 
-def _confusion(found: Choices | Answers) -> Sums:
-    if isinstance(found, Choices):
-        classes = found.scores.shape[1]
-        chosen = jax.nn.one_hot(found.scores.argmax(1), classes, dtype=bool)
-        true = jax.nn.one_hot(found.labels, classes, dtype=bool)
+def _confusion(decisions: Choices | Answers) -> Sums:
+    if isinstance(decisions, Choices):
+        classes = decisions.scores.shape[1]
+        chosen = jax.nn.one_hot(decisions.scores.argmax(1), classes, dtype=bool)
+        true = jax.nn.one_hot(decisions.labels, classes, dtype=bool)
     else:
-        chosen, true = found.given, found.true
-    counts = ((found.weight[:, None] * x).sum(0) for x in (chosen, true, chosen & true))
+        chosen, true = decisions.given, decisions.true
+    counts = ((decisions.weight[:, None] * x).sum(0) for x in (chosen, true, chosen & true))
     # of classes those that occur count, of yes or no all: both as in scikit-learn
-    always = isinstance(found, Answers) * found.weight.sum()
+    always = isinstance(decisions, Answers) * decisions.weight.sum()
     return _Confusion(*counts), always
 
 
@@ -212,12 +214,12 @@ def find(metric: Any, reader: Reader) -> tuple[str, Metric]:
             _ratio,
             add,
         )
-    known = isinstance(metric, str)
-    if known and metric in _NUMBERS:
+    named = isinstance(metric, str)
+    if named and metric in _NUMBERS:
         return metric, Metric(*_NUMBERS[metric])
-    best = re.fullmatch(r"top_([1-9]\d*)", metric) if known else None
+    best = re.fullmatch(r"top_([1-9]\d*)", metric) if named else None
     if best is None and not (
-        known and (metric == "perplexity" or metric in {**_CLASSES, **_TABLES, **_AREAS})
+        named and (metric == "perplexity" or metric in {**_CLASSES, **_TABLES, **_AREAS})
     ):
         raise TrainingError(
             f"there is no metric {metric!r}; there are {_NAMES}, for jaxonnx.evaluate also "

@@ -99,14 +99,14 @@ class Objective:
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Any]:
         """Return the sums of a batch: losses first, then metrics by name."""
         targets, weight = batch.targets, jnp.asarray(batch.weight)
-        found = {
+        sums = {
             f"loss {i}": term.loss.totals(*self._loss_arguments(term, outputs, targets), weight)
             for i, term in enumerate(self.terms)
         }
         for name, measure in self.measures.items():
-            given = self._select_output(measure.output, outputs, targets)
-            found[name] = measure.metric.sums(*given, weight)
-        return jax.tree.map(jnp.asarray, found)
+            pair = self._select_output(measure.output, outputs, targets)
+            sums[name] = measure.metric.sums(*pair, weight)
+        return jax.tree.map(jnp.asarray, sums)
 
     def start(self, shapes: Any, batch: Batch) -> dict[str, Any]:
         """Return the sums of no examples, given the shapes of outputs."""
@@ -177,17 +177,17 @@ class Objective:
         wanted = [part.output for part in (*terms, *self.measures.values()) if part.output]
         for output in wanted if isinstance(targets, Mapping) or len({*wanted}) > 1 else ():
             if not isinstance(targets, Mapping) or output not in targets:
-                given = [*targets] if isinstance(targets, Mapping) else "an array"
+                names = [*targets] if isinstance(targets, Mapping) else "an array"
                 raise TrainingError(
                     "losses and metrics by output need targets in a dict by output name, with "
-                    f"'{output}'; they are {given}"
+                    f"'{output}'; they are {names}"
                 )
         for term in self.terms:
             what = "the loss" if term.output is None else f"the loss of '{term.output}',"
             term.loss.check(*self._loss_arguments(term, shapes, targets), what, weight)
         for name, measure in self.measures.items():
-            given = self._select_output(measure.output, shapes, targets)
-            metrics.check(name, measure.given, measure.reader, *given, weight)
+            pair = self._select_output(measure.output, shapes, targets)
+            metrics.check(name, measure.given, measure.reader, *pair, weight)
 
     def check_labels(self, targets: Any, shapes: Any, what: str, classes: Any = None) -> None:
         """Refuse labels that are not classes, and other classes than those of the outputs."""
@@ -234,25 +234,25 @@ def find(
     logits: list[str] = []
     notes: list[str] = []
 
-    def term(output: str | None, given: Any, share: float) -> Term:
-        found = losses.find(given)
+    def term(output: str | None, argument: Any, share: float) -> Term:
+        resolved = losses.find(argument)
         if output is None and len(names) > 1:
-            return Term(found, None, None, share)
+            return Term(resolved, None, None, share)
         position = 0 if output is None else names.index(output)
         node = _find_ending(model, names[position])
-        if node is None or not _fits(node, found, model.outputs[position].shape):
-            return Term(found, output, position, share)
+        if node is None or not _fits(node, resolved, model.outputs[position].shape):
+            return Term(resolved, output, position, share)
         if node.inputs[0] not in logits:
             logits.append(node.inputs[0])
         notes.append(
-            f"the loss {found.name} takes logits: it is that of '{node.inputs[0]}', which "
+            f"the loss {resolved.name} takes logits: it is that of '{node.inputs[0]}', which "
             f"{node.op.name} turns into the output '{names[position]}'; the saved model keeps it"
         )
-        return Term(found, output, len(names) + logits.index(node.inputs[0]), share)
+        return Term(resolved, output, len(names) + logits.index(node.inputs[0]), share)
 
     if isinstance(loss, Mapping):
         terms = tuple(
-            term(o, *_with_weight(o, given)) for o, given in _of_outputs("loss", loss, names)
+            term(o, *_with_weight(o, argument)) for o, argument in _of_outputs("loss", loss, names)
         )
     else:
         terms = () if loss is None else (term(None, loss, 1.0),)
@@ -263,23 +263,23 @@ def find(
     return Objective(model, terms, measures, names, tuple(notes))
 
 
-def _of_outputs(what: str, given: Mapping[str, Any], names: tuple[str, ...]) -> list:
-    if not given or not {*given} <= {*names}:
+def _of_outputs(what: str, argument: Mapping[str, Any], names: tuple[str, ...]) -> list:
+    if not argument or not {*argument} <= {*names}:
         raise TrainingError(
-            f"{what} is a dict with the keys {', '.join(map(repr, given)) or 'none'}; its keys "
+            f"{what} is a dict with the keys {', '.join(map(repr, argument)) or 'none'}; its keys "
             f"must be outputs of the model, which are {', '.join(map(repr, names))}"
         )
-    return list(given.items())
+    return list(argument.items())
 
 
-def _with_weight(output: str, given: Any) -> tuple[Any, float]:
+def _with_weight(output: str, argument: Any) -> tuple[Any, float]:
     """Return a loss and its weight, 1 if it has none."""
-    if not isinstance(given, tuple):
-        return given, 1.0
-    fits = len(given) == 2 and isinstance(given[1], int | float) and np.isfinite(given[1])
+    if not isinstance(argument, tuple):
+        return argument, 1.0
+    fits = len(argument) == 2 and isinstance(argument[1], int | float) and np.isfinite(argument[1])
     expected = "a loss or a pair (loss, weight)"
-    require(f"the loss of '{output}'", given, fits, expected, TrainingError)
-    return given[0], float(given[1])
+    require(f"the loss of '{output}'", argument, fits, expected, TrainingError)
+    return argument[0], float(argument[1])
 
 
 def _with_class_weights(
@@ -309,21 +309,21 @@ def _measures(
         listed = [(None, metric) for metric in _list(wanted)]
     else:
         listed = [(t.output, "accuracy") for t in terms if t.loss.class_axis is not None]
-    found: dict[str, Measure] = {}
-    for output, given in listed:
+    measures: dict[str, Measure] = {}
+    for output, argument in listed:
         node = _find_ending(model, names[0] if output is None else output)
         loss = losses_of.get(output, losses_of.get(None) if len(names) == 1 else None)
         reader = Reader(loss, None if node is None else node.op.name)
-        name, metric = metrics.find(given, reader)
+        name, metric = metrics.find(argument, reader)
         name = name if output is None else f"{output}_{name}"
-        if name in found or name in ("loss", *(f"{term.output}_loss" for term in terms)):
+        if name in measures or name in ("loss", *(f"{term.output}_loss" for term in terms)):
             raise TrainingError(f"there are two metrics '{name}'")
-        found[name] = Measure(metric, given, reader, output)
-    return found
+        measures[name] = Measure(metric, argument, reader, output)
+    return measures
 
 
-def _list(given: Any) -> list[Any]:
-    return list(given) if isinstance(given, list | tuple) else [given]
+def _list(argument: Any) -> list[Any]:
+    return list(argument) if isinstance(argument, list | tuple) else [argument]
 
 
 def _find_ending(model: Model, output: str) -> Node | None:

@@ -61,10 +61,10 @@ def optimizer(
         _positive("weight_decay", weight_decay, zero=True)
     rule: Any = getattr(optax, name)
     decay = {} if weight_decay is None else {"weight_decay": weight_decay}
-    own = decay if "weight_decay" in inspect.signature(rule).parameters else {}
+    options = decay if "weight_decay" in inspect.signature(rule).parameters else {}
     parts = [] if clip is None else [optax.clip_by_global_norm(clip)]
-    parts.append(rule(-1.0, **own))  # the last part has the rate, and the sign
-    if decay and not own:
+    parts.append(rule(-1.0, **options))  # the last part has the rate, and the sign
+    if decay and not options:
         parts.append(optax.add_decayed_weights(**decay))
     rates = _rates(rate, steps, schedule, warmup)
     parts.append(optax.inject_hyperparams(optax.scale_by_learning_rate)(learning_rate=rates))

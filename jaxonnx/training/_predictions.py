@@ -64,11 +64,11 @@ class Reader:
 
     def _binary(self, outputs: Any, targets: Any, weight: jax.Array) -> Answers:
         weight = jnp.broadcast_to(_beside(weight, targets.ndim), targets.shape)
-        given, true = outputs > self.threshold, targets > 0.5
+        predicted, true = outputs > self.threshold, targets > 0.5
         if targets.ndim == 2:  # (examples, labels)
-            return Answers(outputs, given, true, weight[:, 0])
-        outputs, given, true = (x.reshape(-1, 1) for x in (outputs, given, true))
-        return Answers(outputs, given, true, weight.reshape(-1))
+            return Answers(outputs, predicted, true, weight[:, 0])
+        outputs, predicted, true = (x.reshape(-1, 1) for x in (outputs, predicted, true))
+        return Answers(outputs, predicted, true, weight.reshape(-1))
 
     @property
     def threshold(self) -> float | None:

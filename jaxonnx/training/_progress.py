@@ -81,8 +81,8 @@ class Bar:
             self._steps = -(-row["step"] // len(history.epochs))
         under_way = self._done > row.get("step", 0)
         description = f"epoch {len(history.epochs) + under_way}/{self._epochs}"
-        told = [*_numbers(history, row), *self._speed()]
-        line = ", ".join([description, *told])
+        parts = [*_numbers(history, row), *self._speed()]
+        line = ", ".join([description, *parts])
         if self._in_notebook:
             self._cell.draw(self._done, self._total, line)
         else:
@@ -91,7 +91,7 @@ class Bar:
                 completed=self._done,
                 total=self._total,
                 description=description,
-                told=", ".join(told),
+                told=", ".join(parts),
             )
         return line
 
@@ -105,18 +105,18 @@ class Bar:
         if self._began is None or not done:
             return []
         rate = done / max(time.perf_counter() - self._began, 1e-9)
-        told = [f"{rate:.3g} steps/s" if rate >= 1 else f"{1 / rate:.3g} s/step"]
+        parts = [f"{rate:.3g} steps/s" if rate >= 1 else f"{1 / rate:.3g} s/step"]
         left = None if self._total is None else self._total - self._done
-        return told if not left or left < 0 else [*told, f"{_clock(left / rate)} left"]
+        return parts if not left or left < 0 else [*parts, f"{_clock(left / rate)} left"]
 
 
 def _numbers(history: History, row: dict[str, Any]) -> list[str]:
-    told = [f"loss {value:.4g}" for value in history.losses[-1:]]
-    told += [f"rate {value:.3g}" for value in history.rates[-1:]]
-    found = [name for name in row if name.startswith("validation_")]
+    parts = [f"loss {value:.4g}" for value in history.losses[-1:]]
+    parts += [f"rate {value:.3g}" for value in history.rates[-1:]]
+    metrics = [name for name in row if name.startswith("validation_")]
     if "validation_accuracy" in row:
-        return [*told, f"accuracy {row['validation_accuracy']:.2%}"]
-    return told + [f"{name.replace('_', ' ')} {row[name]:.4g}" for name in found[:1]]
+        return [*parts, f"accuracy {row['validation_accuracy']:.2%}"]
+    return parts + [f"{name.replace('_', ' ')} {row[name]:.4g}" for name in metrics[:1]]
 
 
 def _clock(seconds: float) -> str:

@@ -19,8 +19,8 @@ from jaxonnx.training._precision import PRECISIONS
 _VALUES: Any = make_dataclass(
     "_VALUES",
     [
-        (name, one.type, field(default=one.argument.default))
-        for name, one in declared(TrainArguments).items()
+        (name, entry.type, field(default=entry.argument.default))
+        for name, entry in declared(TrainArguments).items()
     ],
     frozen=True,
     kw_only=True,
@@ -102,9 +102,9 @@ class Settings(_VALUES):
             )
 
     def _check_inputs(self) -> None:
-        for name, given in (("fixed", self.fixed), ("batching", self.batching)):
-            fits = given is None or isinstance(given, Mapping)
-            require(name, given, fits, "a dict by input name", TrainingError)
+        for name, value in (("fixed", self.fixed), ("batching", self.batching)):
+            fits = value is None or isinstance(value, Mapping)
+            require(name, value, fits, "a dict by input name", TrainingError)
         whole = all(axis is None for axis in (self.batching or {}).values())
         expected = "None for each input without an axis of examples, like {'edges': None}"
         require("batching", self.batching, whole, expected, TrainingError)
@@ -143,7 +143,7 @@ class Settings(_VALUES):
     def resumable(self) -> dict[str, Any]:
         """The arguments that a run resumed from a checkpoint must share."""
         arguments = declared(TrainArguments).items()
-        same = {name: getattr(self, name) for name, one in arguments if one.argument.resume}
+        same = {name: getattr(self, name) for name, entry in arguments if entry.argument.resume}
         padding = Padding.of(self.pad, self.length_buckets)
         same["pad"] = {name: float(x) for name, x in padding.pad.items()} or None
         scheme = None if self.quantize is None else Quantization.of(self.quantize)
@@ -156,8 +156,8 @@ class Settings(_VALUES):
     @property
     def of_losses(self) -> list[str]:
         """The names of arguments with a value that only a loss and an optimizer give a meaning."""
-        arguments = [(n, one.argument) for n, one in declared(TrainArguments).items()]
-        named = [(n, getattr(self, n), one.default) for n, one in arguments if one.needs_loss]
+        arguments = [(n, entry.argument) for n, entry in declared(TrainArguments).items()]
+        named = [(n, getattr(self, n), entry.default) for n, entry in arguments if entry.needs_loss]
         return [name for name, value, default in named if value and value != default]
 
 
