@@ -108,7 +108,7 @@ def transformer(folder):
     # two blocks: queries, keys and values, which lie beside each other; what is made of them; two
     # layers of a perceptron; and the biases before the second product of each pair
     assert len(split) == 2 * (2 + 1 + 2 + 1), split
-    compared(model, ("fsdp", "tensor"))
+    compared(model, ("tensor",))
 
 
 def lstm(folder):
@@ -217,11 +217,10 @@ def decoder(folder):
     data = {"input_ids": np.random.default_rng(0).integers(3, 192, (16, 12))}
     settings = {"loss": "causal_lm", "batch_size": 8, "epochs": 1, "optimizer": MOMENTUM}
     alone = jaxonnx.train(model, data, progress=False, **settings)
-    for sharding in ("fsdp", "tensor"):
-        on = {"mesh": mesh(), "sharding": sharding}
-        result = jaxonnx.train(model, data, progress=False, **settings, **on)
-        close(result, alone)
-        spread(result.model, sharding, mesh())
+    on = {"mesh": mesh(), "sharding": "tensor"}
+    result = jaxonnx.train(model, data, progress=False, **settings, **on)
+    close(result, alone)
+    spread(result.model, "tensor", mesh())
 
 
 def sparse(folder):
@@ -242,7 +241,7 @@ def sparse(folder):
         mock.patch.object(_cpu, "LEAST_ROWS", ((4, 1),)),
         pytest.warns(UserWarning, match="products stay dense: XLA cannot split their kernels"),
     ):
-        compared(demo.mlp(128), ("data", "tensor"), check, **settings)
+        compared(demo.mlp(128), ("tensor",), check, **settings)
 
 
 def average(folder):

@@ -125,9 +125,9 @@ assert set(found.count) == {"all-reduce"}, found
 assert 0.9 * weights < found.total < 1.1 * weights, (found, found.bytes, weights)
 
 gathered("lstm")
-for name, sharding in (("lenet", "data"), ("cnn", "fsdp"), ("encoder", "fsdp")):
-    ours, flax = (sent(system, name, sharding)[0] for system in SYSTEMS)
-    assert ours.total <= 1.1 * flax.total, (name, sharding, ours, ours.bytes, flax, flax.bytes)
+for name in ("cnn", "encoder"):
+    ours, flax = (sent(system, name, "fsdp")[0] for system in SYSTEMS)
+    assert ours.total <= 1.1 * flax.total, (name, ours, ours.bytes, flax, flax.bytes)
 """)
 
 

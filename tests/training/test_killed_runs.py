@@ -16,7 +16,7 @@ from jaxonnx.cli import main
 from tests.support import run_processes, tiny_networks
 from tests.support.paths import ROOT
 
-KILLS = 6
+KILLS = 4
 
 
 @pytest.mark.deep
