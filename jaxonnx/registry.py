@@ -23,6 +23,12 @@ function's inputs and attributes.
 form in the file (`jaxonnx._few_bits`); `like` is the operator that computes the same in floating
 point. Adapters, shardings and files go by these, never by the name of an operator.
 
+`accepts` names the inputs that may be in another form than the file's, with one or a union of the
+classes of `jaxonnx.lowering` (`RoundedArray`, `LowRank`, `KernelFirst`, ...). The evaluator
+converts all others to plain arrays before the call::
+
+    @op("MatMul", since=1, weights={"b": matrix()}, accepts={"b": LowRank | Packed})
+
 Annotations say what a parameter needs beyond its value: `Static` on an input that must be known
 while tracing; `Key`, `Training`, `Outputs` and `Names` on keyword-only parameters that the
 evaluator fills in and that are not attributes.
@@ -46,7 +52,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
@@ -61,28 +66,14 @@ from jaxonnx._few_bits import Quantized, Storage
 Static = Annotated[np.ndarray, "static"]
 """An input whose value must be known while tracing; the function receives an `np.ndarray`."""
 
-Through = Annotated[Any, "through"]
-"""A quantized input whose gradient goes straight through to the numbers before rounding. The
-function receives it as a `Rounded`; without this marker it receives only the integers."""
-
 Omissible = Annotated[Any, "omissible"]
 """An input that may be omitted ("" in the file) although a later one is required: `Omissible` alone
-or in a union, as in `Through | Omissible`."""
-
-Kernel = Annotated[Any, "kernel"]
-"""A weight (M, C, *kernel) that may be a `lowering.KernelFirst`, which only `lowering` reads."""
-
-Factor = Annotated[Any, "factor"]
-"""A matrix that rows are multiplied by (`x @ w`). It may be a `LowRank` or `Packed` of `lowering`.
-"""
+or in a union."""
 
 PerAxis = Annotated[Any, "per axis"]
 """A scalar, or a vector along the attribute `axis` of the first input. The operator is elementwise
 otherwise, so that the first input may be stored with its axes in another order, and the function
 gets the `axis` of that order."""
-
-Rows = Annotated[Any, "rows"]
-"""A matrix that may be a `lowering.MergedRows`."""
 
 Key = Annotated[Callable[..., Any], "key"]
 """`key(seed=None)` gives this node's own PRNG key; equal seeds give equal keys."""
@@ -98,7 +89,7 @@ Names = Annotated[Any, "scope"]
 
 Channels = Annotated[int, "channels"]
 """The axis of the channels in the first input and the first output: 1 as in the specification, or
--1 where the evaluator keeps images with their channels last (`jaxonnx._run.channels_last`)."""
+-1 where the evaluator keeps images with their channels last (`jaxonnx._run.array_forms`)."""
 
 _CONTEXT = {
     "key": Key,
@@ -108,17 +99,6 @@ _CONTEXT = {
     "channels": Channels,
 }
 """The markers of keyword-only parameters that the evaluator passes, not attributes of the node."""
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Rounded:
-    """A quantized array together with the numbers that it was rounded from."""
-
-    value: Any
-    """The quantized array, which has no gradient."""
-    real: Any
-    """The numbers before rounding, in units of the scale; gradients go to these."""
 
 
 @dataclass(frozen=True)
@@ -158,12 +138,10 @@ class Op:
     pasts: tuple[int, ...] = ()
     """Inputs for caches of earlier calls (`past_key`, ...); output k + 1 is the new value of the
     k-th."""
-    through: frozenset[int] = frozenset()
-    """Inputs that are marked `Through`; the next four fields are for the other markers."""
-    kernels: frozenset[int] = frozenset()
-    factors: frozenset[int] = frozenset()
-    rows: frozenset[int] = frozenset()
     per_axis: frozenset[int] = frozenset()
+    """Inputs that are marked `PerAxis`."""
+    accepts: Mapping[int, tuple[type, ...]] = field(default_factory=dict, hash=False)
+    """The forms of arrays, besides the file's, that the function takes for an input."""
     needed: tuple[str | None, ...] = ()
     """The names of the inputs up to the last required one, None for those that may be omitted."""
     last: int = 0
@@ -224,6 +202,10 @@ class Op:
         declared = self.quantized.get(position)
         return declared and declared.storage(tuple(x.shape), x.dtype, attributes)
 
+    def takes(self, position: int, *forms: type) -> bool:
+        """Check whether an input may be in one of these forms (`accepts`)."""
+        return any(form in forms for form in self.accepts.get(position, ()))
+
     def role(self, position: int) -> str | None:
         """Return the role of an input: "param", "vector", "state", or None if it is not trained."""
         position = min(position, self.last)
@@ -265,6 +247,7 @@ def op(
     view: bool | Literal["same axes"] = False,
     dynamic: bool = False,
     pointwise: bool = False,
+    accepts: Mapping[str, Any] | None = None,
     shapes: str = "",
     without: Collection[str] = (),
 ):
@@ -273,9 +256,10 @@ def op(
     `weights`, `params`, `vectors` and `state` name the inputs for factors, for biases and other
     trained tensors, for bias or scale vectors, and for running statistics; a variadic input is
     named without its asterisk and means every position from there on. `quantized` are operands in
-    few bits; `like` is the operator of ONNX that computes the same in floating point, `result` the
-    scale of a quantized result, `bias` what is added to a product. `shapes` declares the shapes of
-    inputs, as `jaxonnx._constraints` describes; `without` names attributes of the function that
+    few bits, and `accepts` says which inputs may be in which forms of arrays; `like` is the
+    operator of ONNX that computes the same in floating point, `result` the scale of a quantized
+    result, `bias` what is added to a product. `shapes` declares the shapes of inputs, as
+    `jaxonnx._constraints` describes; `without` names attributes of the function that
     the operator does not have in this opset yet.
 
     Raises:
@@ -301,12 +285,12 @@ def op(
                 attributes |= _attributes_of(get_args(p.annotation)[0])
         attributes = {name: p for name, p in attributes.items() if name not in without}
         defaults = {n: p.default for n, p in attributes.items() if p.default is not p.empty}
-        forms = weights or {}
+        forms, accepted = weights or {}, accepts or {}
         named = {*order, *attributes}
         read = (form.attributes for form in forms.values())
         stored = quantized or {}
         scale = filter(None, (result, bias))
-        for group in (forms, params, vectors, state, stored, scale, *read):
+        for group in (forms, params, vectors, state, accepted, stored, scale, *read):
             if unknown := [*filter(lambda what: what not in named, group)]:
                 raise ValueError(f"operator {name} has no input or attribute {unknown[0]!r}")
         starts = [group for group in (params, vectors, state) if isinstance(group, Mapping)]
@@ -331,10 +315,7 @@ def op(
                 pointwise=pointwise,
                 pasts=tuple(i for i, name in enumerate(order) if name in _PASTS),
                 static=_positions_of(positional, Static),
-                through=_positions_of(positional, Through),
-                kernels=_positions_of(positional, Kernel),
-                factors=_positions_of(positional, Factor),
-                rows=_positions_of(positional, Rows),
+                accepts={order.index(n): get_args(kind) or (kind,) for n, kind in accepted.items()},
                 per_axis=_positions_of(positional, PerAxis),
                 context=context,
                 attributes=frozenset(attributes),

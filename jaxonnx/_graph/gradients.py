@@ -8,6 +8,7 @@ import onnx
 
 from jaxonnx._graph.bind import Graph, Node
 from jaxonnx._graph.roles import graph_tensors
+from jaxonnx.lowering import RoundedArray
 
 _FLOAT = re.compile(r"\((float|float16|bfloat16|double|complex64|complex128)\)")
 """A type of ONNX that has gradients, also within a sequence."""
@@ -30,7 +31,7 @@ def find_without_gradient(graph: Graph, names: Collection[str]) -> list[str]:
     for node in reversed(graph.nodes):
         if reached.isdisjoint(node.outputs):
             continue
-        through = {node.inputs[i] for i in node.op.through if i < len(node.inputs)}
+        through = {name for i, name in enumerate(node.inputs) if node.op.takes(i, RoundedArray)}
         reached.update({*node.reads} - integers | through)
         for inner in (*node.subgraphs, *([] if node.body is None else [node.body])):
             reached.update(graph_tensors(inner))

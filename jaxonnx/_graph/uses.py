@@ -13,6 +13,7 @@ from jaxonnx._axes import Matrix
 from jaxonnx._few_bits import Storage
 from jaxonnx._graph.bind import Graph, Node
 from jaxonnx.errors import Error
+from jaxonnx.lowering import ChangedWeight, LowRank
 
 _SEVERAL = ("BeginRounding", "Concat")
 """Operators whose results are views of all their inputs, not of the first alone."""
@@ -412,7 +413,8 @@ def _storage(tensor: Any, all_uses: Sequence[Use]) -> Storage | None:
     """Return the storage of a quantized matrix; None if a reader cannot add an adapter to it."""
     shape, direct = tuple(tensor.shape), [use for use in all_uses if use.is_direct]
     narrow = not jnp.issubdtype(tensor.dtype, jnp.floating) or tensor.dtype.itemsize == 1
-    if not narrow or not all(use.position in use.node.op.factors for use in direct):
+    changes = LowRank, ChangedWeight
+    if not narrow or not all(use.node.op.takes(use.position, *changes) for use in direct):
         return None
     for use in direct:
         storage = use.node.op.storage(use.position, tensor, use.node.attributes)

@@ -12,7 +12,7 @@ import numpy as np
 from onnx import TensorProto, TensorShapeProto, ValueInfoProto, helper
 
 from jaxonnx.errors import InputError, ModelError
-from jaxonnx.lowering import in_file
+from jaxonnx.lowering import to_array
 
 _NAMELESS = ("", "?", "-1")
 
@@ -243,4 +243,4 @@ def matching(what: str, current: dict, given: Mapping[str, Any] | None) -> dict[
                 f"{what} '{name}' is {value.dtype}, the model's is {current[name].dtype}, which "
                 f"the nodes that read it need; convert it with .astype('{current[name].dtype}')"
             )
-    return {name: in_file(given[name]) for name in current}
+    return {name: to_array(given[name]) for name in current}

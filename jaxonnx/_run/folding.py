@@ -88,7 +88,7 @@ def abstract(
     def shape_of(x):
         return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
 
-    values = {  # `ChannelsLast` and `KernelFirst` are pytrees with one leaf
+    values = {  # a `StoredArray` is a pytree of arrays
         i: jax.tree.map(shape_of, a)
         for i, a in enumerate(arguments)
         if i not in static and hasattr(a, "dtype") and a.dtype != object

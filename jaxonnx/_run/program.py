@@ -31,7 +31,7 @@ from jaxonnx._run.open_weights import open_weights
 from jaxonnx._run.plan import NOWHERE, Parts, Plan, make_key
 from jaxonnx._run.scope import Context, run
 from jaxonnx.errors import NodeError, StaticError
-from jaxonnx.lowering import placed_as, store
+from jaxonnx.lowering import KernelFirst, placed_as, store
 from jaxonnx.views import Evaluate, Outputs, View
 
 V = TypeVar("V", bound=View)
@@ -160,7 +160,7 @@ class Program:
         if self.adapts:
             return {**tensors}
         used = [
-            (use.name, use.position in use.node.op.kernels)
+            (use.name, use.node.op.takes(use.position, KernelFirst))
             for use in uses(graph or self.graph, tensors)
             if not (use.passes and use.node.op.per_axis)  # work on any order of axes
         ]

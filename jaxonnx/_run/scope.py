@@ -20,12 +20,12 @@ from jaxonnx import _limits as limits
 from jaxonnx import lowering
 from jaxonnx._graph.ancestors import find_between
 from jaxonnx._graph.bind import Graph, Node
-from jaxonnx._run import channels_last, failures
+from jaxonnx._run import array_forms, failures
 from jaxonnx._run.folding import abstract, broadcast_late, fold, folds, is_traced, on_device
 from jaxonnx._run.remat import find_cuts
 from jaxonnx._run.two_bit_inputs import on_cpu
 from jaxonnx.errors import Error, NodeError, StaticError
-from jaxonnx.registry import Op, Rounded, is_known, symbolic
+from jaxonnx.registry import Op, is_known, symbolic
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def run(
         else:
             for node in graph.nodes:
                 scope.step(node)
-    return tuple(_plain(scope[name]) for name in graph.outputs)
+    return tuple(lowering.to_array(scope[name]) for name in graph.outputs)
 
 
 class Scope:
@@ -101,12 +101,10 @@ class Scope:
 
     def step(self, node: Node) -> None:
         """Evaluate one node and bind its outputs; attach node and inputs to errors."""
-        arguments = [self[name] if name else None for name in node.inputs]
-        for i, value in enumerate(arguments):
-            value = value if i in node.op.through else _exact(value)
-            arguments[i] = on_cpu(value, node.label, node.inputs[i])
-        arguments = channels_last.choose(node.op, arguments)
+        names = node.inputs
+        arguments = [on_cpu(self[name], node.label, name) if name else None for name in names]
         try:
+            arguments = array_forms.choose(node.op, arguments)
             failures.check_types(node, arguments)
             results = self._results(node, arguments)
         except Error as error:
@@ -190,7 +188,7 @@ class Scope:
             scope.step(node)
             # a node on a path may compute a given value, too; the cut keeps the one that was given
             scope.values.update(given)
-        return tuple(_plain(scope[name]) for name in targets)
+        return tuple(lowering.to_array(scope[name]) for name in targets)
 
     def _find_between(self, names: Iterable[str], targets: Iterable[str]) -> list[Node]:
         """Return the nodes on the paths from `names` to `targets`, those of outer graphs first."""
@@ -221,7 +219,7 @@ class Scope:
             )
         for name, what in op.context:
             keywords[name] = self._context_value(node, arguments, what)
-        op.constraints.check([_exact(value) for value in arguments], node.attributes)
+        op.constraints.check(arguments, node.attributes)
         # `alone`: the arguments determine the results, without subgraphs, random key and scope
         alone = not node.graphs and not any(what in ("key", "scope") for _, what in op.context)
         if alone and folds(op, arguments, keywords):
@@ -239,7 +237,7 @@ class Scope:
             # the operator would allocate before its results can be checked; the nodes of a body are
             # checked one by one
             limits.check(abstract(partial(_call, op), arguments, keywords, op.static) or ())
-        results = channels_last.call(op, arguments, keywords)
+        results = array_forms.call(op, arguments, keywords)
         results = tuple(map(broadcast_late, results if isinstance(results, tuple) else (results,)))
         limits.check(results)
         if op.state and self._training(node) and op.state[0] < len(node.inputs):
@@ -280,7 +278,7 @@ class Scope:
         if what == "training":
             return self._training(node)
         if what == "channels":
-            return -1 if isinstance(arguments[0], channels_last.ChannelsLast) else 1
+            return -1 if isinstance(arguments[0], lowering.ChannelsLast) else 1
         return len(node.outputs) if what == "outputs" else self
 
     def _training(self, node: Node) -> bool | None:
@@ -382,7 +380,7 @@ _NO_GRAPH = Graph(
 
 
 def _call(op: Op, *arguments: Any, **keywords: Any) -> Any:
-    return channels_last.call(op, arguments, keywords)
+    return array_forms.call(op, arguments, keywords)
 
 
 def _on_device(op: Op, arguments: list) -> list:
@@ -393,16 +391,6 @@ def _on_device(op: Op, arguments: list) -> list:
 
 def _key(context: Context) -> jax.Array:
     return jax.random.key(0) if context.key is None else context.key
-
-
-def _exact(value: Any) -> Any:
-    """Return the rounded numbers of a `Rounded`; any other value as it is."""
-    return value.value if isinstance(value, Rounded) else value
-
-
-def _plain(value: Any) -> Any:
-    """Return a value as the file defines it: rounded, and in ONNX's order of axes."""
-    return channels_last.first(_exact(value))
 
 
 def _traced_names(node: Node, arguments: Sequence[Any]) -> list[str]:

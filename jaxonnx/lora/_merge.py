@@ -18,7 +18,7 @@ from jaxonnx._graph.uses import uses_by_tensor
 from jaxonnx._require import require
 from jaxonnx._text import list_some
 from jaxonnx.errors import InputError
-from jaxonnx.lowering import ChangedWeight, LowRank, in_file, is_half, merge_change
+from jaxonnx.lowering import ChangedWeight, LowRank, is_half, merge_change, to_array
 from jaxonnx.model import Model
 
 
@@ -38,7 +38,7 @@ class Merge:
         return tuple(name for name in self.params if name not in self.stored)
 
     def factors(self, tensors: Mapping[str, Any]) -> dict[str, tuple[Matrix, Any, Any]]:
-        pairs = {name: [in_file(tensors[member]) for member in pair(name)] for name in self.layouts}
+        pairs = {name: [to_array(tensors[part]) for part in pair(name)] for name in self.layouts}
         scale = self.alpha / self.rank
         return {
             name: (self.layouts[name], jnp.matrix_transpose(a), jnp.matrix_transpose(b) * scale)
@@ -57,7 +57,7 @@ class Merge:
         result = dict(tensors)
         for name, place in self.layouts.items():
             # a step may store those of a stack of matrices in the order of kernels
-            a, b = (in_file(result.pop(member)) for member in pair(name))
+            a, b = (to_array(result.pop(member)) for member in pair(name))
             w, norms = tensors[name], result.pop(magnitude(name), None)
             plain = w.ndim == 2 and w.dtype == a.dtype and not is_half(w)
             b = b * (self.alpha / self.rank)
@@ -88,7 +88,7 @@ def checksum(model: Model, names: Collection[str]) -> str:
     """Return a checksum of the first row of each of these weights; "" if one is on other hosts."""
     result = 0
     for name in sorted(names):
-        x = in_file(model.tensors[name])
+        x = to_array(model.tensors[name])
         if isinstance(x, jax.Array) and not x.is_fully_addressable:
             return ""
         row = np.ascontiguousarray(x[0])

@@ -27,7 +27,7 @@ from jaxonnx.lora._nodes import (
     magnitude_name,
     module_name,
 )
-from jaxonnx.lowering import in_file, norm_factors
+from jaxonnx.lowering import norm_factors, to_array
 from jaxonnx.views import Addition, View
 
 M = TypeVar("M", bound=Network)
@@ -47,7 +47,7 @@ class Adaption(Merge, View):
                 "merge_adapters(requantize=True) and save(path, adapters='merged') round"
             )
         tensors = {**network.state, **network.params}
-        params = jax.jit(lambda t: {n: in_file(self.read(t)[n]) for n in self.merged})(tensors)
+        params = jax.jit(lambda t: {n: to_array(self.read(t)[n]) for n in self.merged})(tensors)
         rounded: dict[str, Any] = {}
         if self.stored:
             factors = self._arrays(network, tensors)

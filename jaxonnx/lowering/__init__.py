@@ -7,9 +7,7 @@ from jaxonnx.lowering._divide import divide
 from jaxonnx.lowering._elementwise_proof import is_elementwise
 from jaxonnx.lowering._integer import FAST_INT8, integer_convolution, integer_product
 from jaxonnx.lowering._layout import (
-    KernelFirst,
     Transposition,
-    in_file,
     is_in_memory,
     kernel_first,
     kernels_first,
@@ -22,12 +20,14 @@ from jaxonnx.lowering._layout import (
 from jaxonnx.lowering._low_rank import (
     ChangedWeight,
     LowRank,
+    map_changed,
     merge_change,
     norm_factors,
     norms,
+    split_change,
     unfold_change,
 )
-from jaxonnx.lowering._merged_rows import MergedRows, reshape_rows
+from jaxonnx.lowering._merged_rows import MergedRows, map_rows, reshape_rows
 from jaxonnx.lowering._normalized import normalize
 from jaxonnx.lowering._packed import BATCH_AXIS, SMALL, Packed
 from jaxonnx.lowering._pool import Choice, first_max, first_winner, max_pool, window_sum
@@ -35,12 +35,15 @@ from jaxonnx.lowering._product import is_half, merges, product, product_rounded,
 from jaxonnx.lowering._recurrence import elementwise, recur, state_product, transpose_weight
 from jaxonnx.lowering._remat import remat
 from jaxonnx.lowering._rounded import Dot, Rounded
+from jaxonnx.lowering._rounded_array import RoundedArray, to_float32, with_gradient_of
+from jaxonnx.lowering._stored_array import ChannelsLast, KernelFirst, StoredArray, to_array
 
 __all__ = [
     "BATCH_AXIS",
     "FAST_INT8",
     "SMALL",
     "ChangedWeight",
+    "ChannelsLast",
     "Choice",
     "Conv",
     "Dot",
@@ -49,6 +52,8 @@ __all__ = [
     "MergedRows",
     "Packed",
     "Rounded",
+    "RoundedArray",
+    "StoredArray",
     "Transposition",
     "contract",
     "contract_p",
@@ -57,7 +62,6 @@ __all__ = [
     "elementwise",
     "first_max",
     "first_winner",
-    "in_file",
     "integer_convolution",
     "integer_product",
     "is_elementwise",
@@ -65,6 +69,8 @@ __all__ = [
     "is_in_memory",
     "kernel_first",
     "kernels_first",
+    "map_changed",
+    "map_rows",
     "max_pool",
     "merge_change",
     "merges",
@@ -82,11 +88,15 @@ __all__ = [
     "rows",
     "select_platform",
     "separate_heads",
+    "split_change",
     "state_product",
     "store",
+    "to_array",
+    "to_float32",
     "transpose_tree",
     "transpose_weight",
     "transposed_convolution",
     "unfold_change",
     "window_sum",
+    "with_gradient_of",
 ]

@@ -15,8 +15,8 @@ from jax import lax
 
 from jaxonnx.lowering import _winograd as winograd
 from jaxonnx.lowering._contract import Rule, contract, on_platforms
-from jaxonnx.lowering._layout import KernelFirst
 from jaxonnx.lowering._product import is_half
+from jaxonnx.lowering._stored_array import KernelFirst
 from jaxonnx.lowering._taps import UNROLLED, Taps
 
 MERGED_CHANNELS = 32

@@ -20,7 +20,7 @@ from jax import lax
 from jax.interpreters import mlir
 
 from jaxonnx.lowering._contract import named_primitive
-from jaxonnx.lowering._layout import KernelFirst
+from jaxonnx.lowering._stored_array import KernelFirst
 from jaxonnx.lowering._taps import Taps
 
 EXACT = 2**24 // 2**14

@@ -15,44 +15,12 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxonnx._require import check_arguments
-from jaxonnx.lowering._low_rank import LowRank
-from jaxonnx.lowering._merged_rows import MergedRows
-from jaxonnx.lowering._packed import Packed
+from jaxonnx.lowering._stored_array import KernelFirst
 
 SHORT = 16
 """The length of a last axis below which loops along it are slow."""
 
 Axes = tuple[int, ...]
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class KernelFirst:
-    """A weight (M, C, *kernel) that is stored as (*kernel, C, M); `shape` is in ONNX's order."""
-
-    value: Any
-
-    @property
-    def ndim(self) -> int:
-        return self.value.ndim
-
-    @property
-    def dtype(self) -> Any:
-        return self.value.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        *kernel, c, m = self.value.shape
-        return (m, c, *kernel)
-
-    def first(self) -> Any:
-        """Return the array in ONNX's order."""
-        return self.value.transpose(self.ndim - 1, self.ndim - 2, *range(self.ndim - 2))
-
-    def place(self, axis: int) -> int:
-        """Return the axis of `value` that corresponds to an axis in ONNX's order."""
-        axis %= self.ndim
-        return axis - 2 if axis > 1 else self.ndim - 1 - axis
 
 
 def kernel_first(shape: Sequence[int]) -> Axes | None:
@@ -134,7 +102,7 @@ def kernels_first(params: Mapping[str, jax.Array]) -> dict[str, Any]:
 
     >>> import jaxonnx, jax.numpy as jnp
     >>> params = jaxonnx.kernels_first({"w": jnp.ones((8, 4, 3, 3)), "b": jnp.ones(8)})
-    >>> params["w"].value.shape, params["w"].first().shape, params["b"].shape
+    >>> params["w"].value.shape, params["w"].to_array().shape, params["b"].shape
     ((3, 3, 4, 8), (8, 4, 3, 3), (8,))
     """
     check_arguments(kernels_first, locals())
@@ -146,16 +114,6 @@ def kernels_first(params: Mapping[str, jax.Array]) -> dict[str, Any]:
 
 
 _kernels_first = jax.jit(kernels_first)
-
-
-def in_file(value: Any) -> Any:
-    """Convert a weight in a form of this package to the array in the file's form.
-
-    Any other value is returned as it is.
-    """
-    if isinstance(value, LowRank | MergedRows | Packed):
-        return value.merge()
-    return value.first() if isinstance(value, KernelFirst) else value
 
 
 def is_in_memory(x: Any) -> bool:

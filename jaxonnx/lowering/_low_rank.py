@@ -7,7 +7,8 @@ with each of them.
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import field, replace
 from functools import partial
 from typing import Any
 
@@ -17,53 +18,49 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from jaxonnx.lowering._packed import Packed
+from jaxonnx.lowering._stored_array import StoredArray, to_array
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class LowRank:
-    """The matrix w + a b, its columns (or rows, with `by_row`) scaled to given norms, if any."""
+class LowRank(StoredArray):
+    """The matrix value + a b, whose columns (rows, with `by_row`) may be scaled to given norms."""
 
-    w: Any
+    value: Any
     a: Any
     b: Any
     magnitude: Any = None
     """The norms."""
     by_row: bool = field(default=False, metadata={"static": True})
 
-    __array_ufunc__ = None  # NumPy leaves its products to this class, too
-
-    @property
-    def ndim(self) -> int:
-        return self.w.ndim
-
-    @property
-    def dtype(self) -> Any:
-        return self.w.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.w.shape
-
     @property
     def T(self) -> "LowRank":
-        return LowRank(self.w.T, self.b.T, self.a.T, self.magnitude, not self.by_row)
+        return LowRank(self.value.T, self.b.T, self.a.T, self.magnitude, not self.by_row)
+
+    def transpose(self, axes: Any = None) -> "LowRank":
+        return self if axes == [0, 1] else self.T
 
     def change(self, x: Any) -> Any:
         """Return x @ a @ b, the term that the adapter adds to x @ w."""
         return ((x @ self.a) @ self.b).astype(x.dtype)
 
-    def merge(self) -> Any:
-        w = self.w.merge() if isinstance(self.w, Packed) else self.w
+    def change_rows(self, indices: Any) -> Any:
+        """Take rows of the change; those out of range are zero."""
+        return jnp.take(self.a, indices, 0, mode="fill", fill_value=0) @ self.b
+
+    def to_array(self) -> Any:
+        w = to_array(self.value)
         total = w + (self.a @ self.b).astype(w.dtype)
         if self.magnitude is None:
             return total
         axis = int(self.by_row)
         return (total * jnp.expand_dims(self._factors(), axis)).astype(w.dtype)
 
+    def map(self, function: Callable[[Any], Any]) -> "LowRank":
+        """Apply a function to the matrix that is changed."""
+        return replace(self, value=function(self.value))
+
     def _factors(self) -> Any:
         """Return the scales of the columns (rows)."""
-        w, a, b = jax.lax.stop_gradient((self.w, self.a, self.b))
+        w, a, b = jax.lax.stop_gradient((self.value, self.a, self.b))
         axis = int(self.by_row)
         if isinstance(w, Packed):
             return _ratio(self.magnitude, w.squares(a, b, axis))
@@ -74,18 +71,16 @@ class LowRank:
             plain, scale = replace(self, magnitude=None), self._factors()
             y = (x * scale).astype(x.dtype) @ plain if self.by_row else (x @ plain) * scale
             return y.astype(x.dtype)
-        inner, outer = self.shape
-        if isinstance(self.w, Packed) or math.prod(x.shape[:-1]) * (inner + outer) < inner * outer:
-            return x @ self.w + self.change(x)
-        return _product(x, self.w, self.a, self.b)
+        w, (inner, outer) = self.value, self.shape
+        if isinstance(w, Packed) or math.prod(x.shape[:-1]) * (inner + outer) < inner * outer:
+            return x @ w + self.change(x)
+        return _product(x, w, self.a, self.b)
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class ChangedWeight:
-    """A stored tensor of any rank, and the change b a of what it is dequantized to."""
+class ChangedWeight(StoredArray):
+    """A quantized tensor of any rank, and the change b a of what it is dequantized to."""
 
-    w: Any
+    value: Any
     a: Any
     """(..., rank, inputs)"""
     b: Any
@@ -95,23 +90,29 @@ class ChangedWeight:
     magnitude: Any = None
     """The norms that the outputs are scaled to, if any, in the order of the tensor's axes."""
 
-    __array_ufunc__ = None
+    def to_array(self) -> Any:
+        raise TypeError("an adapter of a quantized tensor needs an operator that dequantizes it")
 
-    @property
-    def ndim(self) -> int:
-        return self.w.ndim
+    def map(self, function: Callable[[Any], Any]) -> Any:
+        """Dequantize the tensor by a function that keeps its axes, and change the result.
 
-    @property
-    def dtype(self) -> Any:
-        return self.w.dtype
+        In a scan over a stack of matrices, `function` dequantizes one of them to (outputs, inputs),
+        and its change stays apart.
+        """
+        w, a, b = function(self.value), self.a, self.b
+        if a.ndim < len(self.place.batch) + 2:
+            return LowRank(w, b, a, self.magnitude, by_row=True)
+        return merge_change(w, a, b, self.magnitude, self.place)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.w.shape
 
-    def merge_into(self, matrix: Any) -> Any:
-        """Add the adapter to the dequantized tensor, if its axes are those of the matrix."""
-        return merge_change(matrix, self.a, self.b, self.magnitude, self.place)
+def map_changed(function: Callable[[Any], Any], w: Any) -> Any:
+    """Apply a function to a weight without its change, if it has one, which the result gets."""
+    return w.map(function) if isinstance(w, LowRank | ChangedWeight) else function(w)
+
+
+def split_change(w: Any) -> tuple[Any, LowRank | None]:
+    """Return a weight without its change, and with it; None if it has none."""
+    return (w.value, w) if isinstance(w, LowRank) else (w, None)
 
 
 def merge_change(w: Any, a: Any, b: Any, magnitude: Any, place: Any) -> Any:
@@ -148,14 +149,14 @@ def unfold_change(a: Any, b: Any, place: Any, shape: tuple[int, ...]) -> Any:
 
 @jax.custom_jvp
 def _product(x, w, a, b):
-    return x @ LowRank(w, a, b).merge()
+    return x @ LowRank(w, a, b).to_array()
 
 
 @partial(_product.defjvp, symbolic_zeros=True)
 def _product_jvp(primals, tangents):
     x, w, a, b = primals
     terms = {
-        0: lambda dx: dx @ LowRank(w, a, b).merge(),
+        0: lambda dx: dx @ LowRank(w, a, b).to_array(),
         1: lambda dw: x @ dw,
         2: lambda da: (x @ da) @ b,
         3: lambda db: (x @ a) @ db,

@@ -6,51 +6,42 @@ would need all of them.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxonnx.lowering._product import merges
+from jaxonnx.lowering._stored_array import StoredArray
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class MergedRows:
+class MergedRows(StoredArray):
     """A matrix (A * B, K) that is stored as (A, B, K); `shape` is that of the matrix."""
 
     value: Any
-
-    @property
-    def ndim(self) -> int:
-        return 2
-
-    @property
-    def dtype(self) -> Any:
-        return self.value.dtype
-
-    @property
-    def size(self) -> int:
-        return self.value.size
 
     @property
     def shape(self) -> tuple[int, int]:
         a, b, k = self.value.shape
         return a * b, k
 
-    def merge(self) -> Any:
+    def to_array(self) -> Any:
         return self.value.reshape(self.shape)
 
-    def each(self, function: Callable) -> "MergedRows":
-        """Map a function of matrices that acts on rows independently."""
+    def map(self, function: Callable[[Any], Any]) -> "MergedRows":
+        """Apply a function of matrices that acts on rows independently."""
         return MergedRows(jax.vmap(function)(self.value))
+
+
+def map_rows(function: Callable[[Any], Any], x: Any) -> Any:
+    """Apply a function of matrices that acts on rows independently; merged rows stay merged."""
+    return x.map(function) if isinstance(x, MergedRows) else function(x)
 
 
 def reshape_rows(x: Any, shape: list[int]) -> Any:
     """Reshape x; under a mesh, (A, B, ...) that becomes (A * B, K) is a `MergedRows` instead."""
     if isinstance(x, MergedRows):
-        return x.value if (*shape,) == x.value.shape else x.merge().reshape(shape)
+        return x.value if (*shape,) == x.value.shape else x.to_array().reshape(shape)
     if merges() or isinstance(x, np.ndarray) or x.ndim < 3 or len(shape) != 2:
         return x.reshape(shape)
     if not all(isinstance(n, int) for n in (*x.shape, *shape)):  # sizes that jax.export leaves open

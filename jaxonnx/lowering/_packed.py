@@ -19,6 +19,8 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from jaxonnx.lowering._stored_array import StoredArray
+
 PART = 1 << 20
 """The bytes of floating point numbers that are converted at a time: they stay in a CPU's cache."""
 SMALL = 1 << 16
@@ -36,9 +38,7 @@ def _devices_per_batch() -> int:
     return math.prod(size for axis, size in mesh.shape.items() if axis != BATCH_AXIS)
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Packed:
+class Packed(StoredArray):
     """A matrix in few bits, which `unpack(*groups, *shared)` converts; or its transpose.
 
     `x @ packed` converts a few rows at a time.
@@ -50,34 +50,33 @@ class Packed:
     """Arrays that the conversion of every group needs."""
     unpack: Callable[..., Any] = field(metadata={"static": True})
     """A hashable function of some of the groups that returns their rows as a matrix."""
-    size: tuple[int, int] = field(metadata={"static": True})
-    """The rows and columns of the whole matrix, before `transposed`."""
-    dtype: np.dtype = field(metadata={"static": True})
+    matrix: jax.ShapeDtypeStruct = field(metadata={"static": True})
+    """The shape and dtype of the whole matrix, before `transposed`."""
     transposed: bool = field(default=False, metadata={"static": True})
 
-    __array_ufunc__ = None  # makes NumPy leave `array @ packed` to `__rmatmul__`
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.matrix.shape[::-1] if self.transposed else self.matrix.shape
 
     @property
-    def ndim(self) -> int:
-        return 2
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        rows, columns = self.size
-        return (columns, rows) if self.transposed else (rows, columns)
+    def dtype(self) -> Any:
+        return self.matrix.dtype
 
     @property
     def T(self) -> "Packed":
         return replace(self, transposed=not self.transposed)
 
-    def merge(self) -> Any:
+    def transpose(self, axes: Any = None) -> "Packed":
+        return self if axes == [0, 1] else self.T
+
+    def to_array(self) -> Any:
         matrix = self.unpack(*self.groups, *self.shared)
         return matrix.T if self.transposed else matrix
 
     def squares(self, a: Any, b: Any, axis: int) -> Any:
         """Return the sums of squares of this matrix + a b along an axis, some rows after others."""
         left, right = (b.T, a.T) if self.transposed else (a, b)
-        (rows, columns), total = self.size, len(self.groups[0])
+        (rows, columns), total = self.matrix.shape, len(self.groups[0])
         most = max(1, PART // max(1, rows * columns // total * self.dtype.itemsize))
         count = max(n for n in range(1, min(most, total) + 1) if total % n == 0)
         down = (axis == 0) != self.transposed
@@ -99,7 +98,8 @@ class Packed:
             raise TypeError(f"shapes {x.shape} and {self.shape} cannot be multiplied")
         apart = _devices_per_batch()
         apart = apart if len(self.groups[0]) % apart == 0 else 1
-        form = _Form(self.unpack, self.size, self.dtype, len(self.groups), self.transposed, apart)
+        size, dtype = self.matrix.shape, self.matrix.dtype
+        form = _Form(self.unpack, size, dtype, len(self.groups), self.transposed, apart)
         arrays = map(jnp.asarray, (x, *self.groups, *self.shared))
         return packed_product_p.bind(*arrays, form=form)
 

@@ -27,10 +27,12 @@ from jaxonnx.ops.windows import (
     spatial,
     split_padding,
 )
-from jaxonnx.registry import Channels, Kernel, Static, is_known, op
+from jaxonnx.registry import Channels, Static, is_known, op
 
 WEIGHTED = "x (N, group*c, D1, *D), w (group*m, c, K1, *K)"
 CONVOLUTION = f"{WEIGHTED}, b (group*m)"
+INTEGER = f"{WEIGHTED}, x_zero_point #1, w_zero_point #1 | #group*m"
+KERNELS = {"w": lowering.KernelFirst}
 
 
 def _check_types(x, w):
@@ -43,8 +45,15 @@ def _channels(b, rank: int, channels: int = 1):
     return b.reshape(-1, *(1,) * (rank - 2)) if channels == 1 else b
 
 
-@op("Conv", since=1, weights={"w": convolution()}, params=("b",), shapes=CONVOLUTION)
-def conv(x, w: Kernel, b=None, *, group=1, channels: Channels = 1, **window: Unpack[Convolved]):
+@op(
+    "Conv",
+    since=1,
+    weights={"w": convolution()},
+    params=("b",),
+    accepts=KERNELS,
+    shapes=CONVOLUTION,
+)
+def conv(x, w, b=None, *, group=1, channels: Channels = 1, **window: Unpack[Convolved]):
     """Cross-correlation of x (N, C, *D) with w (M, C / group, *kernel)."""
     _check_types(x, w)
     kernel = kernel_of(w, window.get("kernel_shape"))
@@ -126,15 +135,10 @@ def _or_none(zero_point):
     return None if known else zero_point
 
 
-@op(
-    "ConvInteger",
-    since=10,
-    like="Conv",
-    shapes=f"{WEIGHTED}, x_zero_point #1, w_zero_point #1 | #group*m",
-)
+@op("ConvInteger", since=10, like="Conv", accepts=KERNELS, shapes=INTEGER)
 def conv_integer(
     x,
-    w: Kernel,
+    w,
     x_zero_point=None,
     w_zero_point=None,
     *,
@@ -164,6 +168,7 @@ QUANTIZED = scaled("x", "w", storage=along(lambda own: 0))
     quantized=QUANTIZED,
     result="y_scale",
     bias="b",
+    accepts=KERNELS,
     shapes=f"{CONVOLUTION}, x_scale #1, x_zero_point #1, w_scale #1 | #group*m, "
     "w_zero_point #1 | #group*m, y_scale #1, y_zero_point #1",
 )
@@ -171,7 +176,7 @@ def qlinear_conv(
     x,
     x_scale,
     x_zero_point,
-    w: Kernel,
+    w,
     w_scale,
     w_zero_point,
     y_scale,

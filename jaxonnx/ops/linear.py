@@ -6,19 +6,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxonnx import lowering
 from jaxonnx._axes import matrix
 from jaxonnx.errors import NodeError
-from jaxonnx.lowering import MergedRows, in_file, is_half, merges, product, rows
-from jaxonnx.registry import Factor, Rows, op
+from jaxonnx.registry import op
 
 FACTORS = {"a": matrix(first=True, transpose="transA"), "b": matrix(transpose="transB")}
 """The weights of Gemm: A and B."""
+MATRIX = {"b": lowering.LowRank | lowering.Packed}
+OPERANDS = MATRIX | {"a": lowering.MergedRows}
+"""The forms that products take: B of MatMul, A and B of Gemm."""
 
 
-@op("MatMul", since=1, weights={"a": matrix(first=True), "b": matrix()})
-def matmul(a, b: Factor):
+@op("MatMul", since=1, weights={"a": matrix(first=True), "b": matrix()}, accepts=MATRIX)
+def matmul(a, b):
     """`numpy.matmul`; a matrix on the right makes one product of all leading axes of `a`."""
-    if a.ndim > 2 and b.ndim == 2 and merges():
+    if a.ndim > 2 and b.ndim == 2 and lowering.merges():
         count = math.prod(a.shape[:-1])
         y = (a.reshape(count, a.shape[-1]) @ b).reshape(*a.shape[:-1], b.shape[-1])
     else:
@@ -34,18 +37,18 @@ def affine(x, w, bias=None):
     """Return x @ w + bias of a matrix w; the sum is rounded once."""
     if bias is None:
         return matmul(x, w)
-    return (rows(x, w) + bias).astype(x.dtype)
+    return (lowering.rows(x, w) + bias).astype(x.dtype)
 
 
 def _gemm(a, b, c, alpha, beta, transpose_a, transpose_b):
     a = a.T if transpose_a else a
     single = alpha == 1 and (c is None or beta == 0)  # nothing is left to round
-    if transpose_b and isinstance(b, jax.Array) and a.dtype == b.dtype and not is_half(b):
+    if transpose_b and isinstance(b, jax.Array) and a.dtype == b.dtype and not lowering.is_half(b):
         # for a single row, XLA:CPU vectorizes this but not the product with the transposed matrix
         y = jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())))
     else:
         b = b.T if transpose_b else b
-        y = (a @ b).astype(a.dtype) if single else product(a, b)
+        y = (a @ b).astype(a.dtype) if single else lowering.product(a, b)
     dtype = y.dtype
     if alpha != 1:
         y = (alpha * y).astype(dtype)
@@ -56,22 +59,28 @@ def _gemm(a, b, c, alpha, beta, transpose_a, transpose_b):
     return (y + (c if beta == 1 else (beta * c.astype(dtype)).astype(dtype))).astype(a.dtype)
 
 
-@op("Gemm", since=1, weights=FACTORS, params=("c",), bias="c", shapes=MATRICES)
-def gemm_1(a, b: Factor, c, *, alpha=1.0, beta=1.0, transA=0, transB=0, broadcast=0):
+@op("Gemm", since=1, weights=FACTORS, params=("c",), bias="c", accepts=MATRIX, shapes=MATRICES)
+def gemm_1(a, b, c, *, alpha=1.0, beta=1.0, transA=0, transB=0, broadcast=0):
     shape = a.shape[-1 if transA else 0], b.shape[0 if transB else -1]
     if not broadcast and c.shape != shape:
         raise NodeError(f"C has shape {c.shape}, not {shape}, and attribute broadcast is 0")
     return _gemm(a, b, c, alpha, beta, transA, transB)
 
 
-@op("Gemm", since=7, weights=FACTORS, params=("c",), bias="c", shapes=MATRICES)
-def gemm(a: Rows, b: Factor, c=None, *, alpha=1.0, beta=1.0, transA=0, transB=0):
+@op(
+    "Gemm",
+    since=7,
+    weights=FACTORS,
+    params=("c",),
+    bias="c",
+    accepts=OPERANDS,
+    shapes=MATRICES,
+)
+def gemm(a, b, c=None, *, alpha=1.0, beta=1.0, transA=0, transB=0):
     """Y = alpha * A' B' + beta * C; as in BLAS, C is not read at all when beta is 0."""
     rest = b, c, alpha, beta, transA, transB
     by_row = not transA and (c is None or c.ndim < 2 or c.shape[0] == 1)
-    if isinstance(a, MergedRows) and by_row:
-        return a.each(lambda a: _gemm(a, *rest))
-    return _gemm(in_file(a), *rest)
+    return lowering.map_rows(lambda a: _gemm(a, *rest), a if by_row else lowering.to_array(a))
 
 
 @op("Det", since=11, shapes="x (*N, M, M)")

@@ -5,22 +5,21 @@ x within the range of the quantized type and none where it saturates, and by the
 "Learned Step Size Quantization" (https://arxiv.org/abs/1902.08153).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jax import lax
 
+from jaxonnx import lowering
 from jaxonnx._constraints import NotNegative
 from jaxonnx._few_bits import Quantized, along, scaled
 from jaxonnx.errors import NodeError
-from jaxonnx.lowering import SMALL, ChangedWeight, LowRank, Packed, integer_product
 from jaxonnx.ops.cast import convert
 from jaxonnx.ops.common import axis_of, divide, element_dtype
-from jaxonnx.registry import Factor, PerAxis, Rounded, Through, is_known, op, xp
+from jaxonnx.registry import PerAxis, is_known, op, xp
 
 ALONG_AXIS = Quantized("scale", "zero_point", storage=along(lambda own: own.get("axis", 1)))
 """Codes with scales along the attribute `axis`."""
@@ -88,20 +87,7 @@ def _straight_through(value, ratio, zero_point):
     ratio = ratio.astype(np.float32)
     nearest = (jnp.rint(ratio) if is_integer else ratio) + shift
     inside = (nearest >= np.float32(limits.min)) & (nearest <= np.float32(limits.max))
-    return Rounded(value, jnp.where(inside, ratio + shift, 0))
-
-
-@jax.custom_jvp
-def with_gradient_of(value, real):
-    """Return `value` in float32, with the derivative of `real`."""
-    # without a barrier XLA fuses the rounding into loops over the taps of a convolution, and
-    # repeats it for each
-    return convert(lax.optimization_barrier(value), np.float32)
-
-
-@with_gradient_of.defjvp
-def _with_gradient_jvp(primals, tangents):
-    return with_gradient_of(*primals), tangents[1]
+    return lowering.RoundedArray(value, jnp.where(inside, ratio + shift, 0))
 
 
 @op(
@@ -143,9 +129,15 @@ def _wide(dtype):
     return np.dtype(np.float32) if dtype.itemsize == 1 or _is_integer(dtype) else dtype
 
 
-@op("DequantizeLinear", since=13, quantized={"x": ALONG_AXIS}, view="same axes")
+@op(
+    "DequantizeLinear",
+    since=13,
+    quantized={"x": ALONG_AXIS},
+    view="same axes",
+    accepts={"x": lowering.RoundedArray | lowering.LowRank | lowering.ChangedWeight},
+)
 def dequantize_linear_13(
-    x: Through | Factor,
+    x,
     scale: PerAxis,
     zero_point: PerAxis = None,
     *,
@@ -155,12 +147,12 @@ def dequantize_linear_13(
 ):
     """`dequantize_linear`; of a large matrix, products read a few rows at a time."""
     options = {"axis": axis, "block_size": block_size, "output_dtype": output_dtype}
-    if isinstance(x, LowRank):
-        return replace(x, w=dequantize_linear_13(x.w, scale, zero_point, **options))
-    if isinstance(x, ChangedWeight):
-        return x.merge_into(dequantize_linear(x.w, scale, zero_point, **options))
-    packed = _pack_matrix(x, scale, zero_point, **options)
-    return dequantize_linear(x, scale, zero_point, **options) if packed is None else packed
+
+    def dequantize(x):
+        packed = _pack_matrix(x, scale, zero_point, **options)
+        return dequantize_linear(x, scale, zero_point, **options) if packed is None else packed
+
+    return lowering.map_changed(dequantize, x)
 
 
 @dataclass(frozen=True)
@@ -174,16 +166,16 @@ class _Rows:
         return dequantize_linear(x, scale, zero_point, **dict(self.options))
 
 
-def _pack_matrix(x, scale, zero_point, **options) -> Packed | None:
+def _pack_matrix(x, scale, zero_point, **options) -> lowering.Packed | None:
     """Return a large matrix as a `Packed`, which products dequantize a few rows at a time.
 
     None for anything else, which is dequantized as a whole.
     """
-    if isinstance(x, Rounded | np.ndarray) or x.ndim != 2 or x.dtype.itemsize > 2:
+    if not isinstance(x, jax.Array) or x.ndim != 2 or x.dtype.itemsize > 2:
         return None
     whole = all(isinstance(n, int) for n in x.shape)
     dtype = element_dtype(options["output_dtype"]) if options["output_dtype"] else scale.dtype
-    if not whole or x.size * dtype.itemsize <= SMALL:
+    if not whole or x.size * dtype.itemsize <= lowering.SMALL:
         return None
     block, axis, shape = options["block_size"], axis_of(options["axis"], 2), x.shape
     groups, shared = [x], []
@@ -204,7 +196,7 @@ def _pack_matrix(x, scale, zero_point, **options) -> Packed | None:
             return None
         groups[0] = x.reshape(-1, block, shape[1])
     unpack = _Rows((*options.items(),))
-    return Packed((*groups,), (*shared,), unpack, shape, np.dtype(dtype))
+    return lowering.Packed((*groups,), (*shared,), unpack, jax.ShapeDtypeStruct(shape, dtype))
 
 
 @op(
@@ -213,10 +205,11 @@ def _pack_matrix(x, scale, zero_point, **options) -> Packed | None:
     quantized={"x": ALONG_AXIS},
     view="same axes",
     shapes="scale #1",
+    accepts={"x": lowering.RoundedArray},
     without=("axis", "block_size", "output_dtype"),
 )
 def dequantize_linear(
-    x: Through,
+    x,
     scale: PerAxis,
     zero_point: PerAxis = None,
     *,
@@ -226,8 +219,7 @@ def dequantize_linear(
 ):
     """(x - zero_point) * scale in the type of the result: `output_dtype` or that of `scale`."""
     dtype = element_dtype(output_dtype) if output_dtype else scale.dtype
-    y = with_gradient_of(x.value, x.real) if isinstance(x, Rounded) else convert(x, np.float32)
-    x = x.value if isinstance(x, Rounded) else x
+    y, x = lowering.to_float32(x), lowering.to_array(x)
     wide = np.float64 if scale.dtype == np.float64 else np.float32
     scale = _granular(scale, x, axis, block_size).astype(wide)
     if zero_point is not None:
@@ -262,7 +254,7 @@ def matmul_integer(a, b, a_zero_point=None, b_zero_point=None):
         None if zero is None or (is_known(zero) and not zero.any()) else _rows(zero, column)
         for zero, column in ((a_zero_point, False), (b_zero_point, True))
     ]
-    return integer_product(a, b, *zeros)
+    return lowering.integer_product(a, b, *zeros)
 
 
 @op(

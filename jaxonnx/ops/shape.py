@@ -9,9 +9,9 @@ import numpy as np
 from jaxonnx._constraints import NotNegative, Positive
 from jaxonnx._limits import check_size
 from jaxonnx.errors import NodeError
-from jaxonnx.lowering import LowRank, Packed, reshape_rows
+from jaxonnx.lowering import LowRank, MergedRows, Packed, reshape_rows
 from jaxonnx.ops.common import axes_of, axis_of, sizes
-from jaxonnx.registry import Factor, Rows, Static, op, xp
+from jaxonnx.registry import Static, op, xp
 
 
 @op("Identity", since=1, view="same axes")
@@ -62,8 +62,8 @@ def reshape_1(x, *, shape=None):
     return _reshape(x, shape or ())
 
 
-@op("Reshape", since=5, view=True, shapes="shape (r)")
-def reshape(x: Rows, shape: Static, *, allowzero=0):
+@op("Reshape", since=5, view=True, shapes="shape (r)", accepts={"x": MergedRows})
+def reshape(x, shape: Static, *, allowzero=0):
     """-1 is inferred; 0 keeps the input's dimension, or with `allowzero` is meant literally."""
     return _reshape(x, shape, allowzero)
 
@@ -109,12 +109,10 @@ def unsqueeze(x, axes: Static):
     return _unsqueeze(x, axes)
 
 
-@op("Transpose", since=1, view=True)
-def transpose(x: Factor, *, perm=None):
+@op("Transpose", since=1, view=True, accepts={"x": LowRank | Packed})
+def transpose(x, *, perm=None):
     if perm is not None and sorted(perm) != list(range(x.ndim)):
         raise NodeError(f"perm {perm} is not a permutation of the {x.ndim} axes")
-    if isinstance(x, LowRank | Packed):
-        return x if perm == [0, 1] else x.T
     return x.transpose(perm)
 
 

@@ -31,7 +31,7 @@ from tests.support.few_bit_files import (
 def in_parts(monkeypatch):
     """Loops for small matrices too, with a part that is left over."""
     monkeypatch.setattr(_packed, "SMALL", 0)
-    monkeypatch.setattr("jaxonnx.ops.quantize.SMALL", 0)
+    monkeypatch.setattr("jaxonnx.lowering.SMALL", 0)
     monkeypatch.setattr(_packed, "PART", 4 * K * 12)
 
 

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 import jaxonnx
 from jaxonnx import registry
-from jaxonnx.lowering import LowRank
-from jaxonnx.registry import Factor, Quantized, Storage, packed
+from jaxonnx.lowering import LowRank, map_changed
+from jaxonnx.registry import Quantized, Storage, packed
 from tests.support.paths import ROOT
 
 DOMAIN = "test.ternary"
@@ -58,12 +58,14 @@ def declare():
         quantized={"b": Quantized("scales", storage=trits, repacked=True)},
         bias="bias",
         params=("bias",),
+        accepts={"b": LowRank},
     )
-    def matmul_trits(x, b: Factor, scales, bias=None, *, K, N, block_size):
-        codes = b.w if isinstance(b, LowRank) else b
-        numbers = Trits((N, K), "ternary").unpack(codes, (N, K))
-        w = numbers * jnp.repeat(scales, block_size, axis=1)
-        y = x @ (replace(b, w=w) if isinstance(b, LowRank) else w).T
+    def matmul_trits(x, b, scales, bias=None, *, K, N, block_size):
+        def unpack(b):
+            numbers = Trits((N, K), "ternary").unpack(b, (N, K))
+            return numbers * jnp.repeat(scales, block_size, axis=1)
+
+        y = x @ map_changed(unpack, b).T
         return y if bias is None else y + bias
 
 

@@ -1,6 +1,7 @@
 """Images are kept with their channels last between operators, and nobody can tell."""
 
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from onnx.reference import ReferenceEvaluator
 
 import jaxonnx
 from jaxonnx import demo
+from jaxonnx.lowering import StoredArray
 
 rng = np.random.default_rng(0)
 
@@ -174,7 +176,7 @@ def test_gradients_through_rounding_have_images_and_kernels_in_their_order():
         weights, images = jax.grad(found, (0, 1))(params, x)
         np.testing.assert_allclose(images, wanted[1], rtol=1e-4, atol=1e-4)
         for name, gradient in weights.items():
-            gradient = gradient if isinstance(gradient, jax.Array) else gradient.first()
+            gradient = gradient if isinstance(gradient, jax.Array) else gradient.to_array()
             np.testing.assert_allclose(gradient, wanted[0][name], rtol=1e-4, atol=1e-4)
 
 
@@ -199,3 +201,34 @@ def test_a_compiled_call_has_kernels_first_and_nothing_else():
     for model, turned in cases:
         given = model.program.prepare_tensors(model.params)
         assert [n for n, x in given.items() if not isinstance(x, jax.Array)] == turned
+
+
+def test_an_axis_that_images_do_not_have_is_refused():
+    model = jaxonnx.load(network(node("Concat", "c", "c", "y", axis=-5)))
+    with pytest.raises(jaxonnx.NodeError, match=r"(?s)Concat.*axis -5"):
+        model(np.zeros((2, 3, 5, 6), np.float32))
+
+
+class Doubled(StoredArray):
+    """An array that is twice the stored one."""
+
+    value: Any
+
+    def to_array(self):
+        return 2 * self.value
+
+
+def test_a_new_form_is_one_class():
+    """Operators that do not declare it get the plain array, and gradients have its form."""
+    model = jaxonnx.load(network(node("Relu", "c", "r"), node("Mul", "r", "v", "y"), v=np.ones(5)))
+    x = rng.normal(size=(2, 3, 5, 6)).astype(np.float32)
+    model = model.replace(params={n: w + 1 for n, w in model.params.items()})
+    stored = {name: Doubled(w / 2) for name, w in model.params.items()}
+
+    def loss(params):
+        return (model.apply(params, x) ** 2).sum()
+
+    np.testing.assert_array_equal(jax.jit(loss)(stored), jax.jit(loss)(model.params))
+    wanted = jax.grad(loss)(model.params)
+    for name, gradient in jax.grad(loss)(stored).items():
+        np.testing.assert_allclose(gradient.value, 2 * wanted[name], rtol=1e-5)

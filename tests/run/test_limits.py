@@ -17,9 +17,8 @@ import jaxonnx
 from jaxonnx import _limits
 from jaxonnx._graph import expansion
 from jaxonnx._run import failures, folding, scope
-from jaxonnx._run.channels_last import ChannelsLast
 from jaxonnx._run.shapes import infer_types
-from jaxonnx.lowering._layout import KernelFirst
+from jaxonnx.lowering import ChannelsLast, KernelFirst
 from tests.support import resource_bombs
 from tests.support.resource_bombs import IMAGE, body, ints, model, node, one
 
@@ -95,17 +94,17 @@ def test_an_evaluation_that_is_not_compiled_is_checked_before_it_allocates():
 
 
 def test_pads_count_before_an_evaluation_that_is_not_compiled_allocates(monkeypatch):
-    called = scope.channels_last.call
+    called = scope.array_forms.call
 
     def followed(op, arguments, keywords):
         assert isinstance(arguments[0], jax.core.Tracer)
         return called(op, arguments, keywords)
 
-    monkeypatch.setattr(scope.channels_last, "call", followed)
+    monkeypatch.setattr(scope.array_forms, "call", followed)
     pool = one("MaxPool", "x", (("x", [1, 1, 50]),), kernel_shape=[3], pads=[6, 2**20], strides=[2])
     with jax.disable_jit(), pytest.raises(jaxonnx.LimitError, match=r"MaxPool.*2\.0 MiB"):
         jaxonnx.load(pool, limit=1 << 21)(np.ones((1, 1, 50), np.float32))
-    monkeypatch.setattr(scope.channels_last, "call", called)
+    monkeypatch.setattr(scope.array_forms, "call", called)
     with jax.disable_jit():
         y = jaxonnx.load(pool, limit=1 << 22)(np.ones((1, 1, 50), np.float32))
     assert y.shape == (1, 1, 524315)

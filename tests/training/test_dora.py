@@ -315,7 +315,7 @@ def test_norms_of_some_rows_after_others(kind, monkeypatch):
     slopes = jax.grad(lambda params: (adapted.apply(params, x) ** 2).sum())
     whole = adapted(x), slopes(adapted.params)
     monkeypatch.setattr(_packed, "SMALL", 0)
-    monkeypatch.setattr("jaxonnx.ops.quantize.SMALL", 0)
+    monkeypatch.setattr("jaxonnx.lowering.SMALL", 0)
     monkeypatch.setattr(_packed, "PART", 4 * K * 12)
     for found, wanted in zip(
         jax.tree.leaves((adapted.apply(adapted.params, x), slopes(adapted.params))),

@@ -5,6 +5,7 @@ other, and gradients compute each again: time is that of all experts, memory tha
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -17,10 +18,10 @@ from jaxonnx._axes import Form, Matrix, matrix
 from jaxonnx._few_bits import InBytes, Quantized, Storage, unpack_bits
 from jaxonnx._limits import check_size
 from jaxonnx.errors import NodeError
-from jaxonnx.lowering import ChangedWeight, LowRank, product
+from jaxonnx.lowering import ChangedWeight, map_changed, product
 from jaxonnx.ops.contrib.attention import refuse
 from jaxonnx.ops.contrib.fused import DOMAIN
-from jaxonnx.registry import Factor, Omissible, op
+from jaxonnx.registry import Omissible, op
 
 ROWS = matrix(first=True)
 """Of weights (experts, outputs, inputs)."""
@@ -244,17 +245,18 @@ EXPERTS = Form(_axes_of_experts, ("quant_type",))
     quantized={f"fc{i}_experts_weights": _declare(i) for i in (1, 2, 3)},
     weights={f"fc{i}_experts_weights": EXPERTS for i in (1, 2, 3)},
     params=dict.fromkeys(("fc1_experts_bias", "fc2_experts_bias", "fc3_experts_bias"), 0.0),
+    accepts={f"fc{i}_experts_weights": ChangedWeight for i in (1, 2, 3)},
 )
 def quantized_mixture_of_experts(
     x,
     router_probs,
-    fc1_experts_weights: Factor,
+    fc1_experts_weights,
     fc1_scales: Omissible,
     fc1_experts_bias: Omissible,
-    fc2_experts_weights: Factor,
+    fc2_experts_weights,
     fc2_scales=None,
     fc2_experts_bias=None,
-    fc3_experts_weights: Factor = None,
+    fc3_experts_weights=None,
     fc3_scales=None,
     fc3_experts_bias=None,
     fc1_zero_points=None,
@@ -313,20 +315,18 @@ def quantized_mixture_of_experts(
         inputs[1] = fc1_experts_weights.shape[1] // (2 if gated else 1)
         _check_packing(fc2_experts_weights, inputs[1], bits[1])
 
+    def dequantize(i, scales, zero, global_scale, codes):
+        if quant_type != "int":
+            return _read_float4(codes, scales, global_scale, x.dtype)
+        check_size((codes.shape[0], inputs[i]), np.float32)
+        return _read_integers(codes, scales, zero, bits[i], inputs[i], x.dtype)
+
     def read(arrays):
-        found = []
-        for i, (stored, scales, zero, global_scale, bias) in enumerate(arrays):
-            weight: Any = None
-            codes = stored.w if isinstance(stored, ChangedWeight) else stored
-            if codes is not None and quant_type == "int":
-                check_size((codes.shape[0], inputs[i]), np.float32)
-                weight = _read_integers(codes, scales, zero, bits[i], inputs[i], x.dtype)
-            elif codes is not None:
-                weight = _read_float4(codes, scales, global_scale, x.dtype)
-            if isinstance(stored, ChangedWeight):
-                weight = LowRank(weight, stored.b, stored.a)
-            found += [weight, bias]
-        return found
+        weights = []
+        for i, (stored, *others, bias) in enumerate(arrays):
+            unpack = partial(dequantize, i, *others)
+            weights += [None if stored is None else map_changed(unpack, stored), bias]
+        return weights
 
     return _mix(
         x,

@@ -5,17 +5,18 @@ through as in `jaxonnx.ops.quantize`.
 """
 
 import math
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxonnx import lowering
 from jaxonnx._axes import Form, Matrix, matrix, packed
 from jaxonnx._few_bits import InBytes, Quantized, Storage, pack_bits, scaled, unpack_bits
 from jaxonnx._limits import check_size
 from jaxonnx.errors import NodeError
-from jaxonnx.lowering import LowRank, Packed
 from jaxonnx.ops.common import INDEX, axis_of
 from jaxonnx.ops.contrib.fused import DOMAIN
 from jaxonnx.ops.linear import matmul
@@ -26,14 +27,9 @@ from jaxonnx.ops.quantize import (
     dynamic_quantize_linear,
     matmul_integer,
     quantize_linear,
-    with_gradient_of,
 )
 from jaxonnx.ops.reduction import reduce_mean
-from jaxonnx.registry import Factor, Omissible, Rounded, Through, op, xp
-
-
-def _value(x):
-    return x.value if isinstance(x, Rounded) else x
+from jaxonnx.registry import Omissible, op, xp
 
 
 @op("QuantizeLinear", since=1, domain=DOMAIN, view="same axes")
@@ -41,8 +37,15 @@ def quantize_linear_contrib(x, scale, zero_point=None, *, axis=None):
     return quantize_linear(x, scale, zero_point, axis=_axis(scale, axis))
 
 
-@op("DequantizeLinear", since=1, domain=DOMAIN, quantized={"x": ALONG_AXIS}, view="same axes")
-def dequantize_linear_contrib(x: Through, scale, zero_point=None, *, axis=None):
+@op(
+    "DequantizeLinear",
+    since=1,
+    domain=DOMAIN,
+    quantized={"x": ALONG_AXIS},
+    view="same axes",
+    accepts={"x": lowering.RoundedArray},
+)
+def dequantize_linear_contrib(x, scale, zero_point=None, *, axis=None):
     return dequantize_linear(x, scale, zero_point, axis=_axis(scale, axis))
 
 
@@ -54,16 +57,16 @@ def _axis(scale, axis):
 
 def _binary(function):
     def apply(
-        a: Through,
+        a,
         a_scale,
         a_zero_point: Omissible,
-        b: Through,
+        b,
         b_scale,
         b_zero_point: Omissible,
         c_scale,
         c_zero=None,
     ):
-        c_zero = np.zeros((), _value(a).dtype) if c_zero is None else c_zero
+        c_zero = np.zeros((), a.dtype) if c_zero is None else c_zero
         a = dequantize_linear(a, a_scale, a_zero_point)
         b = dequantize_linear(b, b_scale, b_zero_point)
         return quantize_linear(function(a, b), c_scale, c_zero)
@@ -71,9 +74,16 @@ def _binary(function):
     return apply
 
 
-_PAIR: Any = {"quantized": scaled("a", "b"), "result": "c_scale"}
-op("QLinearAdd", since=1, domain=DOMAIN, like="Add", **_PAIR)(_binary(lambda a, b: a + b))
-op("QLinearMul", since=1, domain=DOMAIN, like="Mul", **_PAIR)(_binary(lambda a, b: a * b))
+_pair = partial(
+    op,
+    since=1,
+    domain=DOMAIN,
+    quantized=scaled("a", "b"),
+    result="c_scale",
+    accepts={"a": lowering.RoundedArray, "b": lowering.RoundedArray},
+)
+_pair("QLinearAdd", like="Add")(_binary(lambda a, b: a + b))
+_pair("QLinearMul", like="Mul")(_binary(lambda a, b: a * b))
 
 
 @op(
@@ -83,9 +93,10 @@ op("QLinearMul", since=1, domain=DOMAIN, like="Mul", **_PAIR)(_binary(lambda a, 
     like="GlobalAveragePool",
     quantized=scaled("x"),
     result="y_scale",
+    accepts={"x": lowering.RoundedArray},
 )
 def qlinear_global_average_pool(
-    x: Through, x_scale, x_zero_point, y_scale, y_zero_point, *, channels_last=0
+    x, x_scale, x_zero_point, y_scale, y_zero_point, *, channels_last=0
 ):
     y = dequantize_linear(x, x_scale, x_zero_point)
     axes = tuple(range(1, y.ndim - 1) if channels_last else range(2, y.ndim))
@@ -113,17 +124,18 @@ def _scaled_product(a, a_scale, a_zero_point, b, b_scale, b_zero_point, bias, x=
     before rounding. An adapter of b (`LowRank`) is multiplied by `x`, which is a before
     quantization, or else by the dequantized a.
     """
-    one = np.ones((), np.float32)
-    stored = b.w if isinstance(b, LowRank) else b
+    one, (stored, changed) = np.ones((), np.float32), lowering.split_change(b)
     real = matmul(
         dequantize_linear(a, one, _row(a_zero_point), axis=-1),
         dequantize_linear_13(stored, one, _row(b_zero_point), axis=-1),
     )
-    exact = matmul_integer(_value(a), _value(stored), _row(a_zero_point), _row(b_zero_point))
-    y = with_gradient_of(exact, real) * (a_scale * b_scale)
-    if isinstance(b, LowRank):
+    exact = matmul_integer(
+        lowering.to_array(a), lowering.to_array(stored), _row(a_zero_point), _row(b_zero_point)
+    )
+    y = lowering.with_gradient_of(exact, real) * (a_scale * b_scale)
+    if changed is not None:
         x = dequantize_linear(a, a_scale, _row(a_zero_point), axis=-1) if x is None else x
-        y = y + b.change(x)
+        y = y + changed.change(x)
     return y if bias is None else y + bias
 
 
@@ -143,8 +155,9 @@ def _row(zero_point):
     bias="bias",
     weights={"b": matrix()},
     params=("bias",),
+    accepts={"b": lowering.LowRank},
 )
-def dynamic_quantize_matmul(a, b: Factor, b_scale, b_zero_point=None, bias=None):
+def dynamic_quantize_matmul(a, b, b_scale, b_zero_point=None, bias=None):
     integers, a_scale, zero = dynamic_quantize_linear(a)
     return _scaled_product(integers, a_scale, zero, b, b_scale, b_zero_point, bias, x=a)
 
@@ -158,15 +171,10 @@ def dynamic_quantize_matmul(a, b: Factor, b_scale, b_zero_point=None, bias=None)
     bias="bias",
     weights={"b": matrix()},
     params=("bias",),
+    accepts={"a": lowering.RoundedArray, "b": lowering.RoundedArray | lowering.LowRank},
 )
 def matmul_integer_to_float(
-    a: Through,
-    b: Through | Factor,
-    a_scale,
-    b_scale,
-    a_zero_point=None,
-    b_zero_point=None,
-    bias=None,
+    a, b, a_scale, b_scale, a_zero_point=None, b_zero_point=None, bias=None
 ):
     return _scaled_product(a, a_scale, a_zero_point, b, b_scale, b_zero_point, bias)
 
@@ -219,10 +227,11 @@ def _n_bits(shape, dtype, attributes):
     bias="bias",
     weights={"b": packed()},
     params=("bias",),
+    accepts={"b": lowering.LowRank},
 )
 def matmul_n_bits(
     a,
-    b: Factor,
+    b,
     scales,
     zero_points=None,
     g_idx=None,
@@ -241,24 +250,21 @@ def matmul_n_bits(
     """
     if weight_prepacked or bits not in (2, 4, 8):
         raise NodeError(f"weights must not be prepacked and have 2, 4 or 8 bits, not {bits}")
-    stored = b.w if isinstance(b, LowRank) else b
-    blocks = -(-K // block_size)
     check_size((N, K), a.dtype)
     check_size((K,), INDEX, host=True)
-    groups = [stored.reshape(N, -1), scales.reshape(N, blocks)]
+    groups = [scales.reshape(N, -(-K // block_size))]
     if zero_points is not None:
         groups.append(zero_points.reshape(N, -1))
     storage = InBytes.of((N, K), bits, block_size, axis=1)
     unpack = _Rows(storage, zero_points is not None, np.dtype(a.dtype))
     shared = () if g_idx is None else (g_idx,)
-    weight: Any = Packed((*groups,), shared, unpack, (N, K), unpack.dtype)
-    y = matmul(a, _add_change(b, weight).T)
+    matrix = jax.ShapeDtypeStruct((N, K), unpack.dtype)
+
+    def pack(b):
+        return lowering.Packed((b.reshape(N, -1), *groups), shared, unpack, matrix)
+
+    y = matmul(a, lowering.map_changed(pack, b).T)
     return y if bias is None else y + bias
-
-
-def _add_change(b, weight):
-    """Attach the adapter of the stored weight `b`, if it has one, to the unpacked weight."""
-    return replace(b, w=weight) if isinstance(b, LowRank) else weight
 
 
 # the 4-bit types of bitsandbytes: the values of the codes 0 to 15
@@ -331,18 +337,20 @@ def _bnb4(shape, dtype, attributes):
     like="MatMul",
     quantized={"b": Quantized("absmax", storage=_bnb4, repacked=True)},
     weights={"b": packed(transpose="transB")},
+    accepts={"b": lowering.LowRank},
 )
-def matmul_bnb4(a, b: Factor, absmax, *, K, N, block_size, quant_type, training_mode=0, transB=1):
+def matmul_bnb4(a, b, absmax, *, K, N, block_size, quant_type, training_mode=0, transB=1):
     """A W' (or A W) with W (N, K) of 4 bits, the first in the high ones, scaled per block."""
-    stored = b.w if isinstance(b, LowRank) else b
     storage = _Bnb4((N, K), ("fp4", "nf4")[quant_type], min(block_size, N * K))
     unpack = _BnbRows(storage, K, np.dtype(a.dtype))
-    if K % 2 == 0 and K % block_size == 0:
-        groups = stored.reshape(N, -1), absmax.reshape(N, -1)
-        weight: Any = Packed(groups, (), unpack, (N, K), unpack.dtype)
-    else:  # blocks go on from row to row
-        weight = unpack(stored, absmax)[:N]
-    weight = _add_change(b, weight)
+    matrix = jax.ShapeDtypeStruct((N, K), unpack.dtype)
+
+    def pack(b):
+        if K % 2 or K % block_size:  # blocks go on from row to row
+            return unpack(b, absmax)[:N]
+        return lowering.Packed((b.reshape(N, -1), absmax.reshape(N, -1)), (), unpack, matrix)
+
+    weight = lowering.map_changed(pack, b)
     return matmul(a, weight.T if transB else weight)
 
 
@@ -371,9 +379,10 @@ def _table(shape, dtype, attributes):
     like="Gather",
     quantized={"data": Quantized("scales", "zero_points", "", _table, True, scalable=False)},
     weights={"data": _rows_of_table()},
+    accepts={"data": lowering.LowRank},
 )
 def gather_block_quantized(
-    data: Factor,
+    data,
     indices,
     scales,
     zero_points=None,
@@ -390,11 +399,7 @@ def gather_block_quantized(
     """
     axis, along = axis_of(gather_axis, data.ndim), axis_of(quantize_axis, data.ndim)
     indices = jnp.asarray(indices)
-    if isinstance(data, LowRank):
-        rows = jnp.take(data.a, indices, 0, mode="fill", fill_value=0) @ data.b
-        options = {"bits": bits, "block_size": block_size, "quantize_axis": quantize_axis}
-        y = gather_block_quantized(data.w, indices, scales, zero_points, **options)
-        return y + rows.astype(y.dtype)
+    data, changed = lowering.split_change(data)
 
     def read(x):
         return jnp.take(x, indices, axis, mode="fill", fill_value=0)
@@ -421,4 +426,5 @@ def gather_block_quantized(
         return jnp.take(x, np.arange(values.shape[along]), along)
 
     y = (values - spread(zero)) * spread(scales)
-    return y if early else read(y)
+    y = y if early else read(y)
+    return y if changed is None else y + changed.change_rows(indices).astype(y.dtype)

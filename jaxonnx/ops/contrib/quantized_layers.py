@@ -12,7 +12,7 @@ import numpy as np
 from jaxonnx._constraints import NotNegative
 from jaxonnx._few_bits import along, scaled
 from jaxonnx.errors import NodeError
-from jaxonnx.lowering import product
+from jaxonnx.lowering import KernelFirst, RoundedArray, product
 from jaxonnx.ops.activation import leaky_relu, sigmoid, softmax
 from jaxonnx.ops.common import axis_of, divide
 from jaxonnx.ops.contrib.attention import refuse, self_attention
@@ -30,32 +30,28 @@ from jaxonnx.ops.rnn import (
     sum_of_biases,
 )
 from jaxonnx.ops.windows import Convolved, Pooled
-from jaxonnx.registry import Kernel, Omissible, Rounded, Through, op
-
-
-def _value(x):
-    return x.value if isinstance(x, Rounded) else x
+from jaxonnx.registry import Omissible, op
 
 
 def _requantize(function, x, x_scale, x_zero, y_scale, y_zero):
     """Dequantize, apply a function and quantize again."""
     y = function(dequantize_linear(x, x_scale, x_zero))
-    zero = np.zeros((), _value(x).dtype) if y_zero is None else y_zero
+    zero = np.zeros((), x.dtype) if y_zero is None else y_zero
     return quantize_linear(y, y_scale, zero)
 
 
-@op("QLinearLeakyRelu", since=1, domain=DOMAIN)
-def qlinear_leaky_relu(x: Through, x_scale, x_zero: Omissible, y_scale, y_zero=None, *, alpha=0.01):
+@op("QLinearLeakyRelu", since=1, domain=DOMAIN, accepts={"x": RoundedArray})
+def qlinear_leaky_relu(x, x_scale, x_zero: Omissible, y_scale, y_zero=None, *, alpha=0.01):
     return _requantize(lambda x: leaky_relu(x, alpha=alpha), x, x_scale, x_zero, y_scale, y_zero)
 
 
-@op("QLinearSigmoid", since=1, domain=DOMAIN)
-def qlinear_sigmoid(x: Through, x_scale, x_zero: Omissible, y_scale, y_zero=None):
+@op("QLinearSigmoid", since=1, domain=DOMAIN, accepts={"x": RoundedArray})
+def qlinear_sigmoid(x, x_scale, x_zero: Omissible, y_scale, y_zero=None):
     return _requantize(sigmoid, x, x_scale, x_zero, y_scale, y_zero)
 
 
-@op("QLinearSoftmax", since=1, domain=DOMAIN)
-def qlinear_softmax(x: Through, x_scale, x_zero: Omissible, y_scale, y_zero, *, axis=-1, opset):
+@op("QLinearSoftmax", since=1, domain=DOMAIN, accepts={"x": RoundedArray})
+def qlinear_softmax(x, x_scale, x_zero: Omissible, y_scale, y_zero, *, axis=-1, opset):
     """Softmax over `axis`; before opset 13 over the axes from `axis` on."""
 
     def over(x):
@@ -67,10 +63,8 @@ def qlinear_softmax(x: Through, x_scale, x_zero: Omissible, y_scale, y_zero, *, 
     return _requantize(over, x, x_scale, x_zero, y_scale, y_zero)
 
 
-@op("QLinearReduceMean", since=1, domain=DOMAIN)
-def qlinear_reduce_mean(
-    x: Through, x_scale, x_zero: Omissible, y_scale, y_zero=None, *, axes, keepdims
-):
+@op("QLinearReduceMean", since=1, domain=DOMAIN, accepts={"x": RoundedArray})
+def qlinear_reduce_mean(x, x_scale, x_zero: Omissible, y_scale, y_zero=None, *, axes, keepdims):
     def mean(x):
         return reduce_mean(x, tuple(axes), bool(keepdims))
 
@@ -84,11 +78,12 @@ def qlinear_reduce_mean(
     like="AveragePool",
     quantized=scaled("x"),
     result="y_scale",
+    accepts={"x": RoundedArray},
     shapes="x (N, _, _, *D)",
     without=("dilations",),
 )
 def qlinear_average_pool(
-    x: Through,
+    x,
     x_scale,
     x_zero_point: Omissible,
     y_scale,
@@ -105,10 +100,8 @@ def qlinear_average_pool(
     return _requantize(pool, x, x_scale, x_zero_point, y_scale, y_zero)
 
 
-@op("QLinearWhere", since=1, domain=DOMAIN)
-def qlinear_where(
-    condition, x: Through, x_scale, x_zero, y: Through, y_scale, y_zero, z_scale, z_zero
-):
+@op("QLinearWhere", since=1, domain=DOMAIN, accepts={"x": RoundedArray, "y": RoundedArray})
+def qlinear_where(condition, x, x_scale, x_zero, y, y_scale, y_zero, z_scale, z_zero):
     x, y = dequantize_linear(x, x_scale, x_zero), dequantize_linear(y, y_scale, y_zero)
     return quantize_linear(jnp.where(condition, x, y), z_scale, z_zero)
 
@@ -121,6 +114,7 @@ def qlinear_where(
     quantized=QUANTIZED,
     result="y_scale",
     bias="b",
+    accepts={"w": KernelFirst},
     shapes="w (group*m, c, K1, *K), x (N, group*c, D1, *D) | (N, D1, *D, group*c), b (group*m), "
     "x_scale #1, x_zero_point #1, w_scale #1 | #group*m, w_zero_point #1 | #group*m, "
     "y_scale #1, y_zero_point #1",
@@ -129,7 +123,7 @@ def qlinear_conv_contrib(
     x,
     x_scale,
     x_zero_point,
-    w: Kernel,
+    w,
     w_scale,
     w_zero_point,
     y_scale,
@@ -170,12 +164,13 @@ def _matrix(x, scale, zero):
     quantized=scaled("a", "b", storage=along(lambda own: 0 if own.get("transB") else 1)),
     result="y_scale",
     bias="c",
+    accepts={"a": RoundedArray, "b": RoundedArray},
 )
 def qgemm(
-    a: Through,
+    a,
     a_scale,
     a_zero_point,
-    b: Through,
+    b,
     b_scale,
     b_zero_point,
     c=None,
@@ -199,10 +194,17 @@ def qgemm(
     return y if y_scale is None else divide(y, y_scale)  # as onnxruntime has it
 
 
-@op("QAttention", since=1, domain=DOMAIN, quantized=scaled("x", "weight"), params=("bias",))
+@op(
+    "QAttention",
+    since=1,
+    domain=DOMAIN,
+    quantized=scaled("x", "weight"),
+    params=("bias",),
+    accepts={"x": RoundedArray, "weight": RoundedArray},
+)
 def qattention(
-    x: Through,
-    weight: Through,
+    x,
+    weight,
     bias,
     x_scale,
     weight_scale,
@@ -228,15 +230,20 @@ def qattention(
     )
 
 
-@op("QEmbedLayerNormalization", since=1, domain=DOMAIN)
+@op(
+    "QEmbedLayerNormalization",
+    since=1,
+    domain=DOMAIN,
+    accepts=dict.fromkeys(("word", "position", "segment", "gamma", "beta"), RoundedArray),
+)
 def qembed_layer_normalization(
     input_ids,
     segment_ids: Omissible,
-    word: Through,
-    position: Through,
-    segment: Through | Omissible,
-    gamma: Through,
-    beta: Through,
+    word,
+    position,
+    segment: Omissible,
+    gamma,
+    beta,
     mask: Omissible,
     word_scale,
     position_scale,
@@ -275,13 +282,14 @@ def _fake_quantize(x):
     domain=DOMAIN,
     quantized=scaled("w", "r"),
     params={"b": 0.0, "p": 0.0},
+    accepts={"w": RoundedArray, "r": RoundedArray},
     shapes="r (directions, hidden_size, 4*hidden_size), w (directions, _, 4*hidden_size), "
     "b (directions, 8*hidden_size), r_scale (directions, *_), w_scale (directions, *_)",
 )
 def dynamic_quantize_lstm(
     x,
-    w: Through,
-    r: Through,
+    w,
+    r,
     b: Omissible,
     sequence_lens: Omissible,
     initial_h: Omissible,
@@ -308,8 +316,8 @@ def dynamic_quantize_lstm(
         ["Sigmoid", "Tanh", "Tanh"], activations, activation_alpha, activation_beta, clip, direction
     )
     w, r = (
-        jnp.stack([_matrix(*parts) for parts in _directions(*factor)])
-        for factor in ((w, w_scale, w_zero_point), (r, r_scale, r_zero_point))
+        jnp.stack([_matrix(x[d], scale[d], zero[d]) for d in range(x.shape[0])])
+        for x, scale, zero in ((w, w_scale, w_zero_point), (r, r_scale, r_zero_point))
     )
     check_directions(r, direction)
 
@@ -333,12 +341,3 @@ def dynamic_quantize_lstm(
         direction,
         0,
     )
-
-
-def _directions(x, scale, zero):
-    """Return the matrix, scale and zero point of each direction."""
-    values, reals = (x.value, x.real) if isinstance(x, Rounded) else (x, None)
-    return [
-        (values[d] if reals is None else Rounded(values[d], reals[d]), scale[d], zero[d])
-        for d in range(values.shape[0])
-    ]

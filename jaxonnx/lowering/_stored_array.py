@@ -1,0 +1,99 @@
+"""Arrays that are kept in another form than the file's, and have the file's shape all the same.
+
+An operator declares the forms that it computes with (`registry.op(accepts=...)`). The evaluator
+converts all others before it calls one (`jaxonnx._run.array_forms`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, dataclass_transform
+
+import jax
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+class StoredArray:
+    """An array in another form than the file's, as a pytree.
+
+    Subclasses become frozen dataclasses. Their fields are arrays, but for those with
+    `metadata={"static": True}`, which belong to the structure of the pytree.
+    """
+
+    value: Any
+    """The array as it is stored."""
+
+    __array_ufunc__ = None  # makes NumPy leave `array @ stored` to `__rmatmul__`
+
+    def __init_subclass__(cls):
+        jax.tree_util.register_dataclass(dataclass(frozen=True)(cls))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape in the file's form."""
+        return self.value.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.value.dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def to_array(self) -> Any:
+        """Convert to an array in the file's form."""
+        return self.value
+
+    def map(self, function: Callable[[Any], Any]) -> Any:
+        """Apply a function, to the stored array where the result can be in the same form."""
+        return function(self.to_array())
+
+
+def to_array(value: Any) -> Any:
+    """Convert a `StoredArray` to an array in the file's form; return any other value as it is."""
+    while isinstance(value, StoredArray):
+        value = value.to_array()
+    return value
+
+
+class Transposed(StoredArray):
+    """An array that is stored with its axes in another order."""
+
+    value: Any
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """The axis of `value` for each axis in the file's order."""
+        return (*range(self.value.ndim),)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.value.shape[axis] for axis in self.places)
+
+    def to_array(self) -> Any:
+        return self.value.transpose(*self.places)
+
+
+class KernelFirst(Transposed):
+    """A weight (M, C, *kernel) that is stored as (*kernel, C, M); `shape` is in ONNX's order."""
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        rank = self.value.ndim
+        return (rank - 1, rank - 2, *range(rank - 2))
+
+
+class ChannelsLast(Transposed):
+    """Images (N, C, *D) that are stored as (N, *D, C); `shape` is in ONNX's order."""
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        rank = self.value.ndim
+        return (0, rank - 1, *range(1, rank - 1))
