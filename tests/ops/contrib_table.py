@@ -206,6 +206,18 @@ CASES = [
         ["y", "", "", "total"],
     ),
     Fused("SimplifiedLayerNormalization", [f(2, 3, 4), f(4)], {"axis": -1}, domain=""),
+    *(
+        Fused(
+            "SimplifiedLayerNormalization",
+            [f(2, 3, 4), f(*shape)],
+            {"axis": axis},
+            ["y", "inverse"],
+            id=f"{axis}, scale {shape}",
+            domain="",
+        )
+        for axis in (-1, 1)
+        for shape in ((), (3, 4), (2, 1, 4), (2, 3, 1))
+    ),
     Fused(
         "EmbedLayerNormalization",
         [IDS, SEGMENTS, f(4, 5), f(6, 5), f(2, 5), f(5), f(5), MASK],

@@ -24,7 +24,7 @@ from jaxonnx.ops.activation import (
     softsign,
     thresholded_relu,
 )
-from jaxonnx.ops.common import widen
+from jaxonnx.ops.common import axis_of, widen
 from jaxonnx.ops.contrib.experimental import parametric_softplus, scaled_tanh
 from jaxonnx.ops.conv import CONVOLUTION, conv
 from jaxonnx.ops.linear import FACTORS, gemm, matmul
@@ -161,10 +161,10 @@ def layer_norm(x, gamma, beta, epsilon):
     return (y if beta is None else y + beta).astype(x.dtype), mean, inverse
 
 
-def rms_norm(x, gamma, epsilon):
-    """Return x / sqrt(mean(x^2) + epsilon) * gamma over the last axis, and 1 / root mean square."""
+def rms_norm(x, gamma, epsilon, axes=(-1,)):
+    """Return x / sqrt(mean(x^2) + epsilon) * gamma over the last axes, and 1 / root mean square."""
     wide = x.astype(jnp.promote_types(x.dtype, np.float32))
-    inverse = jax.lax.rsqrt((wide**2).mean(axis=-1, keepdims=True) + epsilon)
+    inverse = jax.lax.rsqrt((wide**2).mean(axis=axes, keepdims=True) + epsilon)
     return (wide * inverse * gamma).astype(x.dtype), inverse
 
 
@@ -198,9 +198,7 @@ def skip_simplified_layer_normalization(x, skip, gamma, bias=None, *, epsilon=1e
 @op("SimplifiedLayerNormalization", since=1, domain=DOMAIN, params={"scale": 1.0})
 def simplified_layer_normalization(x, scale, *, axis=-1, epsilon=1e-5, stash_type=1):
     """Root mean square normalization over the axes from `axis` on, at least in float32."""
-    shape = x.shape[:axis] if axis < 0 else x.shape[: axis - x.ndim]
-    y, inverse = rms_norm(x.reshape(*shape, scale.size), scale.reshape(-1), epsilon)
-    return y.reshape(x.shape), inverse.reshape(*shape, *(1,) * (x.ndim - len(shape)))
+    return rms_norm(x, scale, epsilon, tuple(range(axis_of(axis, x.ndim), x.ndim)))
 
 
 @op(
