@@ -72,15 +72,15 @@ def loop(m=None, cond=None, *v_initial, body):
     """Final carried values, then the scan outputs stacked over the iterations.
 
     The body maps (counter, condition, *carried) to (condition, *carried, *scan outputs). The
-    condition that it returns counts only if the node has one; the one that it takes is always
-    true, because it runs only while the condition holds. Counter and condition have the rank that
-    the body declares, 0 or 1, as in onnxruntime.
+    condition that it returns counts unless the node has a trip count and no condition; without
+    both it is what ends the loop, as in onnxruntime. The one that it takes is always true, because
+    it runs only while the condition holds. Counter and condition have the rank that the body
+    declares, 0 or 1, as in onnxruntime.
     """
     carry, size = list(v_initial), len(v_initial)
     stacked = len(body.outputs) - 1 - size
     body.check(2 + size)
-    if m is None and cond is None:
-        raise NodeError("a Loop with neither trip count nor condition never ends")
+    counted = m is not None and cond is None
     count = None if is_traced(m) else math.inf if m is None else int(item(m))
     begins = None if is_traced(cond) else cond is None or bool(item(cond))
 
@@ -90,7 +90,7 @@ def loop(m=None, cond=None, *v_initial, body):
         for name, value in zip(body.outputs[1 + size :], outputs[size:], strict=True):
             if value is None or isinstance(value, list | dict):
                 raise NodeError(f"the scan output '{name}' is not a tensor, and cannot be stacked")
-        return _TRUE if cond is None else condition, outputs[:size], outputs[size:]
+        return _TRUE if counted else condition, outputs[:size], outputs[size:]
 
     if begins is False or (count is not None and count <= 0):
         return (*carry, *empty(lambda: step(np.array(0, INDEX), carry)[2], body, stacked))
