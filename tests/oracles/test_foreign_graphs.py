@@ -28,7 +28,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import jaxonnx
-from jaxonnx._io.protos import all_nodes
+from jaxonnx._io.protos import all_nodes, tensor_of_constant
 from tests.fuzz.compare import RANDOM
 
 FOLDER = os.environ.get("JAXONNX_FOREIGN", "")
@@ -56,6 +56,16 @@ REASONS = {
     "mvn_default_axes_rank_too_small_test.onnx": "invalid: axis 3 of 3 axes",
     "implicit_sub_bcast_test.onnx": "uint64 below 0, in 32 bits without jax_enable_x64",
     "pow_i64_fp32_test.onnx": "above int64; 32 bits without jax_enable_x64",
+    "resize_downsample_f_test.onnx": "align_corners: the backend suite and onnx.reference keep the"
+    " fractional resized length, 2.4; onnxruntime takes 2",
+    "squeeze_empty_axes_test.onnx": "onnx.reference and shape inference squeeze no axis, too",
+    "attention_multihead_test.onnx": "scores up to 5900: rounding; jaxonnx is nearer to float64",
+    "attention_multihead_bias_mask_test.onnx": "scores in the thousands: rounding of float32",
+    "mha_attention_bias_test.onnx": "all keys masked: scores - 10000, rounded to 1e-3 in float32",
+    "mha_bias_attention_bias_test.onnx": "all keys masked: scores - 10000, rounded to 1e-3",
+    "skip_simplified_layer_normalization_test.onnx": "no mean is computed; onnxruntime's is unset",
+    "skip_simplified_layer_normalization_bias_test.onnx": "no mean; onnxruntime's is unset memory",
+    "loop_default_test.onnx": "endless for the second random input: onnxruntime fills the memory",
     "einsum_multiple_ellipses_negative_test.onnx": "invalid: onnxruntime's session hangs",
 }
 """Why a file differs, by the end of its path."""
@@ -230,17 +240,27 @@ def guarded():
 
 
 def check_save(model, proto):
-    """Check that an untouched save has the nodes and tensors of the file."""
+    """Check that an untouched save has the nodes and tensors of the file.
+
+    A Constant node that is trained is saved as an initializer of its name.
+    """
     saved = model.to_onnx()
-    before = {t.name: numpy_helper.to_array(t) for t in proto.graph.initializer}
-    after = {t.name: numpy_helper.to_array(t) for t in saved.graph.initializer}
+
+    def tensors(file):
+        constants = {node.output[0]: tensor_of_constant(node) for node in file.graph.node}
+        stored = {name: t for name, t in constants.items() if t is not None}
+        stored |= {t.name: t for t in file.graph.initializer}
+        return {name: numpy_helper.to_array(t) for name, t in stored.items()}
+
+    before, after = tensors(proto), tensors(saved)
     assert before.keys() == after.keys()
     for name, array in before.items():
         assert array.dtype == after[name].dtype, name
         assert array.tobytes() == after[name].tobytes(), name
 
     def nodes(file):
-        return sorted((n.op_type, [*n.input], [*n.output]) for n in file.graph.node)
+        others = [n for n in file.graph.node if tensor_of_constant(n) is None]
+        return sorted((n.op_type, [*n.input], [*n.output]) for n in others)
 
     assert nodes(saved) == nodes(proto)
 
