@@ -50,7 +50,7 @@ def optimizer(
     Raises:
       TrainingError: a setting does not fit.
     """
-    check_arguments(optimizer, locals())
+    check_arguments(optimizer, locals(), TrainingError)
     require_choice("optimizer", name, OPTIMIZERS, TrainingError)
     require_choice("schedule", schedule, SCHEDULES, TrainingError)
     _positive("rate", rate)

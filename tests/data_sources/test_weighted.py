@@ -216,7 +216,7 @@ REFUSED = {
     "negative": ({"data": (X, Y, -W)}, "negative or not finite"),
     "number": (
         {"data": (X, Y, W[:3])},
-        r"one number for each of 21 examples, and are float32\[3\]",
+        r"one number for each of 21 examples, got float32\[3\]",
     ),
     "scalar": (
         {"data": (X, Y, W), "loss": lambda outputs, targets: outputs.mean()},

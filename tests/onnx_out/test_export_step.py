@@ -245,7 +245,7 @@ def test_values_to_start_from(tmp_path):
         for name, value in run(init, {}).items():
             np.testing.assert_array_equal(found[name], value)
             np.testing.assert_array_equal(arrays[name], value)
-    with pytest.raises(jaxonnx.InputError, match="init is"):
+    with pytest.raises(jaxonnx.InputError, match="init must be"):
         step_of(optax.sgd(0.1), init="txt")
 
 

@@ -172,5 +172,5 @@ def test_refusals():
     with pytest.raises(NodeError, match="hidden_size"):
         lstm(X, W, R, hidden_size=5)
     for clip in (-1.0, -np.inf, np.nan):  # which onnxruntime refuses, for GRU and LSTM
-        with pytest.raises(NodeError, match=r"clip .* must not be negative"):
+        with pytest.raises(NodeError, match=r"clip must not be negative"):
             lstm(X, W, R, clip=clip)

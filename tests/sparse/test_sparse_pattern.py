@@ -175,5 +175,5 @@ def test_damaged_bits_and_unknown_names_are_errors(tmp_path):
 
 
 def test_a_pattern_that_is_neither_a_name_nor_one_is_refused():
-    with pytest.raises(jaxonnx.SparsityError, match=r"a name like '2:4'.* was 24"):
+    with pytest.raises(jaxonnx.SparsityError, match=r"a name like '2:4'.* got 24"):
         sparse.layers({"w": np.ones((4, 4))}, {"w": 24})

@@ -73,7 +73,7 @@ def test_a_rate_that_is_infinite_changes_nothing():
         result = train(optimizer=optax.sgd(float("inf")), nan="stop")
     assert not any(result.changes.values())
     for settings in ({"rate": np.inf}, {"rate": np.nan}, {"warmup": np.inf}):
-        with pytest.raises(jaxonnx.TrainingError, match="and finite, and is"):
+        with pytest.raises(jaxonnx.TrainingError, match="must be a (finite )?number"):
             jaxonnx.training.optimizer("sgd", **settings)
 
 
@@ -309,7 +309,7 @@ def test_checkpoints_that_the_system_refuses_are_told_in_a_line(tmp_path):
     ("settings", "message"),
     [
         ({"data": (None, examples()[1])}, "data: input 'x' is None"),
-        ({"data": (np.zeros(8, [("a", "f4")]), np.zeros(8))}, "input 'x' must be numbers, and is"),
+        ({"data": (np.zeros(8, [("a", "f4")]), np.zeros(8))}, "input 'x' must be numbers, got"),
         (
             {"data": ([[1.0], [[2.0]]], [0, 1])},
             "input 'x' must be arrays of numbers whose shapes differ only",
@@ -317,7 +317,7 @@ def test_checkpoints_that_the_system_refuses_are_told_in_a_line(tmp_path):
         ({"validation": np.nan}, "validation=nan must be a share between 0 and 1"),
         ({"validation": np.inf}, "validation=inf must be a share"),
         ({"validation": True}, "validation=True must be a share"),
-        ({"seed": 2**70}, "seed must be an integer of at least 0, up to 9223372036854775807, and"),
+        ({"seed": 2**70}, "seed must be an integer of 0 to 9223372036854775807, got"),
         ({"batch_size": 2**62}, "batch_size=4611686018427387904: a batch of these .* of memory"),
         ({"batch_size": 2**31 - 1}, "batch_size=2147483647: a batch of these examples takes .*GiB"),
         ({"sparsity": {"x": 1}}, "sparsity is a pattern like '2:4', or a dict .* not {'x': 1}"),

@@ -239,9 +239,9 @@ def test_pairs_stay_together():
     assert all(a == b for rows in orders for a, b in zip(rows[::2], rows[1::2], strict=True))
     assert [len(rows) for rows in orders] == [8, 8, 2, 6] * 2
     assert orders[0] != orders[4]
-    with pytest.raises(TrainingError, match=r"in groups of 2.*batch_size.*is 5"):
+    with pytest.raises(TrainingError, match=r"in groups of 2.*batch_size.*got 5"):
         jaxonnx.train(model, {"x": x}, loss=loss, batch_size=5, **settings)
-    with pytest.raises(TrainingError, match=r"in groups of 2.*number of examples.*is 23"):
+    with pytest.raises(TrainingError, match=r"in groups of 2.*number of examples.*got 23"):
         jaxonnx.train(model, {"x": x[1:]}, loss=loss, batch_size=8, **settings)
 
 
