@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from jaxonnx._require import check_arguments
+from jaxonnx._require import check_arguments, require
 from jaxonnx.lowering._stored_array import KernelFirst
 
 SHORT = 16
@@ -106,6 +106,8 @@ def kernels_first(params: Mapping[str, jax.Array]) -> dict[str, Any]:
     ((3, 3, 4, 8), (8, 4, 3, 3), (8,))
     """
     check_arguments(kernels_first, locals())
+    are_arrays = all(hasattr(x, "shape") for x in params.values())
+    require("params", params, are_arrays, "a dict of arrays")
     orders = {name: kernel_first(x.shape) for name, x in params.items()}
     return {
         name: x if orders[name] is None else KernelFirst(x.transpose(orders[name]))

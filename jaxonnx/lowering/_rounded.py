@@ -66,7 +66,7 @@ class Dot:
 
     def in_units(self, dtype, out, u, v):
         """Contract with both factors in `dtype` where the units are faster, else in float32."""
-        if not self._pays(u, v):
+        if not self.pays(u, v):
             return self.plain(out, u.astype(jnp.float32), v.astype(jnp.float32))
         if self.is_transposed:
             swapped = replace(self, contracted=self.contracted[::-1], is_transposed=False)
@@ -82,7 +82,7 @@ class Dot:
         y: Any = by_rows.plain(out, _transpose_in_parts(u), v)
         return lax.optimization_barrier(y).reshape(*head, *ends[0], *ends[1])
 
-    def _pays(self, u, v) -> bool:
+    def pays(self, u, v) -> bool:
         """Check whether the units are faster than float32 for factors of these sizes."""
         factors = zip((u, v), self.contracted, self.mapped, strict=True)
         sizes = [
@@ -127,14 +127,17 @@ class Rounded:
         Without units both factors are rounded, so that the processor of an accelerator's machine
         shows what training on the accelerator would do.
         """
-        contract = on_platform("cpu", self.form, mapped, split)
-        if not has_units(self.dtype) or split:
+        contract, form = on_platform("cpu", self.form, mapped, split), self.form
+        pays = (isinstance(form, Dot) and form.pays(u, v)) or (
+            isinstance(form, Conv) and not mapped and _is_product(form, out, u, v)
+        )
+        if has_units(self.dtype) and not pays:
+            return contract(out, u, v)
+        if split or not has_units(self.dtype):  # on several devices, XLA splits its own products
             return lax.optimization_barrier(self._with(contract, out, u, v))
-        if isinstance(self.form, Dot):
-            return self.form.in_units(self.dtype, out, u, v)
-        if isinstance(self.form, Conv) and not mapped and _is_product(self.form, out, u, v):
-            return _convolve(self.form, self.dtype, out, u, v)
-        return contract(out, u, v)
+        if isinstance(form, Dot):
+            return form.in_units(self.dtype, out, u, v)
+        return _convolve(form, self.dtype, out, u, v)
 
 
 def _is_product(form: Conv, out: int, u, v) -> bool:

@@ -10,7 +10,7 @@ cuSPARSELt is not documented: only the library itself makes it.
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._require import check_arguments
+from jaxonnx._require import check_arguments, require
 from jaxonnx.errors import SparsityError
 from jaxonnx.sparse._nm import Pattern
 from jaxonnx.sparse._pack import Packed
@@ -62,7 +62,9 @@ def from_cutlass(values: np.ndarray, metadata: np.ndarray, *, axis: int = 1) -> 
       SparsityError: sizes that do not belong together, or places that are not in ascending order.
     """
     check_arguments(from_cutlass, locals())
-    word, (rows, half) = _metadata_dtype(values.dtype), values.shape
+    word = _metadata_dtype(values.dtype)
+    require("values", values, values.ndim == 2, "a matrix", SparsityError)
+    rows, half = values.shape
     _check_size(rows, 2 * half, word)
     if metadata.dtype.itemsize != word.itemsize or metadata.shape != (
         rows,
@@ -90,7 +92,9 @@ def _metadata_dtype(dtype: np.dtype) -> np.dtype:
         return np.dtype(np.uint32)
     if dtype in (np.float16, jnp.bfloat16):
         return np.dtype(np.uint16)
-    raise SparsityError(f"the hardware has 2:4 products of float16, bfloat16 and int8, not {dtype}")
+    raise SparsityError(
+        f"values must be float16, bfloat16 or int8, as in 2:4 products of the hardware, got {dtype}"
+    )
 
 
 def _check_size(rows: int, columns: int, word: np.dtype) -> None:

@@ -74,7 +74,9 @@ class Pattern(SparsityPattern):
 
     def pack(self, w: np.ndarray, kept: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
         if w.shape[axis] % self.m:
-            raise SparsityError(f"axis {axis} of {w.shape[axis]} is not a multiple of {self.m}")
+            raise SparsityError(
+                f"axis {axis} of the weight must be a multiple of {self.m}, got {w.shape[axis]}"
+            )
         w, kept = (_split_groups(np.moveaxis(x, axis, -1), self.m, -1) for x in (w, kept))
         if (most := int(kept.sum(-1).max(initial=0))) > self.n:
             raise SparsityError(

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxonnx import _safe_read
 from jaxonnx._atomic_write import write_atomically
-from jaxonnx._require import check_arguments
+from jaxonnx._require import check_arguments, require
 from jaxonnx.errors import SparsityError
 from jaxonnx.sparse._layers import Layer, by_name, goals
 from jaxonnx.sparse._pattern import SparsityPattern, default_axes, parse
@@ -90,6 +90,7 @@ def pack(
     check_arguments(pack, locals())
     pattern = parse(pattern)
     w = np.asarray(w)
+    require("w", w, w.ndim > 0, "an array of one axis or more", SparsityError)
     axis = (default_axes(w.ndim)[1] if axis is None else axis) % w.ndim
     kept = w != 0 if mask is None else np.asarray(mask) != 0
     if kept.shape != w.shape:

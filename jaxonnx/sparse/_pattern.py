@@ -147,7 +147,9 @@ def default_axes(ndim: int) -> Axes:
 def check(w: Any, pattern: SparsityPattern, axes: Axes | None) -> Axes:
     """Return non-negative axes; raise `SparsityError` if the weight does not fit the pattern."""
     if w.ndim < 2 or not jnp.issubdtype(w.dtype, jnp.floating):
-        raise SparsityError(f"{w.dtype}{list(w.shape)} is not a floating-point matrix or kernel")
+        raise SparsityError(
+            f"the weight must be a floating-point matrix or kernel, got {w.dtype}{[*w.shape]}"
+        )
     axes = default_axes(w.ndim) if axes is None else axes
     if not all(-w.ndim <= a < w.ndim for a in axes) or len({a % w.ndim for a in axes}) != 2:
         raise SparsityError(f"axes {axes} do not name two axes of a weight of rank {w.ndim}")

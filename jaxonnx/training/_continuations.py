@@ -29,7 +29,9 @@ class Continuations:
     def __init__(self, step: Step, prompts: Sequence[Any] | None):
         self._model, self._step = step.model, step
         several = isinstance(prompts, list | tuple) and len(prompts) > 0
-        fits = prompts is None or several
+        fits = prompts is None or (
+            several and all(isinstance(p, str) or np.ndim(p) > 0 for p in prompts)
+        )
         require("samples", prompts, fits, "a list of texts or of tokens", TrainingError)
         folder = self._model.folder
         texts = [p for p in prompts or () if isinstance(p, str)]

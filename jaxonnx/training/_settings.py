@@ -48,7 +48,7 @@ class Settings(_VALUES):
                 require_integer(name, value, error=TrainingError)
         _flag("remat", self.remat)
         _flag("master", self.master)
-        if self.resume != "anyway":
+        if not is_one_of(self.resume, ("anyway",)):
             _flag("resume", self.resume, " or 'anyway'")
         if self.progress is not None:
             _flag("progress", self.progress)

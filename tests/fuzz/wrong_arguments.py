@@ -413,6 +413,7 @@ NOT_CALLED = {
 
 ALSO = {
     "model": ("file",),
+    "w": ("weight",),
     "web": ("batch",),
     "data": ("input", "examples", "iterable"),
     "names": ("name",),

@@ -125,7 +125,8 @@ def test_gradient_goes_through_dynamic_quantization():
     gradient = jax.grad(lambda x: product(x, w, s(0.02), np.uint8(120)).sum())(x)
     plain = ((w.astype(np.float32) - 120) * 0.02).sum(axis=1)
     inner = (x > x.min()) & (x < x.max())  # the extremes also set the scale
-    np.testing.assert_allclose(gradient[inner], np.tile(plain, (2, 1))[inner], rtol=1e-4)
+    # a sum of three terms of up to 2.7 may cancel
+    np.testing.assert_allclose(gradient[inner], np.tile(plain, (2, 1))[inner], 1e-4, 1e-6)
 
 
 def test_gradient_goes_through_quantized_layers():

@@ -52,7 +52,7 @@ def test_the_best_checkpoint_and_the_newest(tmp_path):
     file.write_text("{")
     with pytest.warns(UserWarning, match="the checkpoint of step 15 .* cannot be read"):
         assert jaxonnx.load(tmp_path).params.keys() == last.model.params.keys()
-    with pytest.raises(jaxonnx.InputError, match="'newest' or 'best'"):
+    with pytest.raises(jaxonnx.InputError, match="checkpoint must be 'newest', 'best' or None"):
         jaxonnx.load(tmp_path, checkpoint="worst")
     with pytest.raises(jaxonnx.InputError, match="goes with a folder of checkpoints"):
         jaxonnx.load(mlp(), checkpoint="best")

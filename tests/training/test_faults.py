@@ -73,7 +73,7 @@ def test_a_rate_that_is_infinite_changes_nothing():
         result = train(optimizer=optax.sgd(float("inf")), nan="stop")
     assert not any(result.changes.values())
     for settings in ({"rate": np.inf}, {"rate": np.nan}, {"warmup": np.inf}):
-        with pytest.raises(jaxonnx.TrainingError, match="must be a (finite )?number"):
+        with pytest.raises(jaxonnx.TrainingError, match=r"must be a (finite )?number"):
             jaxonnx.training.optimizer("sgd", **settings)
 
 
