@@ -128,16 +128,18 @@ class Rounded:
         shows what training on the accelerator would do.
         """
         contract, form = on_platform("cpu", self.form, mapped, split), self.form
-        pays = (isinstance(form, Dot) and form.pays(u, v)) or (
-            isinstance(form, Conv) and not mapped and _is_product(form, out, u, v)
-        )
-        if has_units(self.dtype) and not pays:
-            return contract(out, u, v)
-        if split or not has_units(self.dtype):  # on several devices, XLA splits its own products
+
+        def round_factors():
             return lax.optimization_barrier(self._with(contract, out, u, v))
-        if isinstance(form, Dot):
-            return form.in_units(self.dtype, out, u, v)
-        return _convolve(form, self.dtype, out, u, v)
+
+        if not has_units(self.dtype):
+            return round_factors()
+        # XLA splits only products in its own forms over several devices
+        if isinstance(form, Dot) and form.pays(u, v):
+            return round_factors() if split else form.in_units(self.dtype, out, u, v)
+        if isinstance(form, Conv) and not mapped and _is_product(form, out, u, v):
+            return round_factors() if split else _convolve(form, self.dtype, out, u, v)
+        return contract(out, u, v)
 
 
 def _is_product(form: Conv, out: int, u, v) -> bool:
