@@ -291,7 +291,7 @@ def test_packed_sizes_are_those_of_the_hardware_format():
         (np.ones((4, 4)), {}, "keeps 4 of 4, not at most 2"),
         (np.ones((4, 4)), {"mask": np.eye(4)}, "not zero outside its mask"),
         (np.ones((4, 4)), {"mask": np.ones(4)}, "mask of shape"),
-        (np.zeros((4, 6)), {}, "axis 1 of 6 is not a multiple"),
+        (np.zeros((4, 6)), {}, "axis 1 of the weight must be a multiple of 4"),
     ],
 )
 def test_weights_that_cannot_be_packed_are_refused(w, options, message):
