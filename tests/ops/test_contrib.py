@@ -119,14 +119,14 @@ def test_packed_heads_are_those_of_the_separate_inputs():
 
 @pytest.mark.deep
 def test_gradient_goes_through_dynamic_quantization():
-    w = u8(8, 3)
+    # drawn here, where no other test draws: no row may sum to 0, which rounding would decide
+    w = np.random.default_rng(0).integers(0, 256, (8, 3), np.uint8)
     product = lookup(DOMAIN, "DynamicQuantizeMatMul", 1)
     x = f(2, 8)
     gradient = jax.grad(lambda x: product(x, w, s(0.02), np.uint8(120)).sum())(x)
     plain = ((w.astype(np.float32) - 120) * 0.02).sum(axis=1)
     inner = (x > x.min()) & (x < x.max())  # the extremes also set the scale
-    # a sum of three terms of up to 2.7 may cancel
-    np.testing.assert_allclose(gradient[inner], np.tile(plain, (2, 1))[inner], 1e-4, 1e-6)
+    np.testing.assert_allclose(gradient[inner], np.tile(plain, (2, 1))[inner], rtol=1e-4)
 
 
 def test_gradient_goes_through_quantized_layers():
