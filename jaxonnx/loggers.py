@@ -175,8 +175,11 @@ class _Events:
     def __call__(self, step: int, metrics: Mapping[str, Any], /) -> None:
         about = {"step": step, "wall_time": time.time()}
         if self._writer is None:
+            # TensorBoard reads files in the order of their names, in which the writer puts the
+            # time: numbers stay in order when the clock steps back or a second has two files
+            number = sum("tfevents" in file.name for file in self._folder.iterdir())
             # a SummaryWriter would write in a thread, which lags behind checkpoints
-            self._writer = self._make(os.fspath(self._folder / "events"), f".{os.getpid()}")
+            self._writer = self._make(os.fspath(self._folder / f"events.{number:06d}"))
             # TensorBoard hides what earlier files of the folder have from this step on
             log = self._events.SessionLog
             start = self._events.Event(**about, session_log=log(status=log.START))

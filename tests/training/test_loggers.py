@@ -1,6 +1,7 @@
 """on_log, and the files that go with it."""
 
 import csv
+import importlib
 import json
 import signal
 import subprocess
@@ -99,6 +100,19 @@ def read_events(file):
     return events
 
 
+def logged_losses(folder):
+    """By step: what later files have of a step replaces what earlier ones have."""
+    events = [e for file in sorted(folder.iterdir()) for e in read_events(file)]
+    losses = {}
+    for event in events:
+        if event.HasField("session_log"):
+            losses = {step: x for step, x in losses.items() if step < event.step}
+        for value in event.summary.value:
+            if value.tag == "step/loss":
+                losses[event.step] = value.simple_value
+    return losses
+
+
 KILLED = """
 import os, signal, sys
 from pathlib import Path
@@ -126,19 +140,7 @@ def test_logs_of_a_killed_run_have_what_is_before_its_last_checkpoint(tmp_path):
     last = max(int(p.name) for p in (tmp_path / "run").iterdir() if p.name.isdigit())
     assert last % 5  # within an epoch
 
-    def losses(folder):
-        """By step: what later files have of a step replaces what earlier ones have."""
-        events = [e for file in sorted(folder.iterdir()) for e in read_events(file)]
-        found = {}
-        for event in events:
-            if event.HasField("session_log"):
-                found = {step: x for step, x in found.items() if step < event.step}
-            for value in event.summary.value:
-                if value.tag == "step/loss":
-                    found[event.step] = value.simple_value
-        return found
-
-    assert {*range(1, last + 1)} <= losses(tmp_path / "events").keys()
+    assert {*range(1, last + 1)} <= logged_losses(tmp_path / "events").keys()
     lines = [json.loads(x) for x in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert {*range(1, last + 1)} <= {row["step"] for row in lines}
     with (tmp_path / "log.csv").open() as file:
@@ -152,9 +154,24 @@ def test_logs_of_a_killed_run_have_what_is_before_its_last_checkpoint(tmp_path):
         resume=True,
         on_log=loggers.tensorboard(tmp_path / "events"),
     )
-    values = losses(tmp_path / "events")
+    values = logged_losses(tmp_path / "events")
     assert [*values] == [*range(1, len(resumed.history.losses) + 1)]
     np.testing.assert_allclose([*values.values()], resumed.history.losses, rtol=1e-6)
+
+
+def test_events_stay_in_order_when_the_clock_steps_back(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboardX")
+    writer = importlib.import_module("tensorboardX.event_file_writer")
+    for epochs, now in (1, 2e9), (2, 1e9), (3, 1e9):
+        monkeypatch.setattr(writer.time, "time", lambda now=now: now)
+        result = train(
+            epochs=epochs,
+            checkpoint_dir=tmp_path / "run",
+            resume=epochs > 1,
+            on_log=loggers.tensorboard(tmp_path / "events"),
+        )
+    values = logged_losses(tmp_path / "events")
+    np.testing.assert_allclose([*values.values()], result.history.losses, rtol=1e-6)
 
 
 def test_hooks_are_flushed_before_a_checkpoint(tmp_path):
