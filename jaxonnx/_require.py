@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, Unpack, get_origin
 
 import numpy as np
 
@@ -141,6 +141,8 @@ def _read_annotations(annotated: Any) -> dict[str, list[_Kind]]:
     """Return the types that arguments may have, without those that may be anything."""
     read = {}
     for name, annotation in inspect.get_annotations(annotated).items():
+        if get_origin(annotation) is Unpack:  # keywords, which Python 3.11 does not print as code
+            continue
         text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
         kinds = [*_kinds(ast.parse(text, mode="eval").body, name in ("rng", "key"))]
         if None not in kinds:
