@@ -22,6 +22,7 @@ from jaxonnx._arguments.model import (  # noqa: F401
     LossArguments,
     ModelArguments,
     Optimizer,
+    OptimizerArguments,
 )
 from jaxonnx._arguments.run import Hook, RunArguments  # noqa: F401
 from jaxonnx._arguments.step import NAN_POLICIES, StepArguments  # noqa: F401
@@ -31,5 +32,8 @@ class TrainArguments(LossArguments, StepArguments, DataArguments, RunArguments, 
     """All arguments of `train` besides model and data."""
 
 
-GROUPS = (LossArguments, ModelArguments, StepArguments, DataArguments, RunArguments)
+GROUPS = (
+    *(LossArguments, OptimizerArguments, ModelArguments),
+    *(StepArguments, DataArguments, RunArguments),
+)
 """The classes whose own keys are all arguments, in the order of signatures."""

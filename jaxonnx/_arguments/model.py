@@ -59,13 +59,54 @@ class LossArguments(TypedDict, total=False):
     records. For a file with `training_info`, omit loss and optimizer to run the algorithm of the
     file, from the state and the update count in it; the resulting model has both as they are at the
     end of the run. Arguments that change the network or the update cannot be combined with it."""
-    optimizer: Annotated[Optimizer | str | None, Argument()]
+    optimizer: Annotated[
+        Optimizer | str | None,
+        Argument(
+            form="optimizer",
+            words="adam, adamw, adagrad, lion, rmsprop or sgd (default: that of the file's "
+            "training_info, or adam)",
+        ),
+    ]
     """An optax transformation, its name, or a function from the number of updates to one.
 
-    Names are "adam" (the default), "adamw", "adagrad", "lion", "rmsprop" and "sgd"; they use
-    `learning_rate`. `jaxonnx.training.optimizer` builds common chains with a schedule."""
-    learning_rate: Annotated[float | None, Argument(needs_loss=True)]
-    """The learning rate of an optimizer that is given by name; 0.001 by default."""
+    Names are "adam" (the default), "adamw", "adagrad", "lion", "rmsprop" and "sgd". They use the
+    arguments from `learning_rate` to `weight_decay`, which an optax transformation has itself.
+    `jaxonnx.training.optimizer` builds the same for a loop of your own."""
+
+
+class OptimizerArguments(TypedDict, total=False):
+    """The settings of an optimizer that is given by name."""
+
+    learning_rate: Annotated[
+        float | None,
+        Argument(
+            form="real",
+            flag="rate",
+            needs_loss=True,
+            words="The peak learning rate (default: 0.001; for a new head and no other flag of the "
+            "optimizer, a tenth of it for all layers but the head)",
+        ),
+    ]
+    """The learning rate of an optimizer that is given by name; 0.001 by default.
+
+    With a schedule it is the greatest one."""
+    schedule: Annotated[
+        Literal["constant", "linear", "cosine"] | None, Argument(form="schedule", needs_loss=True)
+    ]
+    """The learning rate after the warmup: "constant" (the default), "linear" or "cosine".
+
+    The latter two decay to zero at the end of the run."""
+    warmup: Annotated[float | None, Argument(form="real", needs_loss=True)]
+    """The number of updates in which the rate rises from zero; below 1, a fraction of the run."""
+    clip: Annotated[float | None, Argument(form="real", needs_loss=True)]
+    """The maximum global norm of the gradients.
+
+    Longer gradients are scaled down to it."""
+    weight_decay: Annotated[float | None, Argument(form="real", needs_loss=True)]
+    """The coefficient of decoupled weight decay, in matrices, kernels and embeddings.
+
+    Biases, scales of normalizations and other vectors do not decay, and `history.notes` counts
+    them. By default that of optax: 1e-4 for "adamw", 1e-3 for "lion", none for others."""
 
 
 class ModelArguments(TypedDict, total=False):

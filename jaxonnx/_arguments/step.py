@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from jaxonnx._arguments.declare import Argument
-from jaxonnx._arguments.model import ModelArguments
+from jaxonnx._arguments.model import ModelArguments, OptimizerArguments
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 NAN_POLICIES = ("stop", "skip", "rollback")
 
 
-class StepArguments(ModelArguments, total=False):
+class StepArguments(OptimizerArguments, ModelArguments, total=False):
     """The arguments of one step: metrics, random seed, precision, devices, non-finite steps."""
 
     metrics: Annotated[Any, Argument(form="names")]

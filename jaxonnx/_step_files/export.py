@@ -48,7 +48,6 @@ def export_step(
     loss: Any = None,
     optimizer: Any = None,
     *,
-    learning_rate: float | None = None,
     opset: int = OPSET,
     epochs: int | None = None,
     steps_per_epoch: int = 1,
@@ -81,7 +80,6 @@ def export_step(
         accepts any batch size, pass `jax.ShapeDtypeStruct`s with a symbolic first dimension.
       loss: as in `train`.
       optimizer: as in `train`.
-      learning_rate: as in `train`.
       opset: the ONNX opset; random numbers need 18.
       epochs: as in `jaxonnx.training.step`.
       steps_per_epoch: as in `jaxonnx.training.step`.
@@ -113,8 +111,8 @@ def export_step(
             "the model that jaxonnx.quantize(model, data) returns"
         )
     require_choice("init", init, ("onnx", "safetensors", "npz"))
-    of_loss = {"loss": loss, "optimizer": optimizer, "learning_rate": learning_rate}
-    chosen = Settings(**of_loss, epochs=1 if epochs is None else epochs, **settings)
+    of_run = {"loss": loss, "optimizer": optimizer, "epochs": 1 if epochs is None else epochs}
+    chosen = Settings(**of_run, **settings)
     model = with_heads(as_model(model), chosen)
     step = build_step(model, chosen, epochs, steps_per_epoch, platform="onnx")
     exporter = _Exporter(step, batch, opset)

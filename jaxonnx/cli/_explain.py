@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jaxonnx
 from jaxonnx.cli._inputs import Columns
@@ -14,17 +14,8 @@ class Name(str):
     """A name rather than a text."""
 
 
-class Planned(NamedTuple):
-    """A function of the updates of the run: this call, with their number as its next argument."""
-
-    call: partial
-
-
 def evaluate_calls(value: Any) -> Any:
     """Return a value with its calls made."""
-    if isinstance(value, Planned):
-        call = value.call
-        return lambda steps: call(steps)
     if isinstance(value, partial):
         return value()
     return [evaluate_calls(x) for x in value] if isinstance(value, list) else value
@@ -33,9 +24,6 @@ def evaluate_calls(value: Any) -> Any:
 def source(value: Any) -> str:
     """Return the Python that makes a value."""
     match value:
-        case Planned(call):
-            more = partial(call.func, *call.args, Name("steps"), **call.keywords)
-            return f"lambda steps: {source(more)}"
         case partial():
             named = [f"{name}={source(x)}" for name, x in value.keywords.items()]
             return f"{_public(value.func)}({', '.join([*map(source, value.args), *named])})"

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxonnx._arguments import NAN_POLICIES, Declared, declared_in
+from jaxonnx._arguments import NAN_POLICIES, OPTIMIZERS, SCHEDULES, Declared, declared_in
 from jaxonnx._mesh import AUTOMATIC
 from jaxonnx.cli._declarations import SCHEME, read_declarations
 
@@ -166,6 +166,8 @@ FORMS: Mapping[str, Mapping[str, Any]] = {
     "text": {},
     "names": MANY,
     "count": COUNT,
+    "optimizer": {"choices": OPTIMIZERS, "metavar": "NAME"},
+    "schedule": {"choices": SCHEDULES, "metavar": "NAME"},
     "real": REAL,
     "switch": SWITCH,
     "folder": FOLDER,

@@ -4,12 +4,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jaxonnx._arguments import (
-    OPTIMIZERS,
-    RATE,
-    SCHEDULES,
     DataArguments,
     LossArguments,
     ModelArguments,
+    OptimizerArguments,
     RunArguments,
     StepArguments,
 )
@@ -104,29 +102,7 @@ _OUTPUT = Flag(
     NEEDED,
 )
 _EXPLAIN = Flag("--explain", "print the equivalent Python program and exit", SWITCH)
-_OPTIMIZER = [
-    Flag(
-        "--optimizer",
-        f"{', '.join(OPTIMIZERS)} (default: that of the file's training_info, or adam)",
-        {"choices": OPTIMIZERS, "metavar": "NAME"},
-    ),
-    Flag(
-        "--rate",
-        f"the peak learning rate (default: {RATE}; with --head and no other flag of this group, "
-        "a tenth of it for all layers but the head)",
-        REAL,
-    ),
-    Flag(
-        "--schedule",
-        f"{', '.join(SCHEDULES)}: the decay of the learning rate to zero (default: constant)",
-        {"choices": SCHEDULES, "metavar": "NAME"},
-    ),
-    Flag(
-        "--warmup", "the number of updates of linear warmup; below 1, a fraction of the run", REAL
-    ),
-    Flag("--clip", "the maximum global norm of the gradients", REAL),
-    Flag("--weight-decay", "the coefficient of decoupled weight decay", REAL),
-]
+_OPTIMIZER = [*declared_flags(LossArguments), *declared_flags(OptimizerArguments)]
 _DISTRIBUTED = Flag(
     "--distributed",
     "run as one of several processes, each with its own devices; without a value the cluster is "
@@ -155,7 +131,7 @@ def _training(model: Sequence[Flag], without: Sequence[str] = ()) -> dict[str, S
     """Return the groups of flags of a command that trains, with those of the model."""
     return {
         "": [*_EXAMPLES, _OUTPUT, _EXPLAIN],
-        "loss and optimizer": [*declared_flags(LossArguments), *_OPTIMIZER],
+        "loss and optimizer": _OPTIMIZER,
         "model": model,
         "step": [*declared_flags(StepArguments), _DISTRIBUTED],
         "run": [*declared_flags(RunArguments), _RESUME_ANYWAY, _REPORT],
@@ -313,7 +289,7 @@ VERBS: Mapping[str, Verb] = {
                     {**FOLDER, "nargs": "?", "const": True},
                 ),
             ],
-            "loss and optimizer": [*declared_flags(LossArguments), *_OPTIMIZER],
+            "loss and optimizer": _OPTIMIZER,
             "model": [*declared_flags(ModelArguments, without=("quantize",)), _LORA_WHERE],
             "step": declared_flags(StepArguments, without=("mesh", "sharding")),
             "run": declared_flags(RunArguments, names=("epochs",)),

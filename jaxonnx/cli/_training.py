@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxonnx import loggers, sparse
-from jaxonnx._arguments import RATE, StepArguments, TrainArguments, declared
+from jaxonnx._arguments import OptimizerArguments, StepArguments, TrainArguments, declared
 from jaxonnx._atomic_write import check_writable
 from jaxonnx._data.batches import Batch, Source
 from jaxonnx._data.images import preparation as images
@@ -24,7 +24,6 @@ from jaxonnx._io.formats import check_suffix
 from jaxonnx._io.packed import packed_nbytes
 from jaxonnx.cli import _explain as explain
 from jaxonnx.cli import _inputs as reading
-from jaxonnx.cli._explain import Planned
 from jaxonnx.cli._flags import LOSS, PHASES, SPARSE_EPOCHS
 from jaxonnx.cli._inputs import Failed, Report
 from jaxonnx.cli._verbs import describe_products
@@ -32,10 +31,7 @@ from jaxonnx.errors import InputError
 from jaxonnx.lora import LoRA
 from jaxonnx.model import Model
 from jaxonnx.quantization import Quantization
-from jaxonnx.training import Settings, optimizer, read_data
-
-_RATES = ("rate", "schedule", "warmup", "clip", "weight_decay")
-"""Flags that say more of an optimizer than its name."""
+from jaxonnx.training import Settings, read_data
 
 
 def train(options: argparse.Namespace, sparsity: Mapping[str, Any] | None = None) -> Report:
@@ -191,7 +187,8 @@ def _settings(
         raise InputError("--augment goes with a folder of pictures")
     head = _head(model, options)
     carried = bool(model.proto.training_info) and not (options.loss or options.optimizer or head)
-    said = [name for name in _RATES if getattr(options, name) is not None]
+    flags = {n: x.argument.flag or n for n, x in declared(OptimizerArguments).items()}
+    said = [flag for name, flag in flags.items() if getattr(options, name) is not None]
     if carried and said:
         raise InputError(
             f"--{said[0].replace('_', '-')} goes with --optimizer and --loss: '{options.model}' "
@@ -200,7 +197,6 @@ def _settings(
     settings = {name: getattr(options, name, None) for name in declared(TrainArguments)}
     settings |= {
         "loss": options.loss or (None if carried or head else LOSS),
-        "optimizer": None if carried else _optimizer(options, head),
         "head": head,
         "preprocess": preprocess,
         "augment": None,  # of images, in `preprocess`
@@ -219,16 +215,6 @@ def _settings(
         settings["resume"] = "anyway"
     settings = {name: x for name, x in settings.items() if x is not None and x is not False}
     return {name: x for name, x in settings.items() if x not in ([], {})}
-
-
-def _optimizer(options: argparse.Namespace, head: Any) -> partial | Planned | None:
-    """Return the optimizer; None for the two rates that `train` has for a new head."""
-    said = {name: getattr(options, name) for name in _RATES}
-    said = {name: value for name, value in said.items() if value is not None}
-    if head is not None and not options.optimizer and not said:
-        return None
-    call = partial(optimizer, options.optimizer or "adam", said.pop("rate", RATE), **said)
-    return Planned(call) if {"schedule", "warmup"} & {*said} else call
 
 
 def _explain(

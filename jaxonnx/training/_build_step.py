@@ -9,7 +9,6 @@ import optax
 from onnx import ModelProto
 
 from jaxonnx._arguments import (
-    LossArguments,
     Optimizer,
     StepArguments,
     check_names,
@@ -44,7 +43,6 @@ def step(
     loss: Any = None,
     optimizer: "Optimizer | str | None" = None,
     *,
-    learning_rate: float | None = None,
     epochs: int | None = None,
     steps_per_epoch: int = 1,
     **arguments: Unpack[StepArguments],
@@ -71,7 +69,6 @@ def step(
       model: a Model, or anything that `jaxonnx.load` accepts.
       loss: as in `jaxonnx.train`.
       optimizer: as in `jaxonnx.train`.
-      learning_rate: as in `jaxonnx.train`.
       epochs: the number of epochs of the run. `sparsity` without phase lengths divides them into
         phases. An optimizer that is a function of the number of updates needs them.
       steps_per_epoch: the number of steps per epoch, for the phases of `sparsity`.
@@ -81,8 +78,8 @@ def step(
       TrainingError: the settings do not fit the model.
     """
     check_names("step", StepArguments, arguments)
-    of_loss = LossArguments(loss=loss, optimizer=optimizer, learning_rate=learning_rate)
-    settings = Settings(**of_loss, **arguments, epochs=1 if epochs is None else epochs)
+    of_run = {"loss": loss, "optimizer": optimizer, "epochs": 1 if epochs is None else epochs}
+    settings = Settings(**of_run, **arguments)
     if settings.nan == "rollback":
         raise TrainingError("nan must be stop or skip: a loop of your own keeps its own snapshots")
     if settings.statistics == "recompute":
@@ -189,7 +186,7 @@ def _updates(epochs: int | None, steps_per_epoch: int | None, accumulate: int) -
     """Return the number of updates of a run."""
     if epochs is None or steps_per_epoch is None:
         raise TrainingError(
-            "the optimizer is a function of the updates of the run, whose number is not known: "
+            "a schedule depends on the updates of the run, whose number is not known: "
             "pass arrays, or an iterable with a length (to step: epochs= and steps_per_epoch=), or "
             "an optimizer that knows them"
         )

@@ -9,10 +9,11 @@ import jax
 import optax
 
 from jaxonnx._arguments import RATE
+from jaxonnx._text import format_count
 from jaxonnx.errors import TrainingError
 from jaxonnx.losses import cross_entropy
 from jaxonnx.model import Model, Trainable, labels
-from jaxonnx.training._optimizers import optimizer
+from jaxonnx.training._optimizers import DECAYING, find_vectors, named_optimizer
 from jaxonnx.training._settings import Settings
 
 LOSS = "softmax_cross_entropy_with_integer_labels"
@@ -56,19 +57,25 @@ def complete_settings(model: Model, settings: Settings) -> tuple[Settings, list[
     if settings.loss is None:
         settings = replace(settings, loss=_usual_loss(model))
         notes.append("loss: softmax cross entropy of integer labels (default)")
-    name, rate = settings.optimizer, settings.learning_rate
-    if name is None and rate is None:
+    name, chosen = settings.optimizer, settings.of_optimizer
+    if name is None and not chosen:
         rates = f"learning rate {RATE}"
         rates += f" for the head and {RATE_OF_REST} for other parameters" if model.heads else ""
         notes.append(f"optimizer: Adam, {rates} (default)")
-    if name is None and rate is None and model.heads:
+    if name is None and not chosen and model.heads:
         rules: Any = {"head": optax.adam(RATE), "rest": optax.adam(RATE_OF_REST)}
         head = {*model.head}
         parts = labels({"head": lambda name, _: name in head}, default="rest")
         settings = replace(settings, optimizer=optax.multi_transform(rules, parts))
     elif name is None or isinstance(name, str):
-        rule = optimizer(name or "adam", RATE if rate is None else rate)
-        settings = replace(settings, optimizer=rule, learning_rate=None)
+        spared = find_vectors(model)
+        rule = named_optimizer(name or "adam", spared, **chosen)
+        if spared and (name in DECAYING or chosen.get("weight_decay")):
+            notes.append(
+                f"weight decay leaves out {format_count(len(spared), 'tensor')}: biases, "
+                "normalizations and other vectors"
+            )
+        settings = replace(settings, optimizer=rule, **dict.fromkeys(chosen))
     return settings, notes
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Collection
 from numbers import Real
 from typing import Any, Literal
 
@@ -11,8 +12,13 @@ import jax
 import optax
 
 from jaxonnx._arguments import OPTIMIZERS, RATE, SCHEDULES
+from jaxonnx._graph.uses import uses_by_tensor, weights
 from jaxonnx._require import check_arguments, require, require_choice
 from jaxonnx.errors import TrainingError
+from jaxonnx.model import Model
+
+DECAYING = ("adamw", "lion")
+"""The optimizers whose weights decay by default."""
 
 
 def optimizer(
@@ -24,6 +30,7 @@ def optimizer(
     warmup: float = 0.0,
     clip: float | None = None,
     weight_decay: float | None = None,
+    mask: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Return an optimizer of optax with a schedule, clipped gradients and weight decay.
 
@@ -46,6 +53,9 @@ def optimizer(
       weight_decay: the share of each parameter that an update takes away, times the rate, as in
         `optax.adamw`, of which "adam" with weight decay is another name. By default that of the
         optimizer in optax: 1e-4 for "adamw", 1e-3 for "lion", none for others.
+      mask: the parameters that decay, as in `optax.adamw`: a tree of booleans, or a function of the
+        parameters that returns one. All by default; `train(optimizer="adamw")` leaves out biases,
+        normalizations and other vectors.
 
     Raises:
       TrainingError: a setting does not fit.
@@ -61,14 +71,53 @@ def optimizer(
         _positive("weight_decay", weight_decay, zero=True)
     rule: Any = getattr(optax, name)
     decay = {} if weight_decay is None else {"weight_decay": weight_decay}
-    options = decay if "weight_decay" in inspect.signature(rule).parameters else {}
+    options = {**decay, "mask": mask} if name in DECAYING else {}
     parts = [] if clip is None else [optax.clip_by_global_norm(clip)]
     parts.append(rule(-1.0, **options))  # the last part has the rate, and the sign
     if decay and not options:
-        parts.append(optax.add_decayed_weights(**decay))
+        parts.append(optax.add_decayed_weights(**decay, mask=mask))
     rates = _rates(rate, steps, schedule, warmup)
     parts.append(optax.inject_hyperparams(optax.scale_by_learning_rate)(learning_rate=rates))
     return optax.with_extra_args_support(optax.chain(*parts))
+
+
+def named_optimizer(
+    name: str, spared: Collection[str], learning_rate: float = RATE, **chosen: Any
+) -> Any:
+    """Return the optimizer of `train`'s arguments: a function of the updates if a schedule is.
+
+    Args:
+      spared: the names of parameters that do not decay.
+    """
+
+    def mask(params):
+        return {name: name not in spared for name in params}
+
+    def planned(steps):
+        return optimizer(name, learning_rate, steps, **chosen, mask=mask)
+
+    warmup = chosen.get("warmup", 0)
+    plans = chosen.get("schedule", "constant") != "constant" or 0 < warmup < 1
+    return planned if plans else planned(None)
+
+
+def find_vectors(model: Model) -> set[str]:
+    """Return the parameters that are biases, scales of normalizations, or other vectors.
+
+    Biases of recurrent layers have two axes. So have tables of positions, which are no vectors: an
+    elementwise operator adds these.
+    """
+    meanings = weights(model.graph, model.tensors)
+    read = uses_by_tensor(model.graph, model.tensors)
+
+    def is_vector(name: str) -> bool:
+        shape, used = model.params[name].shape, [use for use in read[name] if not use.passes]
+        declared = any(not use.node.op.pointwise for use in used)
+        return declared or math.prod(shape) == max(shape, default=1)
+
+    named = {name: meanings[name] for name in model.params if name in read}
+    free = {name for name, x in named.items() if x.matrix is None and x.start is not None}
+    return set(filter(is_vector, free))
 
 
 def _rates(rate: float, steps: int | None, schedule: str, warmup: float) -> Any:

@@ -7,7 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from jaxonnx._arguments import NAN_POLICIES, OPTIMIZERS, Hook, TrainArguments, declared
+from jaxonnx._arguments import (
+    NAN_POLICIES,
+    OPTIMIZERS,
+    Hook,
+    OptimizerArguments,
+    TrainArguments,
+    declared,
+)
 from jaxonnx._data.ragged import Padding
 from jaxonnx._require import is_one_of, require, require_choice, require_integer
 from jaxonnx.errors import TrainingError
@@ -95,10 +102,11 @@ class Settings(_VALUES):
             "run) to one"
         )
         require("optimizer", self.optimizer, named or made, expected, TrainingError)
-        if self.learning_rate is not None and not named:
+        if self.of_optimizer and not named:
+            verb = "goes" if len(self.of_optimizer) == 1 else "go"
             raise TrainingError(
-                "learning_rate goes with an optimizer by name, like optimizer='adam'; an optax "
-                "transformation has its own"
+                f"{', '.join(self.of_optimizer)} {verb} with an optimizer by name, like "
+                "optimizer='adam'; an optax transformation has its own"
             )
 
     def _check_inputs(self) -> None:
@@ -152,6 +160,12 @@ class Settings(_VALUES):
         same["quantize"] = scheme and scheme.as_json
         same["length_buckets"] = None if padding.buckets is None else [*padding.buckets]
         return same
+
+    @property
+    def of_optimizer(self) -> dict[str, Any]:
+        """The settings of an optimizer by name that have a value."""
+        values = {name: getattr(self, name) for name in declared(OptimizerArguments)}
+        return {name: value for name, value in values.items() if value is not None}
 
     @property
     def of_losses(self) -> list[str]:

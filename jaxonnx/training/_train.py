@@ -44,7 +44,7 @@ def train(
 
     Arguments by topic:
 
-    * loss: loss, optimizer, learning_rate;
+    * loss: loss, optimizer, learning_rate, schedule, warmup, clip, weight_decay;
     * model: head, trainable, lora, statistics, dropout, sparsity, quantize;
     * step: metrics, class_weights, seed, accumulate, ema, precision, master, remat, mesh, sharding,
       nan;

@@ -1,6 +1,7 @@
 """Optimizers by name: optax's own numbers, and their learning rate in history, logs and bar."""
 
 import csv
+import re
 from typing import Any
 
 import jax
@@ -14,6 +15,8 @@ import jaxonnx
 from jaxonnx import loggers
 from jaxonnx.cli import main
 from jaxonnx.training import optimizer, step
+from jaxonnx.training._optimizers import find_vectors
+from tests.support.paths import DATA
 from tests.support.tiny_networks import LABELS, examples, mlp, train, weights
 
 OPTAX = {
@@ -24,6 +27,9 @@ OPTAX = {
     "rmsprop": optax.rmsprop,
     "sgd": optax.sgd,
 }
+
+
+MATRICES = {"w1": True, "b1": False, "w2": True, "b2": False}
 
 
 def walk(rule, steps=6):
@@ -155,7 +161,23 @@ def test_labels_choose_loss_and_optimizer_as_the_command_does(tmp_path, monkeypa
     ("settings", "theirs"),
     [
         ({"optimizer": "sgd", "learning_rate": 0.1}, optax.sgd(0.1)),
-        ({"optimizer": "adamw"}, optax.adamw(1e-3)),
+        ({"optimizer": "adamw"}, optax.adamw(1e-3, mask=MATRICES)),
+        (
+            {"optimizer": "sgd", "learning_rate": 0.1, "weight_decay": 0.1, "clip": 0.5},
+            optax.chain(
+                optax.clip_by_global_norm(0.5),
+                optax.add_decayed_weights(0.1, mask=MATRICES),
+                optax.sgd(0.1),
+            ),
+        ),
+        (
+            {"schedule": "linear", "warmup": 0.4, "learning_rate": 0.1},
+            optax.adam(
+                optax.join_schedules(
+                    [optax.linear_schedule(0, 0.1, 2), optax.linear_schedule(0.1, 0, 3)], [2]
+                )
+            ),
+        ),
         ({"learning_rate": 1e-2}, optax.adam(1e-2)),
     ],
 )
@@ -163,7 +185,7 @@ def test_optimizers_by_name_are_those_of_optax(settings, theirs):
     ours = weights(train(**{"optimizer": None} | settings))
     for name, value in weights(train(optimizer=theirs)).items():
         np.testing.assert_allclose(ours[name], value, rtol=1e-5, atol=1e-7)
-    one = step(mlp(), LABELS, **settings)
+    one = step(mlp(), LABELS, **settings, epochs=1, steps_per_epoch=5)
     assert len(one.update(one.init(), (examples(8)))) == 2
 
 
@@ -179,6 +201,22 @@ def test_optimizers_by_name_are_those_of_optax(settings, theirs):
 def test_what_cannot_be_chosen(settings, words):
     with pytest.raises(jaxonnx.TrainingError, match=words):
         train(**settings)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["llm/qwen3-genai/model.onnx", "lstm.legacy.onnx", "transformer.dynamo.onnx"],
+)
+def test_weights_decay_that_decay_in_transformers(path):
+    """By the patterns of `Trainer.get_decay_parameter_names`, where a file keeps PyTorch's names.
+
+    Exporters number the matrices and biases of recurrent layers: the latter have two axes.
+    """
+    spared = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm|_norm(?:$|\.)|^onnx::LSTM_(281|305)$")
+    model = jaxonnx.load(DATA / path)
+    names = {name for name in model.params if not spared.search(name)}
+    assert find_vectors(model) == model.params.keys() - names
+    assert len(names) > 3
 
 
 def test_one_number_an_example_has_no_loss_by_default():
