@@ -14,8 +14,13 @@ Hook = Callable[[int, dict[str, Any]], None]
 class RunArguments(TypedDict, total=False):
     """The arguments of a run: epochs, validation, early stopping, checkpoints, logs."""
 
-    epochs: Annotated[int, Argument(1, "count")]
-    """The number of passes over the data."""
+    epochs: Annotated[int | None, Argument(form="count")]
+    """The number of passes over the data; 1 by default, or as many as `max_steps` takes."""
+    max_steps: Annotated[int | None, Argument(form="count")]
+    """The number of steps after which the run ends, be it in the middle of an epoch.
+
+    With `epochs` as well, what comes first counts. A step is one batch, also with `accumulate`. A
+    run can be resumed with a larger number; a schedule then follows the longer run."""
     validation: Annotated[
         Any,
         Argument(
@@ -27,6 +32,15 @@ class RunArguments(TypedDict, total=False):
 
     The examples that are held out depend on `seed` only. Validation runs in inference mode after
     each epoch, on the examples in order."""
+    validate_every: Annotated[int | None, Argument(form="count", resume=True)]
+    """The number of steps between validations, and at the end of the run; by default each epoch.
+
+    `history.epochs` then has a row for each validation, with the loss since the one before. What
+    else is done once in an epoch (checkpoints, `patience`, `samples`) is done there."""
+    validate_first: Annotated[bool, Argument(False, "switch")]
+    """Validate the initial weights as well, before the first step.
+
+    `history.epochs` begins with this row, of epoch 0, which can be the best."""
     augment: Annotated[
         Any, Argument(form="augment", words="Random augmentation of training images: crop or flip")
     ]
@@ -39,10 +53,15 @@ class RunArguments(TypedDict, total=False):
     same. For a folder of images the function gets what the network would get, and the other values
     of "augment" in `preprocess` are accepted as well."""
     patience: Annotated[int | None, Argument(form="count")]
-    """Stop after this number of epochs without a better value of `monitor`.
+    """Stop after this number of epochs (or validations) without a better value of `monitor`.
 
     The result has the weights of the best epoch, also if the run ends normally. With `sparsity`,
     only epochs with the fixed mask count."""
+    min_improvement: Annotated[float, Argument(0.0, "real")]
+    """The least improvement that counts for `patience`.
+
+    The value is compared with the last one that counted, so that small improvements add up. Which
+    weights are the best does not depend on it."""
     monitor: Annotated[
         str | tuple[str, str] | None,
         Argument(
@@ -59,13 +78,15 @@ class RunArguments(TypedDict, total=False):
 
     A checkpoint has the parameters, statistics, optimizer state, position in the data, random state
     and history. Checkpoints are written in the background and appear once they are complete. The
-    last three and that of the best epoch are kept. The folder also has the file of the model, so
-    that `jaxonnx.load` opens the folder."""
+    last three and those of the best epochs are kept (`keep_best`). The folder also has the file of
+    the model, so that `jaxonnx.load` opens the folder."""
     checkpoint_every: Annotated[int | None, Argument(form="count")]
     """The number of steps between checkpoints; by default one checkpoint per epoch.
 
     Checkpoints may be in the middle of an epoch. The best epoch and the end of the run always have
     one."""
+    keep_best: Annotated[int, Argument(1, "count")]
+    """The number of best checkpoints to keep, by `monitor`, besides the last three."""
     resume: Annotated[bool | Literal["anyway"], Argument(False, "switch")]
     """Continue from the newest readable checkpoint, if there is one.
 

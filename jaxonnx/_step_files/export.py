@@ -111,8 +111,7 @@ def export_step(
             "the model that jaxonnx.quantize(model, data) returns"
         )
     require_choice("init", init, ("onnx", "safetensors", "npz"))
-    of_run = {"loss": loss, "optimizer": optimizer, "epochs": 1 if epochs is None else epochs}
-    chosen = Settings(**of_run, **settings)
+    chosen = Settings(loss=loss, optimizer=optimizer, epochs=epochs, **settings)
     model = with_heads(as_model(model), chosen)
     step = build_step(model, chosen, epochs, steps_per_epoch, platform="onnx")
     exporter = _Exporter(step, batch, opset)

@@ -1,5 +1,6 @@
 """Build a training step from settings."""
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -78,8 +79,7 @@ def step(
       TrainingError: the settings do not fit the model.
     """
     check_names("step", StepArguments, arguments)
-    of_run = {"loss": loss, "optimizer": optimizer, "epochs": 1 if epochs is None else epochs}
-    settings = Settings(**of_run, **arguments)
+    settings = Settings(loss=loss, optimizer=optimizer, epochs=epochs, **arguments)
     if settings.nan == "rollback":
         raise TrainingError("nan must be stop or skip: a loop of your own keeps its own snapshots")
     if settings.statistics == "recompute":
@@ -153,7 +153,7 @@ def _build_local_step(
     goal = replace(goal, notes=(*notes, *frozen, *goal.notes))
     optimizer: Any = settings.optimizer
     if is_planned(optimizer):
-        optimizer = optimizer(steps=_updates(epochs, steps_per_epoch, settings.accumulate))
+        optimizer = optimizer(steps=_updates(settings, epochs, steps_per_epoch))
     optimizer = optax.with_extra_args_support(optimizer)
     storage = WeightLayout(model.params, optimizer, platform, settings.master)
     if settings.accumulate > 1:
@@ -182,15 +182,18 @@ def _master_note(narrow: Mapping[str, Any]) -> str:
     )
 
 
-def _updates(epochs: int | None, steps_per_epoch: int | None, accumulate: int) -> int:
+def _updates(settings: Settings, epochs: int | None, steps_per_epoch: int | None) -> int:
     """Return the number of updates of a run."""
+    if steps_per_epoch is None and settings.max_steps is not None:
+        return max(1, settings.max_steps // settings.accumulate)
     if epochs is None or steps_per_epoch is None:
         raise TrainingError(
             "a schedule depends on the updates of the run, whose number is not known: "
             "pass arrays, or an iterable with a length (to step: epochs= and steps_per_epoch=), or "
             "an optimizer that knows them"
         )
-    return max(1, epochs * steps_per_epoch // accumulate)
+    steps = min(epochs * steps_per_epoch, settings.max_steps or math.inf)
+    return max(1, int(steps) // settings.accumulate)
 
 
 def _check_file_algorithm(settings: Settings) -> None:

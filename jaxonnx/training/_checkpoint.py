@@ -62,7 +62,7 @@ class NotWritten(Exception):
 
 
 class Checkpoints:
-    """The last three checkpoints of a run in a folder, and the best.
+    """The last three checkpoints of a run in a folder, and the best ones.
 
     They are written in the background, and appear under their name only when they are complete.
     Leaves are stored as a list, because names of tensors may hold anything; names, shapes and
@@ -77,6 +77,7 @@ class Checkpoints:
       model: the model that is trained.
       frozen: arrays of the model that are not trained; a resumed run must have the same.
       processes: the processes of the run, each of which writes its shards.
+      best: the number of best checkpoints to keep.
 
     Raises:
       TrainingError: the folder cannot be written, or holds a run and `resume` is false.
@@ -90,6 +91,7 @@ class Checkpoints:
         model: Model,
         frozen: dict[str, jax.Array],
         processes: Processes,
+        best: int,
     ):
         # takes seconds to import
         from orbax import checkpoint as orbax
@@ -127,7 +129,7 @@ class Checkpoints:
         def of_metrics(metrics):
             return metrics["score"]
 
-        policies = [managers.LatestN(_KEPT), managers.BestN(get_metric_fn=of_metrics, n=1)]
+        policies = [managers.LatestN(_KEPT), managers.BestN(get_metric_fn=of_metrics, n=best)]
         self._manager = orbax.CheckpointManager(
             path,
             options=orbax.CheckpointManagerOptions(

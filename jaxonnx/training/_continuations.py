@@ -49,7 +49,7 @@ class Continuations:
         self._count = max(1, min(_COUNT, self._generate.positions - longest)) if prompts else _COUNT
 
     def write(self, state: State, epoch: int) -> None:
-        """Print the continuations by the parameters of an epoch."""
+        """Print the continuations by the parameters of an epoch, from 1."""
         if not self._rows:
             return
         tensors = {**self._model.state, **state.state}
@@ -57,7 +57,7 @@ class Continuations:
         rows = self._generate(params, tensors, self._rows, self._count, stop=stop)
         for prompt, row in zip(self._rows, rows, strict=True):
             pair = f"{self._decode(prompt)} -> {self._decode(row[1:])}" if self._encoded else ""
-            print(f"epoch {epoch + 1}: {pair or self._decode(row)}", flush=True)
+            print(f"epoch {epoch}: {pair or self._decode(row)}", flush=True)
 
     def _encode(self, prompt: Any) -> np.ndarray:
         if self._tokenizer is not None and isinstance(prompt, str):

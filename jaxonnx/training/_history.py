@@ -21,8 +21,9 @@ class History:
     """The learning rate of every step, if the optimizer's state has one: those of `train.optimizer`
     and of `optax.inject_hyperparams` have. With `accumulate`, that of the last update."""
     epochs: list[dict[str, Any]] = field(default_factory=list)
-    """One dict an epoch: `epoch` (from 1), `step` (steps so far), `loss` (over
-    all that counts in its batches, of which some have more than others), `seconds`, `rate` (of its
+    """One dict an epoch, or a validation with `validate_every` and `validate_first`: `epoch` (from
+    1; 0 before the first step), `step` (steps so far), `loss` (over all that counts in the batches
+    since the last one, of which some have more than others), `seconds`, `rate` (of its
     last step, where there are `rates`); `validation_loss` and `validation_<metric>` where there is
     validation data, with several outputs `validation_<output>_loss` and
     `validation_<output>_<metric>`; with sparsity `phase` (of the step to come), `sparsity`, and of
@@ -40,6 +41,8 @@ class History:
     """Whether the run ended because `patience` ran out."""
     best: int | None = None
     """The `epoch` of the row with the best value of what `monitor` says."""
+    best_step: int | None = None
+    """The `step` of this row."""
     phase: int | None = None
     """The phase of sparsity in which the run began; the rows have that of the step to come."""
 
@@ -63,7 +66,8 @@ class History:
             return self.stopped or "no epochs"
         seconds = sum(row["seconds"] for row in self.epochs)
         text = (
-            f"{format_count(len(self.epochs), 'epoch')}, {format_count(len(self.losses), 'step')}, "
+            f"{format_count(self.epochs[-1]['epoch'], 'epoch')}, "
+            f"{format_count(len(self.losses), 'step')}, "
         )
         text += f"{seconds:.1f} s: {', '.join(self._format_metrics())}"
         for event in (SKIPPED, ROLLED_BACK, NOT_VALIDATED):
@@ -75,14 +79,12 @@ class History:
 
     def _format_metrics(self) -> list[str]:
         """Return the numbers of the first and the last epoch, or of the steps of the only one."""
-        first, last = self.epochs[0], self.epochs[-1]
+        first = {name: x for row in reversed(self.epochs) for name, x in row.items()}
+        last = self.epochs[-1]
         names = [
             name
             for name, value in last.items()
-            if isinstance(value, float)
-            and name in first
-            and name != "seconds"
-            and not name.startswith("flip_rate/")
+            if isinstance(value, float) and name != "seconds" and not name.startswith("flip_rate/")
         ]
         if len(self.epochs) > 1:
             return [_change(name, first[name], last[name]) for name in names]

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -35,7 +36,7 @@ def run(
     processes: Processes,
 ) -> tuple[Model, History]:
     """Run the epochs; return the trained model and the history."""
-    monitor = Monitor(settings.monitor, step.columns(held_out is not None), settings.patience)
+    monitor = Monitor(settings, step.columns(held_out is not None))
     update = FitCheck(_with_reports(step, processes))
     reporter = Reporter(settings, examples.steps, interrupt, processes)
     state = step.init()
@@ -44,19 +45,33 @@ def run(
         stack.enter_context(snapshots.checkpoints or nullcontext())
         state = snapshots.restore(state)
         history, at = reporter.history, snapshots.at
-        statistics = Statistics(step, examples, settings, state, interrupt)
-        batches = _Batches(step, examples, at.epoch, at.batch, settings.epochs, interrupt)
+        epochs = range(at.epoch, settings.epochs or 1)
+        batches = _Batches(step, examples, at.epoch, at.batch, epochs.stop, interrupt)
         warn_of_single_values(step, batches.first)
         batches.checks.check_data(examples, held_out)
-        validate = _Validation(step, held_out, batches, interrupt)
-        continuations = Continuations(step, settings.samples if processes.first else None)
+        close = _Rows(
+            *(reporter, snapshots, monitor, batches),
+            Statistics(step, examples, settings, state, interrupt),
+            _Validation(step, held_out, batches, interrupt),
+            Continuations(step, settings.samples if processes.first else None),
+        )
         stack.enter_context(reporter)
         interrupt.begin()
+
+        def is_due(done: int) -> bool:
+            """Check whether a row is due within an epoch, after so many steps."""
+            every = settings.validate_every
+            due = done == settings.max_steps or (every is not None and done % every == 0)
+            return due and done > reporter.reported
+
         try:
             monitor.record(history.epochs)
-            monitor.check(history.epochs)
-            for epoch in range(at.epoch, settings.epochs):
-                began = time.perf_counter()
+            monitor.check()
+            if settings.validate_first and not (reporter.step or history.epochs):
+                state = close(state, 0)
+            for epoch in epochs:
+                if reporter.step == settings.max_steps:
+                    break
                 for batch in batches.of_epoch(epoch):
                     state = snapshots.save_if_due(state)
                     processes.step(epoch, snapshots.at.batch)
@@ -65,24 +80,70 @@ def run(
                     state, report = update(state, batch, step.frozen, stop)
                     state = snapshots.count_step(state, report)
                     reporter.check_interrupt()
-                processes.close_epoch(epoch, snapshots.at.batch)
-                state = snapshots.settle(state)
-                batches.checks.catch_up()
-                state = statistics.renew(state, epoch, reporter.step, snapshots.at.batch)
-                numbers = validate(state, epoch) | sparse_numbers(state.optimizer)
-                continuations.write(state, epoch)
-                row = reporter.close_epoch(epoch, numbers, time.perf_counter() - began)
-                state = snapshots.close_epoch(state, row)
-                monitor.check(history.epochs)
-                reporter.check_interrupt()
+                    if is_due(reporter.started):
+                        state = snapshots.settle(state)
+                    if is_due(reporter.step):  # not if steps were lost
+                        count = examples.steps or snapshots.at.batch
+                        ends = reporter.step == settings.max_steps
+                        state = close(state, epoch + 1, count, ends)
+                    if reporter.step == settings.max_steps:
+                        break
+                else:
+                    count, ends = snapshots.at.batch, epoch + 1 == epochs.stop
+                    processes.close_epoch(epoch, count)
+                    state = snapshots.settle(state)
+                    snapshots.end_epoch(epoch)
+                    if reporter.step > reporter.reported and (ends or not settings.validate_every):
+                        state = close(state, epoch + 1, count, ends)
             snapshots.finish(state)
         except (Stop, KeyboardInterrupt, *EXHAUSTED) as error:
             end = to_stop(error, state, processes.several)
             batches.checks.catch_up()  # wrong labels may be why a loss is not finite
             state = snapshots.end_early(end, state)
-    whole = bool(monitor.chosen) or not snapshots.at.batch
-    history.notes += statistics.notes(reporter.step, whole)
+    whole = bool(monitor.chosen) or reporter.step == reporter.reported
+    history.notes += close.statistics.notes(reporter.step, whole)
     return snapshots.to_model(state), history
+
+
+@dataclass
+class _Rows:
+    """Ends a part of a run: renews statistics, validates, reports, and saves.
+
+    The parts are epochs, or what `validate_every` and `max_steps` make of them.
+    """
+
+    reporter: Reporter
+    snapshots: Snapshots
+    monitor: Monitor
+    batches: "_Batches"
+    statistics: Statistics
+    validate: "_Validation"
+    continuations: Continuations
+    began: float = field(default_factory=time.perf_counter)
+
+    def __call__(self, state: State, epoch: int, batches: int = 0, last: bool = False) -> State:
+        """Return the state to continue from.
+
+        Args:
+          epoch: from 1; 0 before the first step.
+          batches: of the epoch, for statistics.
+          last: the run ends here.
+
+        Raises:
+          Stop: patience ran out, or as in `Snapshots.close_row`.
+        """
+        reporter = self.reporter
+        self.batches.checks.catch_up()
+        if epoch:
+            state = self.statistics.renew(state, epoch - 1, reporter.step, batches)
+        numbers = self.validate(state, max(epoch - 1, 0)) | sparse_numbers(state.optimizer)
+        self.continuations.write(state, epoch)
+        row = reporter.add_row(epoch, numbers, time.perf_counter() - self.began)
+        state = self.snapshots.close_row(state, row, last)
+        self.monitor.check()
+        reporter.check_interrupt()
+        self.began = time.perf_counter()
+        return state
 
 
 def _with_reports(step: Step, together: Processes) -> Callable[..., tuple[State, Any]]:

@@ -33,7 +33,7 @@ def draw(history: Any, axes: Any) -> Any:
     each, count = history.losses, len(history.losses)
     axes.plot(range(1, count + 1), each, "C0", lw=0.6, alpha=0.5, label="loss", **_markers(each))
     if rows:
-        means = [row["loss"] for row in rows]
+        means = [row.get("loss", float("nan")) for row in rows]
         axes.plot(steps, means, "C0", label="loss, mean of an epoch", **_markers(rows))
     for name in losses:
         curve(axes, name)
@@ -41,7 +41,7 @@ def draw(history: Any, axes: Any) -> Any:
     axes.set_ylabel("loss")
     shade(axes, [0, *steps], history.phases)
     for row in rows:
-        if names and row["epoch"] == history.best:
+        if names and row["step"] == history.best_step:
             label = f"best epoch ({rows.index(row) + 1} of {len(rows)})"
             axes.axvline(row["step"], color="0.4", ls=":", lw=1.2, label=label)
     lines = axes.get_lines()

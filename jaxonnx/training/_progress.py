@@ -8,6 +8,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from jaxonnx._progress import Cell
 from jaxonnx.training._history import History
+from jaxonnx.training._settings import Settings
 
 _SECONDS, _SECONDS_IN_NOTEBOOK = 0.1, 0.5
 """Seconds between two drawings of the bar: one costs as much as a small step."""
@@ -21,17 +22,17 @@ class Bar:
     Args:
       show: None shows the bar where the output is a terminal or a notebook. Elsewhere a line is
         written now and then, and, if it is true, the last state of the bar.
-      epochs: the epochs of the run.
+      settings: `epochs` and `max_steps`.
       steps: the steps of an epoch, where known.
       done: steps of the run that were done before.
     """
 
-    def __init__(self, show: bool | None, epochs: int, steps: int | None, done: int = 0):
+    def __init__(self, show: bool | None, settings: Settings, steps: int | None, done: int = 0):
         console = Console()
         visible = console.is_terminal or console.is_jupyter
         self._shown = visible if show is None else show
         self._lines = not visible and show is not False
-        self._epochs = epochs
+        self._epochs, self._last = settings.epochs, settings.max_steps
         self._steps = steps
         self._done = self._first = done
         self._began: float | None = None
@@ -77,10 +78,11 @@ class Bar:
         """Draw the bar, if it is shown; return what it says."""
         self._done = len(history.losses)
         row = history.epochs[-1] if history.epochs else {}
-        if self._steps is None and row:
-            self._steps = -(-row["step"] // len(history.epochs))
-        under_way = self._done > row.get("step", 0)
-        description = f"epoch {len(history.epochs) + under_way}/{self._epochs}"
+        if self._steps is None and row.get("epoch"):
+            self._steps = -(-row["step"] // row["epoch"])
+        epoch = -(-self._done // self._steps) if self._steps else int(self._done > 0)
+        limited = self._steps is None and self._last is not None  # by steps, in unknown epochs
+        description = f"epoch {epoch}" if limited else f"epoch {epoch}/{self._epochs}"
         parts = [*_numbers(history, row), *self._speed()]
         line = ", ".join([description, *parts])
         if self._in_notebook:
@@ -97,7 +99,8 @@ class Bar:
 
     @property
     def _total(self) -> int | None:
-        return None if self._steps is None else self._epochs * self._steps
+        whole = None if self._steps is None or self._epochs is None else self._epochs * self._steps
+        return min((n for n in (whole, self._last) if n is not None), default=None)
 
     def _speed(self) -> list[str]:
         """Return rate and remaining time, once they are known."""

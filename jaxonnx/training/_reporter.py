@@ -32,7 +32,7 @@ class Reporter:
     flag of all of them. Entering it shows the bar.
 
     Args:
-      settings: `epochs`, `progress`, `on_log` and `nan`.
+      settings: `epochs`, `max_steps`, `progress`, `on_log` and `nan`.
       steps: the steps of an epoch, where known.
     """
 
@@ -47,7 +47,7 @@ class Reporter:
         self.interrupt = interrupt
         self._hooks = settings.hooks if processes.first else ()
         self._shows = settings.progress if processes.first else False
-        self._epochs, self._steps = settings.epochs, steps
+        self._settings, self._steps = settings, steps
         self._stop_requested: bool | None = False if processes.several else None
         """Whether the stop flag was set in a report that was read; None without the flag."""
         self._skip = settings.nan == "skip"
@@ -55,7 +55,7 @@ class Reporter:
         self._pending: deque[Any] = deque()
 
     def __enter__(self) -> "Reporter":
-        self._bar = Bar(self._shows, self._epochs, self._steps, self.step)
+        self._bar = Bar(self._shows, self._settings, self._steps, self.step)
         self._bar.__enter__()
         return self
 
@@ -73,6 +73,11 @@ class Reporter:
     def step(self) -> int:
         """The number of steps whose report was read."""
         return len(self.history.losses)
+
+    @property
+    def reported(self) -> int:
+        """The step of the last row of the history."""
+        return self.history.epochs[-1]["step"] if self.history.epochs else 0
 
     @property
     def started(self) -> int:
@@ -113,9 +118,14 @@ class Reporter:
         self.history.events.append(event)
         self.trouble = None
 
-    def close_epoch(self, epoch: int, numbers: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Append an epoch to the history: its loss and rate, and other numbers; return the row."""
-        row = {"epoch": epoch + 1, "step": self.step, "loss": self.loss}
+    def add_row(self, epoch: int, numbers: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """Append a row to the history: the loss since the last one, the rate, and other numbers.
+
+        Args:
+          epoch: from 1; 0 before the first step, where there is no loss.
+        """
+        row: dict[str, Any] = {"epoch": epoch, "step": self.step}
+        row |= {"loss": self.loss} if epoch else {}
         row |= {"rate": self.history.rates[-1]} if self.history.rates else {}
         row |= {**numbers, "seconds": seconds}
         self.history.epochs.append(row)

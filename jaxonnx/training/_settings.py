@@ -1,8 +1,9 @@
 """The settings of a run, checked before anything is compiled."""
 
+import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass, field, make_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,12 @@ _VALUES: Any = make_dataclass(
 )
 
 
+_COUNTS = (
+    *("epochs", "max_steps", "accumulate", "patience"),
+    *("validate_every", "checkpoint_every", "keep_best"),
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings(_VALUES):
     """The values of `TrainArguments`, checked before anything is compiled.
@@ -49,12 +56,12 @@ class Settings(_VALUES):
                 "loss=, metrics=) or the command jaxonnx evaluate computes metrics without training"
             )
         require_integer("seed", self.seed, 0, 2**63 - 1, TrainingError)
-        for name in ("epochs", "accumulate", "patience", "checkpoint_every"):
+        for name in _COUNTS:
             value = getattr(self, name)
-            if value is not None or name in ("epochs", "accumulate"):
+            if value is not None or name in ("accumulate", "keep_best"):
                 require_integer(name, value, error=TrainingError)
-        _flag("remat", self.remat)
-        _flag("master", self.master)
+        for name in ("remat", "master", "validate_first"):
+            _flag(name, getattr(self, name))
         if not is_one_of(self.resume, ("anyway",)):
             _flag("resume", self.resume, " or 'anyway'")
         if self.progress is not None:
@@ -137,8 +144,31 @@ class Settings(_VALUES):
                 f"monitor={monitor!r} chooses the best epoch for patience= or checkpoint_dir=, and "
                 "neither is given"
             )
+        if self.keep_best > 1 and folder is None:
+            raise TrainingError(f"keep_best={self.keep_best} needs a checkpoint_dir")
+        least = (
+            isinstance(self.min_improvement, int | float) and 0 <= self.min_improvement < math.inf
+        )
+        expected = "a finite number of at least 0"
+        require("min_improvement", self.min_improvement, least, expected, TrainingError)
+        if self.min_improvement and self.patience is None:
+            raise TrainingError("min_improvement goes with patience=, which counts improvements")
+        for name in ("validate_every", "validate_first"):
+            if getattr(self, name) and self.validation is None:
+                raise TrainingError(f"{name} needs validation data: pass validation= as well")
         if self.resume and self.checkpoint_dir is None:
             raise TrainingError("resume=True needs the checkpoint_dir of the run to continue")
+
+    def with_length(self, steps: int | None) -> "Settings":
+        """Return settings with the epochs of the run, at most; `max_steps` may end it before.
+
+        Args:
+          steps: the number of steps in an epoch, if it is known.
+        """
+        if self.max_steps is None:
+            return replace(self, epochs=self.epochs or 1)
+        needed = -(-self.max_steps // (steps or 1))
+        return replace(self, epochs=min(needed, self.epochs or needed))
 
     @property
     def hooks(self) -> tuple[Hook, ...]:

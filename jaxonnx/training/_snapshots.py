@@ -49,7 +49,7 @@ class Snapshots:
         """The next batch."""
         self._step, self._monitor, self._record = step, monitor, reporter
         self._several = processes.several
-        self._epochs, self._every = settings.epochs, settings.checkpoint_every
+        self._every = settings.checkpoint_every
         self._best = None if settings.patience is None else self._copy_weights(state)
         """The parameters, in the order of the file, and statistics of the best epoch."""
         self._rollback = settings.nan == "rollback"
@@ -66,7 +66,10 @@ class Snapshots:
             learned = {*state.params, *state.state}
             frozen = {name: x for name, x in tensors.items() if name not in learned}
             folder, resume = settings.checkpoint_dir, settings.resume
-            self.checkpoints = Checkpoints(folder, resume, same, step.model, frozen, processes)
+            best = settings.keep_best
+            self.checkpoints = Checkpoints(
+                folder, resume, same, step.model, frozen, processes, best
+            )
 
     def restore(self, state: State) -> State:
         """Return the state of the newest checkpoint, or this one; the reporter gets its history."""
@@ -99,22 +102,26 @@ class Snapshots:
         self.at = self.at._replace(batch=self.at.batch + 1)
         return state if self._record.add(report) else self.settle(state)
 
-    def close_epoch(self, state: State, row: dict[str, Any]) -> State:
-        """Compare an epoch with the best, and save it if that is due.
+    def end_epoch(self, epoch: int) -> None:
+        """Go to the first batch of the next epoch."""
+        self.at = Position(epoch + 1)
+
+    def close_row(self, state: State, row: dict[str, Any], last: bool) -> State:
+        """Compare the weights with the best by their row, and save them if that is due.
 
         Args:
-          row: what the history has of the epoch.
+          last: the run ends here.
 
         Raises:
           Stop: a checkpoint could not be written.
         """
-        self.at = Position(row["epoch"])
         history, done = self._record.history, self._record.step
-        improved = self._monitor.record(history.epochs)
-        history.best = self._monitor.best and self._monitor.best[0]
+        improved, best = self._monitor.record(history.epochs), self._monitor.best
+        if best is not None:
+            history.best, history.best_step = best["epoch"], best["step"]
         if improved and self._best is not None:
             self._best = self._copy_weights(state)
-        every, last = self._every, row["epoch"] == self._epochs
+        every = self._every
         due = every is None or improved or last or done % every == 0
         if due and done > self._saved:
             return self._save(state, self._monitor.score(row))

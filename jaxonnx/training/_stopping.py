@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxonnx._require import describe
 from jaxonnx.errors import TrainingError
+from jaxonnx.training._settings import Settings
 
 T = TypeVar("T")
 _END: Any = object()
@@ -125,19 +126,16 @@ class Interrupt:
 
 
 class Monitor:
-    """Tracks the best epoch, and the number of epochs since.
+    """Tracks the best row of the history, and the number of rows since the last improvement.
 
     Args:
-      monitor: the name of a metric, or a pair of it and "min" or "max".
+      settings: `monitor`, `patience`, `min_improvement` and `validate_every`.
       columns: the metrics of this run.
-      patience: epochs without improvement after which `check` ends the run; None for no limit.
     """
 
-    def __init__(
-        self, monitor: str | tuple[str, str] | None, columns: list[str], patience: int | None
-    ):
+    def __init__(self, settings: Settings, columns: list[str]):
         default = "validation_loss" if "validation_loss" in columns else "loss"
-        monitor = default if monitor is None else monitor
+        monitor = default if settings.monitor is None else settings.monitor
         self.name, self._sign = _direction(monitor)
         if self.name not in columns:
             hint = (
@@ -147,40 +145,56 @@ class Monitor:
                 f"monitor={self.name!r} is not a metric of this run; available: "
                 f"{', '.join(columns)}{hint}"
             )
-        self.patience = patience
-        self.best: tuple[int, float] | None = None
-        """The best epoch and its value."""
+        self._patience, self._least = settings.patience, settings.min_improvement
+        self._unit = "epoch" if settings.validate_every is None else "step"
+        self.best: dict[str, Any] | None = None
+        """The best row."""
+        self._counted: dict[str, Any] | None = None
+        """The row of the last improvement that counts."""
+        self._since = 0
+        """The number of rows after it."""
 
     def record(self, rows: list[dict[str, Any]]) -> bool:
-        """Return whether the last of these epochs is the best; NaN never is."""
-        self.best = None
+        """Return whether the last of these rows is the best; NaN never is."""
+        self.best = self._counted = None
         for row in rows:
-            value = self._value(row)
-            if self.best is None or self._sign * value < self._sign * self.best[1]:
-                self.best = self.best if np.isnan(value) else (row["epoch"], value)
-        return bool(rows) and self.best is not None and self.best[0] == rows[-1]["epoch"]
+            self._since += 1
+            if np.isnan(self._value(row)):
+                continue
+            if self._improves(row, self.best):
+                self.best = row
+            if self._improves(row, self._counted, self._least):
+                self._counted, self._since = row, 0
+        return bool(rows) and self.best is rows[-1]
 
-    def check(self, rows: list[dict[str, Any]]) -> None:
-        """Raise `PatienceEnded` if the best epoch is at least `patience` epochs ago."""
-        if self.patience is not None and self.best is not None:
-            epoch, value = self.best
-            if rows[-1]["epoch"] - epoch >= self.patience:
-                raise PatienceEnded(
-                    f"{self.name} was {value:.6g} in epoch {epoch}, and not better in the "
-                    f"{self.patience} after it"
-                )
+    def check(self) -> None:
+        """Raise `PatienceEnded` if the last improvement is at least `patience` rows ago."""
+        row = self._counted
+        if self._patience is not None and row is not None and self._since >= self._patience:
+            where = f"{'in' if self._unit == 'epoch' else 'at'} {self._unit} {row[self._unit]}"
+            least = f" by {self._least:g}" if self._least else ""
+            raise PatienceEnded(
+                f"{self.name} was {self._value(row):.6g} {where}, and not better{least} in the "
+                f"{self._patience} after it"
+            )
 
     @property
     def chosen(self) -> str:
-        """The epoch whose weights the result has, in words, if it has the best ones."""
-        if self.patience is None or self.best is None:
+        """The row whose weights the result has, in words, if it has the best ones."""
+        if self._patience is None or self.best is None:
             return ""
-        return f"epoch {self.best[0]}, the best"
+        return f"{self._unit} {self.best[self._unit]}, the best"
 
     def score(self, row: dict[str, Any]) -> float | None:
-        """Return the score of an epoch (greater is better), or None if it cannot be the best."""
+        """Return the score of a row (greater is better), or None if it cannot be the best."""
         value = self._value(row)
         return None if np.isnan(value) else -self._sign * value
+
+    def _improves(self, row: Any, before: Any, least: float = 0.0) -> bool:
+        if before is None:
+            return True
+        gain = self._sign * (self._value(before) - self._value(row))
+        return gain > 0 and gain >= least
 
     def _value(self, row: dict[str, Any]) -> float:
         # a fixed mask is what a sparse run ends with; no phase before it compares with that

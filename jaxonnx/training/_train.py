@@ -49,8 +49,9 @@ def train(
     * step: metrics, class_weights, seed, accumulate, ema, precision, master, remat, mesh, sharding,
       nan;
     * data: batch_size, fixed, batching, pad, length_buckets, preprocess;
-    * run: epochs, validation, augment, patience, monitor, checkpoint_dir, checkpoint_every, resume,
-      on_log, samples, progress.
+    * run: epochs, max_steps, validation, validate_every, validate_first, augment, patience,
+      min_improvement, monitor, checkpoint_dir, checkpoint_every, keep_best, resume, on_log,
+      samples, progress.
 
     Args:
       model: a Model, or anything that `jaxonnx.load` accepts. It is not changed.
@@ -116,6 +117,7 @@ def train(
         net = with_heads(as_model(model, settings.mesh), settings)
         net, notes = fit_to_data(net, settings, data)
         net, examples, held_out, notes_on_texts = read_data(net, settings, data)
+        settings = settings.with_length(examples.steps)
         step = build_step(net, settings, settings.epochs, examples.steps, examples)
         changed = augment_examples(examples, settings.augment, settings.seed)
         trained, history = run(step, changed, held_out, settings, interrupt, processes)

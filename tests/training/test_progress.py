@@ -9,7 +9,7 @@ import pytest
 from rich import console
 
 import jaxonnx
-from jaxonnx.training import History, Result
+from jaxonnx.training import History, Result, Settings
 from jaxonnx.training import _progress as progress
 from jaxonnx.training._progress import Bar
 from jaxonnx.training._result import changes
@@ -17,8 +17,10 @@ from tests.support.tiny_networks import LABELS, examples, mlp, train
 
 
 def test_the_bar_has_rate_and_remaining_time(capsys):
-    with Bar(True, 4, 10, 20) as bar:
-        history = History(losses=[1.0] * 20, epochs=[{"step": 10}, {"step": 20}])
+    with Bar(True, Settings(epochs=4), 10, 20) as bar:
+        history = History(
+            losses=[1.0] * 20, epochs=[{"epoch": 1, "step": 10}, {"epoch": 2, "step": 20}]
+        )
         bar.show(history)
         bar._began -= 2.0
         history.losses += [0.5] * 4

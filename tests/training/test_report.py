@@ -43,7 +43,7 @@ def test_every_metric_is_drawn_and_the_legend_lies_outside():
         )
         for e in (1, 2, 3)
     ]
-    history = History(losses=[1.0] * 15, epochs=rows, best=2)
+    history = History(losses=[1.0] * 15, epochs=rows, best=2, best_step=10)
     figure = Figure(layout="constrained")
     axes = history.plot(figure.subplots())
     found = curves(axes)
