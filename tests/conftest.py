@@ -106,7 +106,7 @@ MANY_PROGRAMS = {
         *("sparse_training", "spelled_normalizations", "statistics", "stored_ties", "text"),
         *("texts", "to_onnx", "train", "train_losses", "train_metrics", "train_text"),
         *("training_info", "transformers", "weighted", "weights"),
-        *("chats", "generate", "texts_of_pairs"),
+        *("chats", "corpus", "generate", "texts_of_pairs"),
     )
 }
 """Files of tests whose programs are many and tiny."""
