@@ -115,6 +115,10 @@ def describe(value: Any) -> str:
     if getattr(value, "shape", ()) and hasattr(value, "dtype"):
         return f"{value.dtype}{[*value.shape]}"
     text = repr(value)
+    if isinstance(value, Mapping) and len(text) > 80:
+        for key, x in value.items():
+            if not hasattr(x, "dtype"):
+                return f"a dict in which {key!r} is {describe(x)}"
     return text if len(text) <= 80 and text[0] != "<" else f"a value of type {type(value).__name__}"
 
 
@@ -161,10 +165,9 @@ def _kinds(node: ast.expr, is_key: bool) -> Iterator[Any]:
                 value = ast.literal_eval(choice)
                 yield repr(value), lambda x, v=value: isinstance(x, type(v)) and x == v
         case ast.Subscript(value=value, slice=inner):
+            last = inner.elts[-1] if isinstance(inner, ast.Tuple) else inner  # of a dict: values
             for kind in _kinds(value, is_key):
-                yield _with_elements(
-                    kind, ast.unparse(inner).rpartition(", ")[2].rpartition(".")[2]
-                )
+                yield _with_elements(kind, ast.unparse(last).rpartition(".")[2])
         case ast.Name(id="Select" | "Trainable"):
             yield from map(_KINDS.get, ("str", "Iterable", "Callable"))
         case ast.Name(id=name) | ast.Attribute(attr=name):

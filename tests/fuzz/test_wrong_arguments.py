@@ -6,7 +6,7 @@ import pytest
 
 import jaxonnx
 from jaxonnx import demo
-from tests.fuzz.wrong_arguments import CALLS, NOT_CALLED, WRONG, find_fault, find_names
+from tests.fuzz.wrong_arguments import CALLS, NOT_CALLED, WRONG, find_fault, find_names, net
 from tests.support.paths import DATA
 
 
@@ -98,3 +98,23 @@ def test_types_are_named_in_errors():
         jaxonnx.sparse.mask(np.ones((4, 4), np.float32), transposable=[])
     for key in (jax.random.key(0), jax.random.PRNGKey(0)):
         model.with_head(7, rng=key)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda net: net.replace(params={**net.params, "b1": [0.0]}),
+            r"params must be a dict of arrays or None, got a dict in which 'b1' is \[0\.0\]",
+        ),
+        (
+            lambda net: jaxonnx.add_training(
+                net, loss="squared_error", optimizer=jaxonnx.optim.adam(0.1), init={"b1": 3}
+            ),
+            "init must be a string, a dict of strings or None, got {'b1': 3}",
+        ),
+    ],
+)
+def test_elements_of_dicts_are_named_in_errors(call, words):
+    with pytest.raises(jaxonnx.InputError, match=words):
+        call(net())
