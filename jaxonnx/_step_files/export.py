@@ -29,6 +29,7 @@ from jaxonnx.training import (
     Settings,
     State,
     Step,
+    as_batch,
     build_step,
     with_heads,
 )
@@ -115,6 +116,7 @@ def export_step(
     model = with_heads(as_model(model), chosen)
     step = build_step(model, chosen, epochs, steps_per_epoch, platform="onnx")
     exporter = _Exporter(step, batch, opset)
+    web = web if web is None else as_batch(web, step.model)  # refused before all is written
     with nullcontext() if web is None else _web.runtime(runtime) as source:
         names = [n for n in FILES if source or exporter.finishes or n != "weights"]
         files = FILES | {"init": f"init.{init}"}
