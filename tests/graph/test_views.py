@@ -10,6 +10,7 @@ import pytest
 import jaxonnx
 from jaxonnx import sparse
 from jaxonnx._axes import Matrix
+from jaxonnx.lora import Adapters
 from tests.support.paths import DATA
 
 KEY = jax.random.key(0)
@@ -30,7 +31,7 @@ def load(nodes, inputs="float[n,8] x", **tensors):
 
 
 def adapted_axes(model):
-    return dict(jaxonnx.lora.Adapters.of(jaxonnx.LoRA(1, where=".*").attach(model, KEY)).layouts)
+    return dict(Adapters.of(jaxonnx.LoRA(1, where=".*").attach(model, KEY)).layouts)
 
 
 @pytest.mark.deep

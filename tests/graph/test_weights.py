@@ -11,6 +11,7 @@ import jaxonnx
 from jaxonnx import registry, sparse
 from jaxonnx._axes import Matrix, convolution, einsum, matrix, table
 from jaxonnx._graph.uses import weights
+from jaxonnx.lora import Adapters
 from jaxonnx.registry import op
 from tests.support.paths import DATA
 
@@ -53,7 +54,7 @@ def sparse_axes(model):
 def adapted_axes(model):
     """What LoRA holds the axes of each weight to be."""
     adapted = jaxonnx.LoRA(1, where=".*").attach(model, KEY)
-    return dict(jaxonnx.lora.Adapters.of(adapted).layouts)
+    return dict(Adapters.of(adapted).layouts)
 
 
 class Drawn(Exception):
