@@ -278,7 +278,10 @@ class _Exporter:
         renewed, apart = {*self.state.params, *self.state.state}, writes_apart(model)
         if not apart:
             renewed.update(*(view.merged for view in model.program.views))
-        names = [n for n in file_tensors(model) if n in renewed or n not in model.tensors]
+        before = model.tensors  # which may have earlier factors by the names of the new ones
+        names = [
+            n for n, x in file_tensors(model).items() if n in renewed or x is not before.get(n)
+        ]
         found = {name: f"file.{name}" for name in names}
         proto = write_model(
             lambda values: [tensors(values)[name] for name in found],

@@ -156,7 +156,8 @@ class LoRA:
         else:
             matrices = {name: tensors[name] for name in places}
             kind = "weight that can be adapted"
-            chosen = select(self.where, matrices, "where", kind=kind, places=model._places)
+            earlier = model._factors  # which lie in the module of their weight
+            chosen = select(self.where, matrices, "where", earlier, kind, model._places)
         for name in sorted(chosen):
             if self.rank > min(sizes[name]):
                 rows, columns = sizes[name]

@@ -14,7 +14,9 @@ from jaxonnx._axes import Matrix
 from jaxonnx._graph.bind import Graph
 from jaxonnx._graph.uses import Use, uses_by_tensor
 from jaxonnx._io import records
-from jaxonnx._io.protos import all_nodes, subgraphs
+from jaxonnx._io.build import names as all_names
+from jaxonnx._io.build import unused_name
+from jaxonnx._io.protos import all_graphs, all_nodes, subgraphs
 from jaxonnx.errors import InputError
 
 RANK = "lora_r"
@@ -84,7 +86,8 @@ def insert_adapters(
     """Return the file with adapters behind their products; its own tensors stay as they are.
 
     Behind a product with a matrix stand two small ones and a sum; into any other weight the change
-    is added before the nodes that read it.
+    is added before the nodes that read it. Factors of earlier adapters that the file has by the
+    same names get other ones, so that `Adapters.to_inputs` names the new factors.
 
     Args:
       proto, graph, tensors: the file, its bound graph, its named tensors.
@@ -94,14 +97,18 @@ def insert_adapters(
         instead of initializers.
 
     Raises:
-      InputError: two weights have one name, or a weight is read where nothing can be added.
+      InputError: two weights have one name, earlier factors are inputs of the file, or a weight is
+        read where nothing can be added.
     """
     result = ModelProto()
     result.CopyFrom(proto)
+    pairs = {weight: factor_names(weight, names) for weight in factors}
+    added = [name for pair in pairs.values() for name in pair]
+    renamed = _make_way(result.graph, added)
     writer = _Writer(result.graph)  # its lists of nodes are changed, and written at the end
     read = uses_by_tensor(graph, tensors)
     for weight, change in factors.items():
-        pair = factor_names(weight, names)
+        pair = pairs[weight]
         if taken := writer.taken.intersection(pair):
             raise InputError(
                 f"the adapter of '{weight}' would be called '{min(taken)}', and the file has "
@@ -111,12 +118,26 @@ def insert_adapters(
         dtype = _float_type(weight, read.get(weight, ()), tensors)
         writer.declare(pair, change, dtype, as_inputs)
         writer.add(weight, read.get(weight, ()), change, pair)
-    earlier = records.get(proto, records.ADAPTERS, list) or []
-    added = (name for weight in factors for name in factor_names(weight, names))
+    earlier = [renamed.get(n, n) for n in records.get(proto, records.ADAPTERS, list) or []]
     records.put(result, records.ADAPTERS, [*earlier, *added])
     del result.graph.node[:]
     result.graph.node.extend([*writer.first, *writer.nodes])
     return result
+
+
+def _make_way(graph: GraphProto, names: Collection[str]) -> dict[str, str]:
+    """Rename values of these names, but for inputs and outputs; return the new names."""
+    used = {*all_names(graph)}
+    fixed = {value.name for value in (*graph.input, *graph.output)}
+    renamed = {name: unused_name(name, used) for name in names if name in used - fixed}
+    if renamed:
+        for inner in all_graphs(graph):
+            for value in (*inner.initializer, *inner.value_info):
+                value.name = renamed.get(value.name, value.name)
+            for node in inner.node:
+                node.input[:] = [renamed.get(name, name) for name in node.input]
+                node.output[:] = [renamed.get(name, name) for name in node.output]
+    return renamed
 
 
 def factor_types(
@@ -148,8 +169,7 @@ class _Writer:
         """Nodes that only read weights."""
         self.nodes = [*map(_copy, graph.node)]
         self.by_output = {name: node for node in self.nodes for name in node.output if name}
-        self.taken = {tensor.name for tensor in graph.initializer}
-        self.taken.update(value.name for value in graph.input)
+        self.taken = {*all_names(graph)}
 
     def declare(
         self, pair: tuple[str, str], change: Factors, dtype: np.dtype, as_inputs: bool
@@ -200,7 +220,8 @@ class _Writer:
         """Return the name of an initializer with the scale, of the type of a factor."""
         if scale is None:
             return None
-        name, dtype = f"{weight}/lora_scale", self._type(factor)
+        name = unused_name(f"{weight}/lora_scale", self.taken)
+        dtype = self._type(factor)
         value = scale.astype(helper.tensor_dtype_to_np_dtype(dtype))
         self.graph.initializer.append(numpy_helper.from_array(value, name))
         return name

@@ -66,6 +66,42 @@ def test_adapters_beside_weights_in_float(kind, form, tmp_path):
         np.testing.assert_allclose(session(path).run(None, {"x": x})[0], plain, atol=1e-5)
 
 
+TWICE = ["MatMul", "MatMul, batch", "Gemm", "Gemm, transB", "Gemm, alpha", "Transpose", "Gather"]
+TWICE = [(kind, False) for kind in (*TWICE, "4 bits", "a scale a row")]
+TWICE += [("MatMul", True), ("nf4", True)]
+
+
+@pytest.mark.parametrize("form", ["nodes", "inputs"])
+@pytest.mark.parametrize(("kind", "dora"), TWICE)
+def test_adapters_of_a_file_that_has_some_as_nodes(kind, dora, form, tmp_path):
+    """Against the same changes by jaxonnx, before they are written as nodes."""
+    if dora and form == "inputs":
+        pytest.skip("magnitudes are no inputs")
+    if kind in FILES:
+        model, x = jaxonnx.load(FILES[kind]()), normal(4, 64)
+        name = "w"
+    else:
+        nodes, shape, size, _ = FORMS[kind]
+        x = np.arange(4, dtype=np.float32) if kind == "Gather" else normal(*size)
+        dims = ",".join("d" + str(i) if i == 0 else str(d) for i, d in enumerate(size))
+        text = f"g (float[{dims}] x) => (float[?] y) {{ {nodes} }}"
+        model = jaxonnx.load(parse(text, w=normal(*shape)))
+        (name,) = model.params
+    path = str(tmp_path / "once.onnx")
+    for number in range(2):
+        adapted = changed(model, 2 + number, where=name, dora=dora)
+        adapted.save(path, adapters=form if number else "nodes")
+        given = jaxonnx.Adapters.of(adapted).to_inputs() if form == "inputs" and number else {}
+        expected, close = np.asarray(adapted(x)), 1e-4 if kind in FORMS else 2e-2
+        (found,) = session(path).run(None, {"x": x, **given})
+        np.testing.assert_allclose(found, expected, rtol=1e-3, atol=close * np.abs(expected).max())
+        model = jaxonnx.load(path)
+    onnx.checker.check_model(path, full_check=False)
+    names = {f"{name}.lora_{end}.weight{more}" for end in "AB" for more in ("", "_2")}
+    assert {*model.tensors} >= names if form == "nodes" else names - {*given}
+    assert model._factors == names
+
+
 def test_onnxruntime_swaps_adapters_of_one_base(tmp_path):
     proto, x = two_layers(), normal(3, 32)
     model, path = jaxonnx.load(proto), str(tmp_path / "base.onnx")

@@ -16,9 +16,10 @@ def session(path):
     return onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
 
 
-def changed(model, rank=3, where="w"):
+def changed(model, rank=3, where="w", dora=False):
     """The model with adapters whose B is no longer zero."""
-    adapted = jaxonnx.LoRA(rank, alpha=2.0 * rank, where=where).attach(model, jax.random.key(0))
+    lora = jaxonnx.LoRA(rank, alpha=2.0 * rank, where=where, dora=dora)
+    adapted = lora.attach(model, jax.random.key(0))
     return adapted.replace(
         params={
             n: jnp.asarray(0.3 * normal(*v.shape)) if "lora" in n else v

@@ -14,7 +14,7 @@ from onnxruntime.quantization import quantize_dynamic
 
 import jaxonnx
 from jaxonnx.lowering import _packed
-from tests.support.adapter_files import two_layers
+from tests.support.adapter_files import changed, two_layers
 from tests.support.few_bit_files import FILES, MS, K, N, floats, network, raw, runtime
 from tests.support.lora_networks import FORMS, X, Y, mlp, normal, parse, train
 from tests.support.paths import DATA
@@ -288,11 +288,14 @@ def test_groups_of_an_optimizer_choose_magnitudes():
         np.testing.assert_allclose(moved, 1e-3 if name[-1] == "A" else 16e-3, rtol=0.05)
 
 
-@pytest.mark.parametrize("base", ["floats", "4 bits"])
+@pytest.mark.parametrize("base", ["floats", "4 bits", "4 bits, adapted before"])
 def test_an_exported_step_trains_the_same(base, tmp_path):
     from tests.support.exported_steps import trained
 
-    model = jaxonnx.load(two_layers()) if base == "4 bits" else mlp()
+    model = mlp() if base == "floats" else jaxonnx.load(two_layers())
+    if base == "4 bits, adapted before":  # whose factors have the names of the new ones
+        changed(model, 3, lambda name, value: True).save(tmp_path / "net.onnx", adapters="nodes")
+        model = jaxonnx.load(tmp_path / "net.onnx")
     x = normal(16, model.inputs[0].shape[1])
     y = normal(*model(x).shape)
     settings = {"optimizer": optax.adam(1e-2), "lora": jaxonnx.LoRA(2, alpha=4.0, dora=True)}
