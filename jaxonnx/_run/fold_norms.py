@@ -2,7 +2,7 @@
 
 With f = scale / sqrt(var + epsilon), a weight w * f and a bias (bias - mean) * f + b give what the
 convolution and the normalization give one after the other, up to rounding. Weights of calls are
-copies anyway (`Program.prepare_calls`), so that this costs no memory.
+copies anyway (`prepare_calls`), so that this costs no memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Weights of few bits as the floating-point numbers that calls compute with.
 
 A file stores weights behind DequantizeLinear, or in half precision. Calls that infer, many times,
-get copies of them in float32, made once (`Program.prepare_calls`), instead of converting them in
+get copies of them in float32, made once (`prepare_calls`), instead of converting them in
 each call. The copies take at most `COPIES` bytes; weights beyond that are converted in each call,
 as are those of fewer than 8 bits and those that are scaled in blocks, which stay packed.
 """

@@ -14,24 +14,26 @@ from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._arrays import by_size, like, on_auto_axes
 from jaxonnx._graph.ancestors import ancestors
-from jaxonnx._graph.bind import Graph, Node
-from jaxonnx._graph.uses import uses
+from jaxonnx._graph.bind import Graph
 from jaxonnx._graph.values import data
 from jaxonnx._limits import compilable
-from jaxonnx._run.changes import UNCHANGED, CallForm, Changes
 from jaxonnx._run.failures import at, convert_errors, warn
-from jaxonnx._run.fold_norms import Folds, folds
-from jaxonnx._run.integer_products import fuse_products, integer_products
-from jaxonnx._run.open_weights import open_weights
-from jaxonnx._run.plan import NOWHERE, Parts, Plan, make_key
+from jaxonnx._run.plan import (
+    NOWHERE,
+    UNCHANGED,
+    Changes,
+    Parts,
+    Plan,
+    has_dynamic_results,
+    make_key,
+    split,
+)
 from jaxonnx._run.scope import Context, run
 from jaxonnx.errors import NodeError, StaticError
-from jaxonnx.lowering import KernelFirst, placed_as, store
 from jaxonnx.views import Evaluate, Outputs, View
 
 V = TypeVar("V", bound=View)
@@ -61,7 +63,7 @@ class Program:
     their input axes."""
 
     def __post_init__(self) -> None:
-        self._plan = Plan(frozenset(n.index for n in self.graph.nodes if _dynamic(n)))
+        self._plan = Plan(frozenset(n.index for n in self.graph.nodes if has_dynamic_results(n)))
         self._notes: Mapping[str, str] = {}
 
     @cached_property
@@ -109,63 +111,6 @@ class Program:
         graph = self.train(self.graph) if training else self.graph
         contexts = ({what for _, what in node.op.context} for node in graph.nodes)
         return any("key" in kinds and (training or "training" not in kinds) for kinds in contexts)
-
-    def prepare_calls(self, params: Mapping[str, Any], state: Mapping[str, Any]) -> CallForm:
-        """Convert parameters and state once for many inference calls.
-
-        On top of `prepare_tensors`, BatchNormalizations are folded into the weights before them,
-        quantized and half-precision weights are converted to floating point, and products between
-        DequantizeLinear and QuantizeLinear become integer ones.
-        """
-        tensors, folded, changes = {**state, **params}, Folds(), Changes()
-        reads: frozenset[str] = frozenset()
-        if not self.adapts:
-            known = {**self.graph.initializers, **self.constants}
-            products, decisive = integer_products(self.graph, tensors, known)
-            opened = open_weights(fuse_products(self.graph, products), tensors, known)
-            for name, x in opened.values.items():
-                tensors[name] = placed_as(tensors[name], x) if name in tensors else jnp.asarray(x)
-            changes = Changes(products, opened.nodes)
-            folded = folds(changes(self.graph), tensors)
-            changes = replace(changes, norms=folded.norms)
-            reads = decisive | opened.reads | folded.reads
-        for name, bias in folded.biases.items():
-            tensors[name] = placed_as(tensors[name], bias)
-        given = {name: tensors[name] for name in params}
-        others = {name: x for name, x in tensors.items() if name not in params}
-        graph = changes(self.graph)
-        given, others = (self.prepare_tensors(t, folded.factors, graph) for t in (given, others))
-        if self.sparse:
-            from jaxonnx.sparse import pack_matrix
-
-            given |= {name: pack_matrix(given[name], axis) for name, axis in self.sparse.items()}
-        return CallForm(given, others, changes, reads)
-
-    def prepare_tensors(
-        self,
-        tensors: Mapping[str, jax.Array],
-        factors: Mapping[str, np.ndarray] | None = None,
-        graph: Graph | None = None,
-    ) -> dict[str, Any]:
-        """Convert parameters or state once for programs that run many times.
-
-        Weights that only convolutions read get the axis order that is best on the platform that
-        they are on (`lowering.store`).
-
-        Args:
-          tensors: the tensors.
-          factors: factors of output channels to multiply weights by, by name.
-          graph: the graph that reads them, if it is not the program's own.
-        """
-        if self.adapts:
-            return {**tensors}
-        used = [
-            (use.name, use.node.op.takes(use.position, KernelFirst))
-            for use in uses(graph or self.graph, tensors)
-            if not (use.passes and use.node.op.per_axis)  # work on any order of axes
-        ]
-        others = {name for name, is_kernel in used if not is_kernel}
-        return store(tensors, {name for name, _ in used} - others, factors)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -232,7 +177,10 @@ class Program:
                 if len(plan.parts) >= VARIANTS:
                     plan = self._plan = Plan(plan.cuts, fixes=False)
                     continue
-                parts = self._split(changes(self.graph), plan.cuts, others, fixed)
+                graph, constant = changes(self.graph), {*self.constants, *fixed}
+                first, rest = split(graph, plan.cuts, others, constant)
+                boundary = () if rest is None else first.outputs
+                parts = Parts(self._compile(first, fixed), boundary, rest)
                 plan = self._plan = replace(plan, parts={**plan.parts, parts_key: parts})
             parts = plan.parts[parts_key]
             traced = {
@@ -342,45 +290,6 @@ class Program:
             self._notes = {**self._notes, node: text}
             warn(node, text)
 
-    def _split(
-        self,
-        graph: Graph,
-        cuts: Collection[int],
-        others: Collection[str],
-        fixed: Mapping[str, np.ndarray],
-    ) -> Parts:
-        """Split a graph where compiling must stop.
-
-        Args:
-          graph: the bound graph.
-          cuts: indices of nodes that cannot be compiled.
-          others: names of inputs that are not arrays.
-          fixed: values of inputs that are constants of the compiled part.
-        """
-        if not cuts and not others:
-            return Parts(self._compile(graph, fixed), (), None)
-        outside, constant = set(others), {*self.constants, *fixed}
-        before: list[Node] = []
-        after: list[Node] = []
-        for node in graph.nodes:
-            if node.index in cuts or not outside.isdisjoint(node.reads):
-                outside.update(node.outputs)
-                after.append(node)
-            elif constant.issuperset(node.reads):
-                # Evaluated in both parts: the rest needs its result as a known value, which a
-                # result of the compiled part would not be.
-                constant.update(node.outputs)
-                before.append(node)
-                after.append(node)
-            else:
-                before.append(node)
-        computed = {name for node in before for name in node.outputs} - constant
-        read = {name for node in after for name in node.reads} | {*graph.outputs}
-        boundary = tuple(sorted(computed & read))
-        first = replace(graph, nodes=tuple(before), outputs=boundary)
-        rest = replace(graph, nodes=tuple(after))
-        return Parts(self._compile(first, fixed), boundary, rest)
-
     def _compile(self, graph: Graph, fixed: Mapping[str, np.ndarray]):
         def compiled(params, state, key, inputs, *, training):
             run = self._run if training or not self.sparse else self._run_sparse
@@ -407,12 +316,6 @@ def _compilable(graph: Graph, outputs: tuple) -> tuple:
             error.index = NOWHERE
             raise error from None
     return outputs
-
-
-def _dynamic(node: Node) -> bool:
-    """Check whether a node, or one in its subgraphs, has results without a static shape."""
-    inner = (n for graph in node.subgraphs for n in graph.nodes)
-    return node.op.dynamic or any(map(_dynamic, inner))
 
 
 def _copy_array(value: Any) -> Any:

@@ -25,7 +25,7 @@ from jaxonnx._mesh.shardings import Shardings, shardings
 from jaxonnx._network import Network, enter, leave
 from jaxonnx._require import check_arguments
 from jaxonnx._rewrite.head import Classes
-from jaxonnx._run.changes import CallForm
+from jaxonnx._run.call_form import CallForm, prepare_calls
 from jaxonnx._run.failures import FOREIGN
 from jaxonnx._text import Rendered, format_count
 from jaxonnx.errors import Error
@@ -265,7 +265,7 @@ class Model(Network, Rendered):
     @cached_property
     def _call_form(self) -> CallForm:
         with jax.ensure_compile_time_eval():  # the first call may be one that is traced
-            return self.program.prepare_calls(self.params, self.state)
+            return prepare_calls(self.program, self.params, self.state)
 
     @cached_property
     def _generator(self) -> Generator:

@@ -15,6 +15,7 @@ from jax.core import Tracer
 from jaxonnx._data.batches import Batch
 from jaxonnx._graph.roles import running_statistics
 from jaxonnx._network import leave
+from jaxonnx._run.call_form import prepare_tensors
 from jaxonnx.errors import TrainingError
 from jaxonnx.lowering import separate_heads
 from jaxonnx.model import Model, batch_norms, pool_batch, without_schedule
@@ -53,7 +54,7 @@ class GradientStep(Step):
         renewed = running_statistics(model.graph)
         fixed = {name: x for name, x in model.state.items() if name not in renewed}
         self.model = model
-        self.frozen = model.program.prepare_tensors(fixed)
+        self.frozen = prepare_tensors(model.program, fixed)
         self.notes = goal.notes
         self._goal = goal
         self._optimizer = optimizer

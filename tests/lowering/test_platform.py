@@ -12,6 +12,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import jaxonnx
+from jaxonnx._run.call_form import prepare_tensors
 from jaxonnx.lowering import _contract, _layout
 from jaxonnx.lowering._conv import Conv
 from jaxonnx.training._build_step import build_step
@@ -134,11 +135,11 @@ def test_where_arrays_are_says_their_order_and_nothing_is_asked_while_tracing(mo
 
     model = jaxonnx.load(network())
     monkeypatch.setattr(jax, "default_backend", asked)
-    stored = model.program.prepare_tensors(model.params)
+    stored = prepare_tensors(model.program, model.params)
     assert stored["wide"].value.shape == (3, 3, 48, 48)
     (cpu,) = {d.platform for x in model.params.values() for d in x.devices()}
     monkeypatch.delitem(_layout.ORDERS, cpu)
-    assert model.program.prepare_tensors(model.params) == model.params
+    assert prepare_tensors(model.program, model.params) == model.params
     monkeypatch.undo()
 
     def inside(params):

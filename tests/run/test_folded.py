@@ -18,6 +18,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import jaxonnx
 from jaxonnx import demo
+from jaxonnx._run.call_form import prepare_tensors
 
 BN = ("scale", "b", "mean", "var")
 
@@ -259,7 +260,10 @@ def test_numbers_that_are_not_safe_are_not_folded(what):
     x = image(model)
     assert left(model, x) == 1
     apply = jax.jit(lambda params, state, x: model.apply(params, x, state=state))
-    given = model.program.prepare_tensors(model.params), model.program.prepare_tensors(model.state)
+    given = (
+        prepare_tensors(model.program, model.params),
+        prepare_tensors(model.program, model.state),
+    )
     np.testing.assert_array_equal(model(x), apply(*given, x))
 
 

@@ -12,6 +12,7 @@ from onnx.reference import ReferenceEvaluator
 
 import jaxonnx
 from jaxonnx import demo
+from jaxonnx._run.call_form import prepare_tensors
 from jaxonnx.lowering import StoredArray
 
 rng = np.random.default_rng(0)
@@ -199,7 +200,7 @@ def test_a_compiled_call_has_kernels_first_and_nothing_else():
     )
     cases = (demo.model(), ["0.weight", "3.weight", "7.weight"]), (jaxonnx.load(shared), ["w"])
     for model, turned in cases:
-        given = model.program.prepare_tensors(model.params)
+        given = prepare_tensors(model.program, model.params)
         assert [n for n, x in given.items() if not isinstance(x, jax.Array)] == turned
 
 
