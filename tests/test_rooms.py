@@ -82,7 +82,7 @@ BUDGETS = {
     "_rewrite": (2015, "files to files: heads, batches, outputs, rounding, QLinear*"),
     "training_info": (520, "the file's own training graphs, run and written"),
     "_step_files": (500, "exported steps, their manifest, the page for browsers"),
-    "quantization": (1215, "schemes, sites, ranges and layers of quantized networks"),
+    "quantization": (1540, "schemes, sites, ranges and layers of quantized networks; GPTQ and AWQ"),
     "_mesh": (450, "rules, shardings and processes"),
     "lora": (1200, "adapters: their view, sums, nodes and files, and the modules that PEFT names"),
     "registry": (226, "what an operator declares of its inputs and attributes"),

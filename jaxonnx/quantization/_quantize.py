@@ -36,7 +36,15 @@ from jaxonnx.model import (
     with_file,
     without_schedule,
 )
-from jaxonnx.quantization._ranges import calibrate, fit_bias, read_examples, weight_parameters
+from jaxonnx.quantization._awq import scale_inputs
+from jaxonnx.quantization._gptq import round_weights
+from jaxonnx.quantization._ranges import (
+    Parameters,
+    calibrate,
+    fit_bias,
+    read_examples,
+    weight_parameters,
+)
 from jaxonnx.quantization._rounding import learn_rounding
 from jaxonnx.quantization._scheme import Quantization, make_schedule
 from jaxonnx.quantization._sensitivity import choose_types, measure
@@ -56,7 +64,7 @@ def quantize(
     *,
     batch_size: int | None = None,
     batches: int = _BATCHES,
-    method: Literal["round"] | None = None,
+    method: Literal["round", "gptq", "awq"] | None = None,
     preprocess: Any = None,
 ) -> Model:
     """Quantize weights and activations of a model, with ranges calibrated on data.
@@ -81,10 +89,17 @@ def quantize(
       scheme: "int8", "int4", ... or a `jaxonnx.Quantization`.
       batch_size: the number of examples per batch. Ignored for iterables.
       batches: the number of batches to calibrate on.
-      method: "round" learns for each weight whether to round up or down (AdaRound,
-        arXiv:2004.10568). It minimizes the error of the outputs of each layer, and corrects the
-        mean of the biases. The default rounds to the nearest value. "round" helps at four bits and
-        fewer, but not for every network: compare both.
+      method: how weights are rounded, by their inputs on the data instead of each to the nearest
+        value. The layers' outputs change less; compare the methods on held-out data.
+
+        * "gptq" rounds the matrices of MatMul, Gemm and pointwise Conv one input at a time. The
+          remaining ones make up for the error (GPTQ, arXiv:2210.17323).
+        * "awq" scales inputs of MatMul and Gemm such that the weights of large ones lose less, and
+          divides what computes them, such as a normalization (AWQ, arXiv:2306.00978).
+        * "round" learns for each weight of a Conv, ConvTranspose, Gemm or MatMul whether to round
+          up or down, and corrects the mean of biases (AdaRound, arXiv:2004.10568).
+
+        Weights that a method does not take are rounded to the nearest values.
       preprocess: as in `jaxonnx.train`, for folders of images and texts.
 
     Returns:
@@ -254,7 +269,7 @@ def _insert(
         for the calibration, and inputs and outputs of the result.
       scheme: what is quantized, and how.
       examples: calibration data, batches of inputs in the order of the model's.
-      method: "round" to learn the rounding of weights (`learn_rounding`), or None.
+      method: as in `quantize`.
       keep_norms: keep a BatchNormalization, for training, if the weight of the convolution before
         it has a scale for each output channel; `fold` writes it into these scales. All others are
         folded into the weights at once.
@@ -284,6 +299,11 @@ def _insert(
         schemes = _choose_types(whole, sites.weights, examples, scheme)
         chosen = replace(scheme, where=lambda name, _: name in schemes, skip=None)
         sites = find_sites(*where, chosen, *left_out)
+    squares: dict[str, np.ndarray] = {}
+    if method == "awq":
+        values, squares = scale_inputs(whole, sites.weights, examples, schemes)
+        model, whole = _with_values(model, values), _with_values(whole, values)
+        tensors = model.tensors
     ranges = calibrate(whole, sites.values, sites.shared, examples, scheme)
     # `calibrate` leaves attention masks out. A node that reads one stays in floating point with all
     # of its inputs: runtimes compute with integers only where every input is quantized
@@ -300,14 +320,21 @@ def _insert(
         reads = {(convs.get(node, node), i): name for (node, i), name in reads.items()}
     writer = Writer(model.proto, {*tensors, *(value.name for value in model.inputs)})
     writer.keep_norms(norm for _, norm in norms.values())
-    scales = {
-        name: weight_parameters(np.asarray(tensors[name]), site, schemes[name])
-        for name, site in sites.weights.items()
-    }
-    for bias in sites.biases:
-        if bias.value in ranges:
-            step = float(ranges[bias.value].scale)
-            scales[bias.weight] = fit_bias(scales[bias.weight], tensors[bias.name], step)
+    biases = {bias.weight: bias for bias in sites.biases if bias.value in ranges}
+
+    def fit(name: str, squares: np.ndarray | None) -> Parameters:
+        """Choose the scales of a weight, by the mean squares of its inputs where they are known."""
+        w = np.asarray(tensors[name])
+        parameters = weight_parameters(w, sites.weights[name], schemes[name], squares)
+        if bias := biases.get(name):
+            parameters = fit_bias(parameters, tensors[bias.name], float(ranges[bias.value].scale))
+        return parameters
+
+    scales: dict[str, Parameters] = {}
+    if method == "gptq":
+        values, scales = round_weights(whole, sites.weights, examples, schemes, fit)
+        model = _with_values(model, values)
+    scales = {n: scales[n] if n in scales else fit(n, squares.get(n)) for n in sites.weights}
     for name, parameters in scales.items():
         writer.quantize_weight(name, parameters)
     writer.quantize_values(reads, ranges, sites.shared)

@@ -44,7 +44,13 @@ class Parameters(NamedTuple):
     block: int = 0
 
 
-def weight_parameters(w: np.ndarray, site: WeightSite, scheme: Quantization) -> Parameters:
+def weight_parameters(
+    w: np.ndarray,
+    site: WeightSite,
+    scheme: Quantization,
+    importance: np.ndarray | None = None,
+    shares: Iterable[float] = _SHARES[::-1],
+) -> Parameters:
     """Find the scales of a weight with the least squared error after rounding.
 
     Args:
@@ -52,6 +58,8 @@ def weight_parameters(w: np.ndarray, site: WeightSite, scheme: Quantization) -> 
       site: its output and input axes.
       scheme: its type, and whether there is a scale for the tensor, for each output channel or for
         each block of inputs.
+      importance: what the errors of each input are multiplied by, [inputs]; None: 1.
+      shares: the fractions of the full range that are tried. At equal errors the first is kept.
 
     Raises:
       InputError: blocks do not divide the inputs, or the weight is not finite.
@@ -60,6 +68,9 @@ def weight_parameters(w: np.ndarray, site: WeightSite, scheme: Quantization) -> 
     channels = scheme.per_channel and (scheme.dialect != "qnn" or not site.in_blocks)
     axes = [site.output] if channels else []
     block = scheme.block if scheme.block and site.in_blocks else 0
+    weight = np.ones((), np.float32)
+    if importance is not None:
+        weight = importance.reshape(-1, *(1,) * (w.ndim - 1 - site.input))
     if block:
         n, axis = w.shape[site.input], site.input
         if n % block:
@@ -69,6 +80,8 @@ def weight_parameters(w: np.ndarray, site: WeightSite, scheme: Quantization) -> 
             )
         parts = (*w.shape[:axis], n // block, block, *w.shape[axis + 1 :])
         w, summed = w.reshape(parts), (axis + 1,)
+        if importance is not None:
+            weight = weight.reshape(n // block, block, *weight.shape[1:])
     else:
         summed = tuple(a for a in range(w.ndim) if a not in axes)
     greatest = np.abs(w).max(axis=summed, keepdims=True, initial=0)
@@ -78,11 +91,10 @@ def weight_parameters(w: np.ndarray, site: WeightSite, scheme: Quantization) -> 
     limits = scheme.weight_limits
     most = np.float32(limits[1])
     best, least = greatest / most, np.full(greatest.shape, np.inf, np.float32)
-    # from the full range down: at equal errors the widest range is kept
-    for share in [1] if scheme.reduce_range else _SHARES[::-1]:
+    for share in [1] if scheme.reduce_range else shares:
         scale = (share * greatest / most).astype(np.float32)
         rounded = np.clip(kind.round(w / scale + kind.middle) - kind.middle, *limits) * scale
-        error = np.square(rounded - w).sum(axis=summed, keepdims=True)
+        error = (np.square(rounded - w) * weight).sum(axis=summed, keepdims=True)
         best, least = np.where(error < least, scale, best), np.minimum(error, least)
     scale = best.squeeze(summed).astype(np.float32)
     axis = site.input if block else site.output if axes else None

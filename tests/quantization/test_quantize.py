@@ -359,7 +359,10 @@ def test_blocks_have_a_scale_for_each_group_of_inputs():
         (lambda: Quantization(bits="auto"), "go together"),
         (lambda: Quantization(bits="auto", size=0.1), "from 0.125 to 1"),
         (lambda: Quantization(bits="auto", size=0.3, weights="int4"), "chooses the types"),
-        (lambda: jaxonnx.quantize(demo.mlp(), [], method="up"), "method must be 'round' or None"),
+        (
+            lambda: jaxonnx.quantize(demo.mlp(), [], method="up"),
+            "method must be 'round', 'gptq', 'awq' or None",
+        ),
         (lambda: jaxonnx.sensitivity(demo.mlp(), nan()[:1], ("int3",)), "got 'int3'"),
         (
             lambda: train_static("int4"),

@@ -1,0 +1,197 @@
+"""Weights rounded by the outputs of their layers (GPTQ), and inputs scaled before (AWQ)."""
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+
+import jaxonnx
+from jaxonnx import Quantization
+from tests.quantization.test_decoders import FOUR_BITS, GENAI, TEXTS, TOKENS, logits_of_onnxruntime
+from tests.support.sessions import outputs_everywhere
+
+RANDOM = np.random.default_rng(0)
+METHODS = "gptq", "awq"
+
+
+def network(text, **tensors):
+    """A model of ONNX's text form, with float32 initializers."""
+    proto = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 21]> {text}')
+    proto.graph.initializer.extend(
+        numpy_helper.from_array(np.asarray(x, np.float32), name) for name, x in tensors.items()
+    )
+    return jaxonnx.load(proto)
+
+
+def matrix(*shape):
+    return RANDOM.normal(size=shape) / np.sqrt(shape[0])
+
+
+def rows(n, k):
+    """Correlated inputs, a few of which are much larger than the others, as in transformers."""
+    scales = np.exp(RANDOM.normal(size=k))
+    scales[::16] *= 20
+    return (RANDOM.normal(size=(n, k)) @ (matrix(k, k) + np.eye(k)) * scales).astype(np.float32)
+
+
+def perceptron():
+    """A normalization, products that share it, one that a Relu feeds, and one that is shared."""
+    return network(
+        """g (float[n, 64] x) => (float[n, 8] y) {
+            h = LayerNormalization(x, scale, shift)
+            a = MatMul(h, wa)
+            b = Gemm<transB = 1>(h, wb, bias)
+            r = Relu(b)
+            s = Mul(a, r)
+            y = MatMul(s, wc)
+        }""",
+        scale=np.exp(RANDOM.normal(size=64) * 1.5),
+        shift=RANDOM.normal(size=64),
+        wa=matrix(64, 48),
+        wb=matrix(64, 48).T,
+        bias=RANDOM.normal(size=48) * 0.1,
+        wc=matrix(48, 8),
+    )
+
+
+def error(model, quantized, x):
+    return np.square(np.asarray(model(x)) - np.asarray(quantized(x))).mean()
+
+
+@pytest.mark.parametrize("block", [None, 16])
+@pytest.mark.parametrize("method", METHODS)
+def test_outputs_change_less_than_with_the_nearest_numbers(method, block):
+    """On inputs that it did not see; and onnxruntime computes the same from the file."""
+    model, x, held = perceptron(), rows(512, 64), rows(256, 64)
+    scheme = Quantization(weights="int4", activations=None, block=block)
+    nearest = jaxonnx.quantize(model, x, scheme, batch_size=64)
+    better = jaxonnx.quantize(model, x, scheme, batch_size=64, method=method)
+    assert error(model, better, held) < 0.75 * error(model, nearest, held)
+    ours = np.asarray(better(held))
+    default, *others = outputs_everywhere(better.to_onnx(), {"x": held})
+    # by default its MatMulNBits rounds activations to int8
+    assert np.square(default - ours).mean() < 1e-3 * np.square(ours).mean()
+    for y in others:
+        np.testing.assert_allclose(y, ours, rtol=2e-4, atol=2e-4)
+
+
+def brain_surgeon(w, hessian, scale):
+    """Optimal Brain Quantization in a fixed order (arXiv:2210.17323, equation 3), in float64.
+
+    The inverse of the remaining Hessian is made anew after each column, without factorizations.
+    """
+    w, result = w.astype(np.float64), np.zeros(w.shape)
+    damped = hessian + 0.01 * np.diag(hessian).mean() * np.eye(len(hessian))
+    for i in range(w.shape[1]):
+        inverse = np.linalg.inv(damped[i:, i:])
+        result[:, i] = np.clip(np.rint(w[:, i] / scale[:, i]), -8, 7) * scale[:, i]
+        change = (w[:, i] - result[:, i]) / inverse[0, 0]
+        w[:, i:] -= np.outer(change, inverse[0])
+    return result
+
+
+def test_columns_are_corrected_as_in_optimal_brain_quantization():
+    w = matrix(24, 160).T.reshape(160, 24)  # more columns than are corrected at once
+    model = network("g (float[n, 160] x) => (float[n, 24] y) { y = MatMul(x, w) }", w=w)
+    x = rows(400, 160)
+    scheme = Quantization(weights="int4", activations=None)
+    proto = jaxonnx.quantize(model, x, scheme, batch_size=100, method="gptq").to_onnx()
+    tensors = {t.name: numpy_helper.to_array(t) for t in proto.graph.initializer}
+    codes, scale = tensors["w_quantized"].astype(np.float64), tensors["w_scale"]
+    order = np.argsort(-np.square(x).mean(0), kind="stable")
+    hessian = (x.T.astype(np.float64) @ x / len(x))[np.ix_(order, order)]
+    spread = np.broadcast_to(scale[:, None], (24, 160))
+    expected = np.empty((24, 160))
+    expected[:, order] = brain_surgeon(w.T[:, order], hessian, spread)
+    same = np.rint(expected / spread) == codes.T
+    assert same.mean() > 0.999  # a tie that float32 breaks otherwise changes what follows it
+
+
+def test_layers_read_what_the_quantized_layers_before_them_compute():
+    """The second of two equal layers corrects the error of the first one."""
+    w1, w2 = matrix(32, 32), matrix(32, 32)
+    text = "g (float[n, 32] x) => (float[n, 32] y) { h = MatMul(x, w1) \n y = MatMul(h, w2) }"
+    model, x = network(text, w1=w1, w2=w2), rows(512, 32)
+    scheme = Quantization(weights="int4", activations=None)
+    both = jaxonnx.quantize(model, x, scheme, batch_size=128, method="gptq")
+    first = np.asarray(both.params["w1"])
+    alone = network("g (float[n, 32] h) => (float[n, 32] y) { y = MatMul(h, w2) }", w2=w2)
+    second = jaxonnx.quantize(alone, x @ first, scheme, batch_size=128, method="gptq")
+    np.testing.assert_allclose(both.params["w2"], second.params["w2"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "shape"),
+    [
+        ("y = Conv<strides = [2, 2]>(x, w)", (24, 16, 1, 1)),
+        ("t = Transpose<perm = [1, 0]>(w) \n f = GlobalAveragePool(x) \n z = Flatten(f) \n"
+         "y = MatMul(z, t)", (24, 16)),
+        ("f = GlobalAveragePool(x) \n z = Flatten(f) \n y = Gemm<transB = 1>(z, w)", (24, 16)),
+        ("f = GlobalAveragePool(x) \n z = Flatten(f) \n t = Transpose(z) \n y = MatMul(w, t)",
+         (24, 16)),
+    ],
+)  # fmt: skip
+def test_forms_of_products(nodes, shape):
+    """Pointwise convolutions, matrices on the left and those behind a Transpose."""
+    model = network(f"g (float[n, 16, 4, 4] x) => (float y) {{ {nodes} }}", w=matrix(*shape))
+    mixed = rows(16 * 192, 16).reshape(192, 4, 4, 16).transpose(0, 3, 1, 2)
+    x, held = mixed[:128], mixed[128:]
+    scheme = Quantization(weights="int4", activations=None)
+    nearest = jaxonnx.quantize(model, x, scheme, batch_size=32)
+    better = jaxonnx.quantize(model, x, scheme, batch_size=32, method="gptq")
+    assert error(model, better, held) < 0.75 * error(model, nearest, held)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_inputs_that_say_nothing_leave_the_nearest_numbers(method):
+    """Zeros, one constant row (a singular Hessian), and a column that is always zero."""
+    model = perceptron()
+    scheme = Quantization(weights="int8", activations=None)
+    for x in (np.zeros((4, 64), np.float32), np.ones((1, 64), np.float32)):
+        quantized = jaxonnx.quantize(model, x, scheme, method=method)
+        assert np.isfinite(np.asarray(quantized(x))).all()
+        assert error(model, quantized, x) <= 1e-3 * np.square(np.asarray(model(x))).mean()
+    plain = network("g (float[n, 8] x) => (float[n, 4] y) { y = MatMul(x, w) }", w=matrix(8, 4))
+    x = rows(64, 8)
+    x[:, 3] = 0
+    first, second = (
+        jaxonnx.quantize(plain, data, scheme, batch_size=16, method="gptq").to_onnx()
+        for data in (x, np.zeros_like(x))
+    )
+    one, two = (
+        next(numpy_helper.to_array(t) for t in proto.graph.initializer if t.name == "w_quantized")
+        for proto in (first, second)
+    )
+    assert np.abs(one[3].astype(int) - two[3]).max() <= 1  # other scales, and no correction
+
+
+def test_inputs_that_are_not_finite_are_refused():
+    x = rows(8, 64)
+    x[3, 5] = np.inf
+    scheme = Quantization(weights="int8", activations=None)
+    with pytest.raises(jaxonnx.InputError, match="is not finite for some example"):
+        jaxonnx.quantize(perceptron(), x, scheme, method="gptq")
+
+
+def test_a_network_of_fixed_batch_size_says_what_to_do():
+    proto = perceptron().to_onnx()
+    for value in (*proto.graph.input, *proto.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_value = 1
+    model = jaxonnx.load(proto).with_batch_axis()
+    with pytest.raises(jaxonnx.InputError, match="takes batches itself"):
+        jaxonnx.quantize(model, rows(8, 64)[:, None], "int8", method="awq")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_decoders_with_texts(method, tmp_path):
+    """onnxruntime runs the saved folder with default settings, and gives our logits."""
+    model = jaxonnx.load(GENAI)
+    quantized = jaxonnx.quantize(model, TEXTS, FOUR_BITS, batch_size=4, method=method)
+    quantized.save(f"{tmp_path}/")
+    saved = jaxonnx.load(tmp_path)
+    logits = np.asarray(saved.without_cache()(TOKENS, np.ones_like(TOKENS)))
+    theirs = logits_of_onnxruntime(saved.to_onnx(), TOKENS)
+    assert np.square(theirs - logits).mean() < 1e-3 * logits.var()
+    types = {helper.tensor_dtype_to_np_dtype(t.data_type).name
+             for t in saved.proto.graph.initializer}  # fmt: skip
+    assert "int4" in types
