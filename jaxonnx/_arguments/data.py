@@ -60,6 +60,14 @@ class DataArguments(TypedDict, total=False):
     sequences of equal length are padded as well. The default is the length that the file fixes, if
     it fixes one. Otherwise it is the powers of two from 8 on, the last of them cut to the longest
     example of the data."""
+    columns: Annotated[
+        Mapping[str, str] | None,
+        Argument(form="renames", words="The new name of a column, or of a role of messages"),
+    ]
+    """New names of columns by those in the data, like {"question": "prompt"}.
+
+    For chats they also rename keys and roles of messages: {"dialog": "messages", "speaker": "role",
+    "utterance": "content", "agent": "assistant"}."""
     preprocess: Annotated[Mapping[str, Any] | None, Argument()]
     """How images become inputs, or texts become tokens: a dict of the keys below.
 
@@ -87,7 +95,8 @@ class DataArguments(TypedDict, total=False):
 
     * "max_length": the maximum number of tokens per example. The default is 1024, or the number of
       positions of the model if that is smaller.
-    * "long": "cut" truncates longer texts, "split" makes several examples of one, "refuse" raises.
+    * "long": "cut" truncates longer texts, "split" makes several examples of one, "skip" leaves
+      them out, "refuse" raises.
       Parts of which the loss counts no token are left out. By default plain texts are split and
       others are cut; `history.notes` has the counts.
     * "loss": "completions" (the default) or "all": the tokens that the loss counts.

@@ -21,6 +21,11 @@ class RunArguments(TypedDict, total=False):
 
     With `epochs` as well, what comes first counts. A step is one batch, also with `accumulate`. A
     run can be resumed with a larger number; a schedule then follows the longer run."""
+    steps_per_epoch: Annotated[int | None, Argument(form="count", resume=True)]
+    """The number of steps of an epoch; by default those of a pass over the data.
+
+    The data is read on and on: an epoch begins where the one before it ended. An endless stream
+    needs this number."""
     validation: Annotated[
         Any,
         Argument(

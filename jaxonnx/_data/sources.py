@@ -1,16 +1,15 @@
 """Convert data in any form to a source of batches; `SOURCES` has an entry for each form."""
 
-import json
+import functools
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxonnx import _safe_read
 from jaxonnx._data.batches import Arrays, Padded, Source, Stream
+from jaxonnx._data.files import FILES, read_table
 from jaxonnx._data.inputs_and_targets import (
     as_pair,
     checked_weights,
@@ -19,18 +18,17 @@ from jaxonnx._data.inputs_and_targets import (
     split_weights,
 )
 from jaxonnx._data.ragged import PLAIN, Padding
+from jaxonnx._data.rows import Names, Rows, is_dataset, is_streamed, open_rows
+from jaxonnx._data.streams import RowStream
 from jaxonnx._graph.values import Value, hint_at_image
 from jaxonnx._limits import format_bytes, machine
 from jaxonnx.errors import TrainingError
 
-_FILES = "an .npz file, a .jsonl file in UTF-8 with an object in each line, or a folder of pictures"
 _FORMS = (
     "a pair (x, y) of arrays, or (x, y, weights), a dict of arrays, a Hugging Face Dataset, a list "
-    f"of dicts with texts, the path of {_FILES}, an iterable of batches, or a function from the "
+    f"of dicts with texts, the path of {FILES}, an iterable of batches, or a function from the "
     "epoch to such an iterable"
 )
-_LOADERS = {".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
-"""The names of the formats in `datasets.Dataset.from_csv` and its like, by the suffix of files."""
 
 
 def examples_of(
@@ -61,6 +59,10 @@ def examples_of(
     what = f"{what} '{os.fspath(data)}'" if isinstance(data, str | os.PathLike) else what
     _check_form(data, what)
     data = next((read(data) for applies, read in SOURCES if applies(data)), data)
+    if isinstance(data, Rows):
+        read = functools.partial(examples_of, what=what, labels=labels, target_names=target_names)
+        size = size_of_batches(inputs, batch_size)
+        return RowStream(data, inputs, size, seed, padding, read)
     weights = None
     if labels:
         names = [value.name for value in inputs]
@@ -102,7 +104,7 @@ def lacks_batch_axis(data: Any, inputs: Sequence[Value]) -> bool:
         sizes = [value.shape[0] for value in inputs if value.shape]
         if not any(isinstance(size, int) and size > 1 for size in sizes):
             return False  # a file is not read twice for what is rare
-        data = table(data) if os.path.isfile(data) else None
+        data = read_table(data) if os.path.isfile(data) else None
     pair = isinstance(data, tuple) and len(data) in (2, 3)
     if isinstance(data, list) and data:
         data = data[0]
@@ -126,62 +128,11 @@ def _has_further_axis(array: Any, value: Value) -> bool:
     return all(not isinstance(wanted, int) or wanted == size for size, wanted in sizes)
 
 
-def table(path: str | os.PathLike) -> Mapping[str, Any]:
-    """Return the columns of an .npz file, or of a .jsonl file with one example in each line.
-
-    Raises:
-      TrainingError: the file cannot be read, or has no columns.
-    """
-    failure, suffix = f"the data '{os.fspath(path)}' cannot be read", Path(path).suffix
-    text = read_text(path) if suffix == ".jsonl" else ""
-    loader = "json" if text.lstrip()[:1] == "[" else _LOADERS.get(suffix)
-    if loader and Path(path).is_file():
-        raise TrainingError(
-            f"{failure}: it must be {_FILES}; "
-            f"datasets.Dataset.from_{loader}({os.fspath(path)!r}) makes a Dataset of it"
-        )
-    if text:
-        with _safe_read.wrap_errors(failure, TrainingError):
-            return _lines(text)
-    try:
-        return _safe_read.arrays(path, failure, TrainingError)
-    except OSError as error:
-        raise TrainingError(f"{failure}: {error}") from error
-
-
-def read_text(path: str | os.PathLike) -> str:
-    """Return the text of a file in UTF-8, without a byte order mark.
-
-    Raises:
-      TrainingError: the file cannot be read, is empty, or has another encoding.
-    """
-    failure = f"the data '{os.fspath(path)}' cannot be read"
-    try:
-        text = Path(path).read_text("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise TrainingError(
-            f"{failure}: {error}. It must be {_FILES}; with its pathlib.Path as path, "
-            "path.write_text(path.read_text('utf-16'), 'utf-8') converts UTF-16"
-        ) from error
-    except OSError as error:
-        raise TrainingError(f"{failure}: {error}") from error
-    if not text.strip():
-        raise TrainingError(f"{failure}: it is empty, and must be {_FILES}")
-    return text
-
-
-def is_dataset(data: Any) -> bool:
-    """Check whether data is a Hugging Face Dataset, which is neither streamed nor has splits."""
-    return all(hasattr(data, name) for name in ("column_names", "format", "__len__"))
-
-
 def _check_form(data: Any, what: str) -> None:
     """Raise an error with a conversion if data is in a form that is near to one of `_FORMS`."""
     way = None
     if isinstance(data, Mapping) and hasattr(data, "column_names"):
         way = f"pass one of its splits, like data[{next(iter(data), 'train')!r}]"
-    elif hasattr(data, "column_names") and not hasattr(data, "__len__"):
-        way = "datasets.Dataset.from_list(list(data)) reads it into memory"
     elif hasattr(data, "iloc"):
         way = "datasets.Dataset.from_pandas(data) converts it"
     elif isinstance(data, list) and isinstance(next(iter(data), None), str):
@@ -192,33 +143,44 @@ def _check_form(data: Any, what: str) -> None:
         raise TrainingError(f"{what} must be {_FORMS}; it is a {type(data).__name__}: {way}")
 
 
-def _lines(text: str) -> dict[str, Any]:
-    """Return the columns of a text with one JSON object in each line."""
-    rows = [json.loads(line) for line in text.split("\n") if line.strip()]
-    if not rows or not all(isinstance(row, dict) and row.keys() == rows[0].keys() for row in rows):
-        raise ValueError("each line must be a JSON object, and all must have the same keys")
-    return {name: _numbers([row[name] for row in rows]) for name in rows[0]}
-
-
-def _numbers(values: list[Any]) -> np.ndarray | list[Any]:
-    """Convert a column to an array, or to a list if lengths differ; float64 becomes float32."""
-    try:
-        array = np.asarray(values)
-    except ValueError:  # NumPy makes no array of lists of unequal length
-        return [_numbers(part) if isinstance(part, list) else part for part in values]
-    return array.astype(np.float32) if array.dtype == np.float64 else array
-
-
 def _rows(dataset: Any) -> Mapping[str, Any]:
     """Return the columns of a Hugging Face Dataset (its iterator yields single examples)."""
     return (dataset if dataset.format["type"] else dataset.with_format("numpy"))[:]
 
 
 SOURCES: tuple[tuple[Callable[[Any], bool], Callable[[Any], Any]], ...] = (
-    (lambda data: isinstance(data, str | os.PathLike), table),
+    (lambda data: isinstance(data, str | os.PathLike), read_table),
     (is_dataset, _rows),
+    (is_streamed, lambda data: open_rows(data, "data")),
 )
 """Forms of data besides arrays and iterables: a test, and a conversion to arrays."""
+
+
+def rename_columns(data: Any, names: Names | None, what: str) -> Any:
+    """Rename the columns of a file, a dataset or a dict of arrays.
+
+    Args:
+      data: as `train` takes it, or `Rows`, which rename their columns themselves.
+      names: new names by those of the data.
+      what: the data, for errors.
+
+    Raises:
+      TrainingError: the data has no columns, or none of some name.
+    """
+    if not names or isinstance(data, Rows | float | None):
+        return data
+    table = next((read(data) for applies, read in SOURCES if applies(data)), data)
+    if not isinstance(table, Mapping):
+        raise TrainingError(
+            f"columns= renames columns of rows, of files and of dicts; {what} is a "
+            f"{type(data).__name__}"
+        )
+    if odd := [name for name in names if name not in table]:
+        raise TrainingError(
+            f"columns has {', '.join(map(repr, odd))}, and {what} has the columns "
+            f"{', '.join(map(repr, table))}"
+        )
+    return {names.get(name, name): column for name, column in table.items()}
 
 
 def size_of_batches(inputs: Sequence[Value], wanted: int | None) -> int:

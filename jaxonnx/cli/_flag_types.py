@@ -81,6 +81,14 @@ def fill(text: str) -> tuple[str, int | float]:
     return name, int(number) if number.is_integer() else number
 
 
+def rename(text: str) -> tuple[str, str]:
+    """Parse NAME=NEW."""
+    name, equal, new = text.partition("=")
+    if not (name and equal and new):
+        raise ValueError(f"is not NAME=NEW: {text}")
+    return name, new
+
+
 def _named_ratio(text: str) -> tuple[str, float]:
     name, number = ratio(text)
     if not name:
@@ -157,7 +165,7 @@ SIZE: Mapping[str, Any] = {"type": size, "metavar": "HxW"}
 SWITCH: Mapping[str, Any] = {"action": argparse.BooleanOptionalAction, "default": False}
 MANY: Mapping[str, Any] = {"action": Gather, "metavar": "NAME"}
 
-PAIRS = (axes, class_weight, parse_count, dimension, fill, ratio, scheme)
+PAIRS = (axes, class_weight, parse_count, dimension, fill, ratio, rename, scheme)
 """Kinds of values with a name and "=", which are a table in a TOML file."""
 
 NEEDED: Mapping[str, Any] = {**FILE, "required": True}
@@ -181,6 +189,7 @@ FORMS: Mapping[str, Mapping[str, Any]] = {
     "sharding": {"choices": AUTOMATIC, "metavar": "NAME"},
     "nan_policy": {"choices": NAN_POLICIES},
     "fills": {**MANY, "type": fill, "metavar": "NAME=N"},
+    "renames": {**MANY, "type": rename, "metavar": "NAME=NEW"},
     "widths": WIDTHS,
     "validation": {"type": share, "metavar": "PATH|SHARE"},
     "augment": {**MANY, "choices": ("crop", "flip")},

@@ -12,17 +12,15 @@ from jaxonnx._arguments import (
     StepArguments,
 )
 from jaxonnx.cli._declarations import QUANTIZE, SCHEME, SENSITIVITY
+from jaxonnx.cli._flag_groups import PICTURES, TEXTS
 from jaxonnx.cli._flag_types import (
     COUNT,
     FILE,
     FOLDER,
     MANY,
     NEEDED,
-    NUMBERS,
     PATH,
     POSITIVE,
-    REAL,
-    SIZE,
     SWITCH,
     Flag,
     Verb,
@@ -59,26 +57,6 @@ _READING = {
         Flag("--dequantize", "convert integer weights to floating-point parameters", SWITCH),
     ]
 }
-_PICTURES = {
-    "images: the network gets (pixel * scale - mean) / std; the file may set the defaults": [
-        Flag("--scale", "the factor for pixels from 0 to 255 (fallback: 1/255)", REAL),
-        Flag(
-            "--mean",
-            "the mean: one number, or one per channel like 0.5,0.5,0.5 (fallback: 0)",
-            NUMBERS,
-        ),
-        Flag("--std", "the standard deviation, in the same form (fallback: 1)", NUMBERS),
-        Flag(
-            "--labels",
-            "the names of the classes: a file with one per line, or a list with commas (train: a "
-            "new last layer, if the number differs)",
-            {**FILE, "metavar": "FILE|A,B"},
-        ),
-        Flag("--size", "height and width of the images, for a network that accepts any size", SIZE),
-        Flag("--order", "the order of the channels (fallback: RGB)", {"choices": ("RGB", "BGR")}),
-        Flag("--crop", "the fraction of each side to keep, like 0.875 (fallback: 1)", REAL),
-    ]
-}
 _EXAMPLES = [
     _MODEL,
     Flag(
@@ -88,9 +66,9 @@ _EXAMPLES = [
     ),
     Flag(
         "--data",
-        "an .npz or .jsonl file with the inputs by name (a single one may be 'x'), the targets "
-        "(as 'y', or under any other name) and optionally the 'weight' of each example; a .jsonl "
-        "file of texts; or a folder of images with one folder per class",
+        "a file (.npz, .jsonl, .json, .csv, .tsv, .parquet) with the inputs by name (a single one "
+        "may be 'x'), the targets (as 'y', or under any other name) and optionally the 'weight' of "
+        "each example, or with texts; or a folder of images with one folder per class",
         FILE,
     ),
 ]
@@ -137,7 +115,8 @@ def _training(model: Sequence[Flag], without: Sequence[str] = ()) -> dict[str, S
         "run": [*declared_flags(RunArguments), _RESUME_ANYWAY, _REPORT],
         "data": declared_flags(DataArguments, without=without),
         **_READING,
-        **_PICTURES,
+        **PICTURES,
+        **TEXTS,
     }
 
 
@@ -181,7 +160,7 @@ VERBS: Mapping[str, Verb] = {
             ],
             "sequences of unequal length, in a .jsonl file": _PADDING,
             **_READING,
-            **_PICTURES,
+            **PICTURES,
         },
     ),
     "train": Verb(
@@ -210,7 +189,8 @@ VERBS: Mapping[str, Verb] = {
             ],
             "data": declared_flags(DataArguments),
             **_READING,
-            **_PICTURES,
+            **PICTURES,
+            **TEXTS,
         },
     ),
     "sparsify": Verb(
@@ -258,7 +238,7 @@ VERBS: Mapping[str, Verb] = {
             ],
             "scheme": read_flags(*SCHEME, _SCHEME_FIELDS, {"size": "share"}),
             **_READING,
-            **_PICTURES,
+            **PICTURES,
         },
     ),
     "sensitivity": Verb(
@@ -271,7 +251,7 @@ VERBS: Mapping[str, Verb] = {
                 Flag("--plot", "a file for a plot: .png or .svg", FILE),
             ],
             **_READING,
-            **_PICTURES,
+            **PICTURES,
         },
     ),
     "export-step": Verb(
@@ -295,7 +275,8 @@ VERBS: Mapping[str, Verb] = {
             "run": declared_flags(RunArguments, names=("epochs",)),
             "data": declared_flags(DataArguments),
             **_READING,
-            **_PICTURES,
+            **PICTURES,
+            **TEXTS,
         },
     ),
     "import-step": Verb(
@@ -332,7 +313,7 @@ VERBS: Mapping[str, Verb] = {
                     {**POSITIVE, "default": 5},
                 ),
             ],
-            **_PICTURES,
+            **PICTURES,
         },
     ),
     "demo": Verb(

@@ -12,17 +12,20 @@ import jax
 import numpy as np
 
 from jaxonnx._data import sources
+from jaxonnx._data.files import read_table
 from jaxonnx._data.images import preparation as images
 from jaxonnx._data.images.preparation import Layout, Preparation
 from jaxonnx._data.inputs_and_targets import KEY
 from jaxonnx._data.ragged import derived_inputs
-from jaxonnx._data.texts import is_text
+from jaxonnx._data.rows import Rows, open_rows
 from jaxonnx.errors import Error, InputError, TrainingError
 from jaxonnx.model import Model, load
 from jaxonnx.training import find, target_names
 
 _PREPARATION = ("scale", "mean", "std", "labels", "order", "crop", "size")
 """Flags that are fields of `images.Preparation` by the same name."""
+_TEXTS = {"max_length": "max_length", "long": "long", "loss": "loss_on", "pack": "pack"}
+"""Flags by the settings of texts in `preprocess`."""
 
 
 class Report(NamedTuple):
@@ -82,10 +85,11 @@ def data(path: Path, model: Model, options: argparse.Namespace) -> tuple[Any, bo
 
     Pixels are prepared if the network takes other numbers.
     """
-    if path.is_dir() or is_text(path):
+    names = dict(getattr(options, "columns", None) or ())
+    if path.is_dir() or is_text(path, names):
         return path, False
     model = fix(model.without_cache(), options)
-    values = table(path)
+    values = sources.rename_columns(table(path), names, f"'{path}'")
     found = columns(path, [*values], model)
     loss = find(options.loss) if options.loss else None
     if not found.targets and (loss is None or (loss.takes_targets and not loss.next_token)):
@@ -98,6 +102,11 @@ def data(path: Path, model: Model, options: argparse.Namespace) -> tuple[Any, bo
     if pixels is None:
         return (inputs, *rest), bool(image_options(options))
     return (pixels, *rest), True
+
+
+def is_text(path: Path, names: Mapping[str, str] | None = None) -> bool:
+    """Check whether a file has rows of texts, by new names of its columns."""
+    return isinstance(open_rows(path, "data", names), Rows)
 
 
 def unlabeled(path: Path, model: Model, options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
@@ -139,9 +148,9 @@ def table(path: Path) -> Mapping[str, Any]:
     if not path.exists():
         raise InputError(f"there is no file or folder '{path}'")
     try:
-        return sources.table(path)
+        return read_table(path)
     except TrainingError as error:
-        raise InputError(f"'{path}' is not a .npz or .jsonl file: {error}") from error
+        raise InputError(f"'{path}' is not a file of data: {error}") from error
 
 
 def columns(path: Path, names: Sequence[str], model: Model) -> Columns:
@@ -179,6 +188,20 @@ def image_options(options: argparse.Namespace) -> dict[str, Any]:
     if flags["labels"] is not None:
         flags["labels"] = class_names(flags["labels"])
     return {name: value for name, value in flags.items() if value is not None}
+
+
+def preprocessing(options: argparse.Namespace, path: Path) -> dict[str, Any]:
+    """Return the argument `preprocess` for a folder of pictures, or else for texts.
+
+    Raises:
+      InputError: flags for texts, and a folder of pictures.
+    """
+    flags = {key: getattr(options, flag, None) for key, flag in _TEXTS.items()}
+    flags = {key: value for key, value in flags.items() if value not in (None, False)}
+    if path.is_dir() and flags:
+        name = _TEXTS[next(iter(flags))].replace("_", "-")
+        raise InputError(f"--{name} is for texts, and '{path}' is a folder of pictures")
+    return image_options(options) if path.is_dir() else flags
 
 
 def class_names(labels: Path) -> tuple[str, ...]:

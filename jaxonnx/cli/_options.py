@@ -94,6 +94,10 @@ def _configure(
         values = tomllib.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         parser.error(f"--config {path}: {error}")
+    preprocess = values.pop("preprocess", {})
+    if not isinstance(preprocess, dict):
+        parser.error(f"--config {path}: preprocess must be a table")
+    values |= {"loss-on" if key == "loss" else key: x for key, x in preprocess.items()}
     for key, value in values.items():
         name = key.replace("_", "-")
         if name not in actions or name == "config":
@@ -124,7 +128,8 @@ def _default(action: argparse.Action, value: Any) -> Any:
     convert: Callable[[str], Any] = action.type or str  # type: ignore[assignment]
     if isinstance(action, Gather) or action.nargs == "+":
         return [convert(str(x)) for x in (value if isinstance(value, list) else [value])]
-    text = _join(value) if isinstance(value, list) else str(value)
+    separator = "x" if action.metavar == "HxW" else ","
+    text = separator.join(map(str, value)) if isinstance(value, list) else str(value)
     if action.choices and text not in action.choices:
         raise ValueError(f"is none of {', '.join(action.choices)}")
     try:

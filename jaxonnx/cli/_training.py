@@ -17,7 +17,6 @@ from jaxonnx._arguments import OptimizerArguments, StepArguments, TrainArguments
 from jaxonnx._atomic_write import check_writable
 from jaxonnx._data.batches import Batch, Source
 from jaxonnx._data.images import preparation as images
-from jaxonnx._data.texts import is_text
 from jaxonnx._graph.projections import ROLES
 from jaxonnx._io.folders import is_folder
 from jaxonnx._io.formats import check_suffix
@@ -31,7 +30,7 @@ from jaxonnx.errors import InputError
 from jaxonnx.lora import LoRA
 from jaxonnx.model import Model
 from jaxonnx.quantization import Quantization
-from jaxonnx.training import Settings, read_data
+from jaxonnx.training import Settings, open_data, read_data
 
 
 def train(options: argparse.Namespace, sparsity: Mapping[str, Any] | None = None) -> Report:
@@ -49,6 +48,8 @@ def train(options: argparse.Namespace, sparsity: Mapping[str, Any] | None = None
     data, recorded = reading.data(path, model, options)
     if isinstance(options.validation, Path):
         settings["validation"], _ = reading.data(options.validation, model, options)
+    if not isinstance(data, Path):
+        settings.pop("columns", None)  # they have new names by now
     progress = False if options.json else None
     if not first:  # the files are those of one process
         settings.pop("on_log", None)
@@ -180,7 +181,7 @@ def _settings(
     options: argparse.Namespace, model: Model, path: Path, sparsity: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """Return the arguments of `jaxonnx.train` that are not its defaults, calls as `partial`."""
-    preprocess = reading.image_options(options) if path.is_dir() else {}
+    preprocess = reading.preprocessing(options, path)
     if path.is_dir() and options.augment:
         preprocess["augment"] = options.augment
     elif options.augment:
@@ -201,6 +202,7 @@ def _settings(
         "preprocess": preprocess,
         "augment": None,  # of images, in `preprocess`
         "pad": dict(options.pad or ()),
+        "columns": dict(options.columns or ()),
         # of `sparsify` this is the length of a phase
         "fixed": dict(options.fixed or ()) if sparsity is None else None,
         "class_weights": _class_weights(options),
@@ -224,8 +226,9 @@ def _explain(
     ways: dict[str, Any] = {"batch": "any"} if options.any_batch else {}
     ways |= {"dequantize": True} if options.dequantize else {}
     lines = [explain.loading(options.model, **ways)]
+    renamed = settings.get("columns")
     for name, one in (("data", path), ("validation", settings.get("validation"))):
-        if isinstance(one, Path) and not (one.is_dir() or is_text(one)):
+        if isinstance(one, Path) and not (renamed or one.is_dir() or reading.is_text(one)):
             lines += _explained_reading(name, one, model, options)
         elif one is not None:
             lines.append(f"{name} = {explain.source(one)}")
@@ -352,9 +355,10 @@ def _examples(
     data: Any, model: Model, settings: Mapping[str, Any], size: int | None
 ) -> tuple[Model, Source]:
     """Return the examples of a file in their order, and the model with the classes of images."""
-    names = {"pad", "length_buckets", "loss", "preprocess"} & settings.keys()
+    names = {"pad", "length_buckets", "loss", "preprocess", "columns"} & settings.keys()
     chosen = Settings(batch_size=size, **{name: settings[name] for name in names})
-    model, examples, _, _ = read_data(model, chosen, data, training=False)
+    data, chosen, _ = open_data(data, chosen)
+    model, examples, *_ = read_data(model, chosen, data, training=False)
     return model, examples
 
 

@@ -128,16 +128,18 @@ def evaluate(options: argparse.Namespace) -> Report:
     if options.plots is not None:
         options.plots.mkdir(parents=True, exist_ok=True)
         check_writable(options.plots / "plot.png")
+    data, _ = reading.data(where, model, options)
     result = evaluate(
         model,
-        reading.data(where, model, options)[0],
+        data,
         metrics=options.metrics,
         loss=options.loss or (None if options.metrics else LOSS),
         batch_size=options.batch_size,
         fixed=dict(options.fixed or ()),
         pad=dict(options.pad or ()),
         length_buckets=options.length_buckets,
-        preprocess=reading.image_options(options) if where.is_dir() else None,
+        columns=dict(options.columns or ()) if isinstance(data, Path) else None,
+        preprocess=reading.preprocessing(options, where) or None,
         progress=False if options.json else None,
     )
     tables = {name: x for name, x in result.items() if not isinstance(x, float)}

@@ -12,7 +12,8 @@ import numpy as np
 from jaxonnx._data.batches import Source
 from jaxonnx._data.images.folder import list_folder
 from jaxonnx._data.ragged import PLAIN
-from jaxonnx._data.texts import is_text, read_texts
+from jaxonnx._data.rows import Rows, open_rows
+from jaxonnx._data.texts import read_texts
 from jaxonnx._network import Network
 from jaxonnx.errors import InputError
 from jaxonnx.model import Model, hide_caches, read_inputs
@@ -123,8 +124,9 @@ def read_examples(
       TrainingError: the data do not fit the model.
     """
     net, padding = hide_caches(model, data), PLAIN
-    if is_text(data):
-        data, _, padding, _ = read_texts(data, None, net, preprocess, PLAIN)
+    data = open_rows(data, "data")
+    if isinstance(data, Rows):
+        data, _, padding, *_ = read_texts(data, None, net, preprocess, PLAIN)
     else:
         data = list_folder(data, net, preprocess)
     return net, read_inputs(net, data, batch_size, padding)

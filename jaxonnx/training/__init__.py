@@ -9,7 +9,7 @@ from jaxonnx._data.batches import Batch
 from jaxonnx._io.training_checkpoints import TrainingCheckpoint, read_training_checkpoint
 from jaxonnx.training._build_step import build_step, step  # noqa: F401
 from jaxonnx.training._classification import ConfusionMatrix, Curve, Curves, PerClass
-from jaxonnx.training._data import read_data  # noqa: F401
+from jaxonnx.training._data import open_data, read_data  # noqa: F401
 from jaxonnx.training._evaluate import evaluate
 from jaxonnx.training._head import with_heads  # noqa: F401
 from jaxonnx.training._history import History

@@ -1,9 +1,9 @@
 """Read the data arguments of `train` as sources of batches."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,8 +12,10 @@ from jaxonnx._data.batches import Examples, Source
 from jaxonnx._data.images.batches import Pictures
 from jaxonnx._data.images.folder import Folder, find_folders
 from jaxonnx._data.ragged import IGNORED, PLAIN, Padding
-from jaxonnx._data.sources import check_size, examples_of, size_of_batches
-from jaxonnx._data.texts import TextSettings, is_text, read_texts
+from jaxonnx._data.rows import Rows, check_shape, choose_splits, open_rows
+from jaxonnx._data.sources import check_size, examples_of, rename_columns, size_of_batches
+from jaxonnx._data.streams import Portions
+from jaxonnx._data.texts import TextSettings, read_texts
 from jaxonnx._graph.values import Value
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model
@@ -23,38 +25,74 @@ from jaxonnx.training._settings import Settings
 from jaxonnx.training._step import target_names
 
 
-def read_data(
-    model: Model, settings: Settings, data: Any, *, training: bool = True
-) -> tuple[Model, Source, Source | None, list[str]]:
+class ReadData(NamedTuple):
+    """Data as sources of batches.
+
+    Attributes:
+      model: the model, whose file has the preprocessing and the classes of images.
+      examples: those to train with.
+      held_out: those of `validation`.
+      notes: for the history; of a stream as far as it has been read.
+      long: the number of texts that were "cut", "split" or skipped ("skip"), likewise.
+    """
+
+    model: Model
+    examples: Source
+    held_out: Source | None
+    notes: Sequence[str]
+    long: Mapping[str, int]
+
+
+def open_data(data: Any, settings: Settings) -> tuple[Any, Settings, list[str]]:
+    """Open data: splits by name, rows of texts and streams, new names of columns.
+
+    Returns:
+      The data; the settings, whose validation is opened likewise; notes for the history.
+
+    Raises:
+      TrainingError: a split or a column is missing, or a file cannot be read.
+    """
+    names, (data, validation, notes) = settings.columns, choose_splits(data, settings.validation)
+    opened = []
+    for what, part in (("data", data), ("validation", validation)):
+        opened.append(rename_columns(open_rows(part, what, names), names, what))
+    return opened[0], replace(settings, validation=opened[1]), notes
+
+
+def read_data(model: Model, settings: Settings, data: Any, *, training: bool = True) -> ReadData:
     """Read data in any form that `train` documents.
 
     Args:
       model: fitted to the data.
+      data: as `open_data` returns it.
       settings: `validation`, `seed`, and those of the data.
       training: else the examples keep their order, and none are held out.
-
-    Returns:
-      The model, whose file has the preprocessing and the classes of images; the examples to train
-      with; those of `validation`; notes for the history.
 
     Raises:
       TrainingError: the data has none of these forms, or does not fit the model.
     """
     validation, seed = (settings.validation, settings.seed) if training else (None, None)
     preprocess = add_image_augmentation(settings.preprocess, settings.augment, data)
-    of_texts, notes = is_text(data) or is_text(validation), []
-    if of_texts and training and TextSettings.of(preprocess).pack:
+    of_texts = [isinstance(x, Rows) and bool(x.find_shape()) for x in (data, validation)]
+    if any(of_texts) and training and TextSettings.of(preprocess).pack:
         model = take_packed_rows(model)
-    padding = padding_of(model, settings)
-    if of_texts:
-        data, validation, padding, notes = read_texts(data, validation, model, preprocess, padding)
+    padding, notes, long = padding_of(model, settings), [], {}
+    names = [value.name for value in model.inputs]
+    for what, part in (("data", data), ("validation", validation)):
+        if model.folder is not None:
+            check_shape(part, what, names)
+    if any(of_texts):
+        read = read_texts(data, validation, model, preprocess, padding)
+        data, validation, padding, notes, long = read
     else:
         data, validation, model = find_folders(data, validation, model, preprocess, training)
     if training and validation is None and settings.metrics is not None:
         raise TrainingError("metrics are computed on validation data: pass validation= as well")
-    size, names = settings.batch_size, target_names(model)
-    examples, held_out = sources(data, validation, model.inputs, size, seed, padding, names)
-    return model, examples, held_out, notes
+    size, targets = settings.batch_size, target_names(model)
+    examples, held_out = sources(data, validation, model.inputs, size, seed, padding, targets)
+    if training and settings.steps_per_epoch is not None:
+        examples = Portions(examples, settings.steps_per_epoch)
+    return ReadData(model, examples, held_out, notes, long)
 
 
 def sources(

@@ -12,6 +12,8 @@ from jaxonnx._arguments import DataArguments, check_names, documented
 from jaxonnx._data.batches import Source, prefetch
 from jaxonnx._data.images import preparation as images
 from jaxonnx._data.inputs_and_targets import is_zero_or_one
+from jaxonnx._data.rows import open_rows
+from jaxonnx._data.sources import rename_columns
 from jaxonnx._progress import track_batches
 from jaxonnx._require import check_arguments
 from jaxonnx.errors import TrainingError
@@ -75,8 +77,9 @@ def evaluate(
         raise TrainingError("evaluate computes metrics=, like ['accuracy'], or loss=, or both")
     check_names("evaluate", DataArguments, arguments)
     settings = Settings(**arguments, loss=loss)
+    data = rename_columns(open_rows(data, "data", settings.columns), settings.columns, "data")
     net = fit_to_evaluation(as_model(model), settings, data)
-    net, examples, _, _ = read_data(net, settings, data, training=False)
+    net, examples, *_ = read_data(net, settings, data, training=False)
     goal = objective.find(net, loss, metrics)
     return evaluate_objective(goal, examples, images.preparation(net).labels, progress)
 

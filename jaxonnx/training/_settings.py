@@ -17,6 +17,7 @@ from jaxonnx._arguments import (
     declared,
 )
 from jaxonnx._data.ragged import Padding
+from jaxonnx._data.rows import check_columns
 from jaxonnx._require import is_one_of, require, require_choice, require_integer
 from jaxonnx.errors import TrainingError
 from jaxonnx.lora import Adapters, LoRA
@@ -36,7 +37,7 @@ _VALUES: Any = make_dataclass(
 
 
 _COUNTS = (
-    *("epochs", "max_steps", "accumulate", "patience"),
+    *("epochs", "steps_per_epoch", "max_steps", "accumulate", "patience"),
     *("validate_every", "checkpoint_every", "keep_best"),
 )
 
@@ -56,6 +57,7 @@ class Settings(_VALUES):
                 "loss=, metrics=) or the command jaxonnx evaluate computes metrics without training"
             )
         require_integer("seed", self.seed, 0, 2**63 - 1, TrainingError)
+        check_columns(self.columns)
         for name in _COUNTS:
             value = getattr(self, name)
             if value is not None or name in ("accumulate", "keep_best"):

@@ -12,7 +12,7 @@ from jaxonnx._data.images.batches import notes_on_images
 from jaxonnx._mesh.processes import Processes
 from jaxonnx.model import Model, as_model
 from jaxonnx.training._build_step import build_step
-from jaxonnx.training._data import read_data
+from jaxonnx.training._data import open_data, read_data
 from jaxonnx.training._fit_to_data import fit_to_data
 from jaxonnx.training._head import with_heads
 from jaxonnx.training._loop import run
@@ -48,10 +48,10 @@ def train(
     * model: head, trainable, lora, statistics, dropout, sparsity, quantize;
     * step: metrics, class_weights, seed, accumulate, ema, precision, master, remat, mesh, sharding,
       nan;
-    * data: batch_size, fixed, batching, pad, length_buckets, preprocess;
-    * run: epochs, max_steps, validation, validate_every, validate_first, augment, patience,
-      min_improvement, monitor, checkpoint_dir, checkpoint_every, keep_best, resume, on_log,
-      samples, progress.
+    * data: batch_size, fixed, batching, pad, length_buckets, columns, preprocess;
+    * run: epochs, steps_per_epoch, max_steps, validation, validate_every, validate_first, augment,
+      patience, min_improvement, monitor, checkpoint_dir, checkpoint_every, keep_best, resume,
+      on_log, samples, progress.
 
     Args:
       model: a Model, or anything that `jaxonnx.load` accepts. It is not changed.
@@ -63,13 +63,17 @@ def train(
           name, such as "y"; several targets become a dict.
         * Weighted examples: `(x, y, weight)`, or a dict with "weight" besides other targets. Losses
           and metrics are weighted, and losses are divided by the sum of the weights.
-        * A file: an .npz file with such arrays, or a .jsonl file with one object of these names per
-          line.
-        * A Hugging Face Dataset. It is read into memory.
+        * A file: an .npz file with such arrays, or a .jsonl, .json, .csv, .tsv or .parquet file
+          with these names as columns. `columns` renames them.
+        * A Hugging Face Dataset, which is read into memory. Of a DatasetDict the split "train", and
+          "validation" unless `validation` is passed. An IterableDataset is read as it is needed,
+          and shuffled through a buffer of 1,024 rows; if it has no end, pass `steps_per_epoch`.
         * A folder of images: one folder per class. The index of the class is the target.
-        * Texts: a .jsonl file, a list or a Dataset of objects with "text", with "prompt" and
-          "completion", or with "messages" (dicts of "role" and "content"). They need a model from a
-          folder with a tokenizer. Its tokenizer and chat template make tokens and labels
+        * Texts: a file, a list, a Dataset or an iterator of rows with "text", with "prompt" and
+          "completion", with "messages" (dicts of "role" and "content"), with "conversations" (dicts
+          of "from" and "value"), with "instruction", "input" and "output", or for a loss of pairs
+          with "prompt", "chosen" and "rejected". They need a model from a folder with a tokenizer.
+          Its tokenizer and chat template make tokens and labels
           (`preprocess`). The loss counts completions and the messages of the assistant. Rows may
           have "weight", and those of chats "tools", "documents" and "chat_template_kwargs" for the
           template; a message with "weight": 0 does not count.
@@ -115,13 +119,15 @@ def train(
         Interrupt() as interrupt,
     ):
         net = with_heads(as_model(model, settings.mesh), settings)
+        data, settings, notes_on_splits = open_data(data, settings)
         net, notes = fit_to_data(net, settings, data)
-        net, examples, held_out, notes_on_texts = read_data(net, settings, data)
+        net, examples, held_out, notes_on_texts, _ = read_data(net, settings, data)
         settings = settings.with_length(examples.steps)
         step = build_step(net, settings, settings.epochs, examples.steps, examples)
         changed = augment_examples(examples, settings.augment, settings.seed)
         trained, history = run(step, changed, held_out, settings, interrupt, processes)
-        history.notes += [*notes, *notes_on_texts, *notes_on_images(examples, held_out)]
+        history.notes += [*notes_on_splits, *notes, *notes_on_texts]
+        history.notes += notes_on_images(examples, held_out)
         if history.stopped and not history.early:
             warnings.warn(history.stopped, stacklevel=2)
         return to_result(step, processes.gather(trained), history, held_out)

@@ -594,6 +594,46 @@ def test_a_language_model_is_a_folder_before_and_after(tmp_path, monkeypatch, ca
     assert all(".mlp." in name for name in changed)
 
 
+@pytest.mark.parametrize("form", ["flags", "toml"])
+def test_settings_of_texts_are_those_of_python(form, tmp_path, monkeypatch, capsys):
+    """Each argument of texts has a flag, and a key in a TOML file."""
+    pytest.importorskip("tokenizers")
+    monkeypatch.chdir(tmp_path)
+    home = DATA / "llm" / "qwen3-genai"
+    Path("rows.csv").write_text('q,a\nis it,"a list, of"\nof,lists\n')
+    wanted = {
+        "preprocess": {"max_length": 64, "long": "skip", "loss": "all", "pack": True},
+        "columns": {"q": "prompt", "a": "completion"},
+        "steps_per_epoch": 2,
+    }
+    line = f"train {home} rows.csv -o tuned/ --loss causal_lm --batch-size 2 --seed 1"
+    if form == "flags":
+        line += " --max-length 64 --long skip --loss-on all --pack --steps-per-epoch 2"
+        line += " --columns q=prompt --columns a=completion"
+    else:
+        text = "steps_per_epoch = 2\n[preprocess]\nmax_length = 64\nlong = 'skip'\nloss = 'all'\n"
+        text += "pack = true\n[columns]\nq = 'prompt'\na = 'completion'\n"
+        Path("run.toml").write_text(text)
+        line += " --config run.toml"
+    calls, train = [], jaxonnx.training.train
+
+    def record(model, data, **arguments):
+        calls.append(arguments)
+        return train(model, data, **arguments)
+
+    monkeypatch.setattr(jaxonnx, "train", record)
+    monkeypatch.setattr(jaxonnx.training, "train", record)
+    assert command(line) == 0
+    assert {name: calls[0][name] for name in wanted} == wanted
+    capsys.readouterr()
+    assert command(f"{line} --explain") == 0
+    program = capsys.readouterr().out
+    exec(compile(program, "explained", "exec"), {})
+    assert {name: calls[1][name] for name in wanted} == wanted
+    evaluated = f"evaluate {home} rows.csv --loss causal_lm --long skip --columns q=prompt"
+    assert command(f"{evaluated} --columns a=completion") == 0
+
+
 def test_meshes(small, capsys):
     line = "train net.onnx data.npz -o out.onnx --batch-size 2"
     calls = {'"all"': '"all"', "{data = 1}": 'jax.make_mesh((1,), ("data",))'}

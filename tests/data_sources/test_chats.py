@@ -50,7 +50,7 @@ def folder(tmp_path):
 def read(folder, *rows, **preprocess):
     """Return the tokens and labels of rows, as [text, text that counts], and the notes."""
     model = jaxonnx.load(folder)
-    columns, _, _, notes = read_texts([*rows], None, model, preprocess, Padding())
+    columns, _, _, notes, _ = read_texts([*rows], None, model, preprocess, Padding())
     decode = Tokenizer(model.folder).decode
     pairs = zip(columns["input_ids"], columns["labels"], strict=True)
     return [[decode(ids), decode(labels[labels >= 0])] for ids, labels in pairs], notes

@@ -43,7 +43,7 @@ def lines(tmp_path):
 
 
 def read(model, data, **preprocess):
-    columns, _, padding, notes = read_texts(data, None, model, preprocess, Padding())
+    columns, _, padding, notes, _ = read_texts(data, None, model, preprocess, Padding())
     return columns, padding, notes
 
 
@@ -115,7 +115,7 @@ def test_long_texts_are_split_or_cut_and_counted(model, lines):
     assert len(lengths) > 3
     assert notes == [
         "texts of more than 16 tokens: 1 split (preprocess={'max_length': ..., 'long': 'cut', "
-        "'split' or 'refuse'})"
+        "'split', 'skip' or 'refuse'})"
     ]
     columns, _, notes = read(model, path, max_length=16, long="cut")
     assert [*map(len, columns["input_ids"])] == [16, *lengths[-1:]]
@@ -187,7 +187,7 @@ def test_two_widths_at_most(model, lines):
     ("rows", "message"),
     [
         (({"text": "a"}, {"text": ""}), "line 2 of .* has an empty text"),
-        (({"text": "a"}, "{"), "line 2 of .* is not JSON"),
+        (({"text": "a"}, "{"), r"line 2 of .* cannot be read \(JSONDecodeError"),
         (({"text": "a"}, {"prompt": "a"}), "line 2 of .* must have 'text', as those before it"),
         (({"prompt": "a", "completion": ""},), "line 1 of .* has an empty completion"),
         (({"messages": CHAT[:1]},), "line 1 of .* has no message of the assistant"),

@@ -70,7 +70,7 @@ def tokens(text):
 
 
 def test_prompts_are_read_and_completions_are_labels(folder, lines):
-    columns, _, padding, notes = read(folder, lines(*ROWS))
+    columns, _, padding, notes, _ = read(folder, lines(*ROWS))
     assert [*columns] == ["input_ids", "labels"]
     for row, ids, labels in zip(ROWS, *columns.values(), strict=True):
         assert (ids.tolist(), labels.tolist()) == (
@@ -96,7 +96,7 @@ def test_completions_end_also_by_tokenizers_that_end_nothing(folder, lines):
 
 def test_long_pairs_are_cut_and_counted(folder, lines):
     path = lines(*ROWS)
-    columns, *_, notes = read(folder, path, max_length=4)
+    columns, _, _, notes, _ = read(folder, path, max_length=4)
     assert [*map(len, columns["input_ids"])] == [4, 4, 4, 4]
     assert columns["labels"][2].tolist() == tokens(ROWS[2]["completion"])
     assert notes[0].startswith("texts of more than 4 tokens: 2 cut")

@@ -298,21 +298,34 @@ def test_refused(net, case):
 ROWS = [{"x": [1.0, 2.0], "y": [0.0]}, {"x": [2.0, 0.0], "y": [1.0]}]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
 FILES = {
-    "a.json": (json.dumps(ROWS).encode(), r"datasets.Dataset.from_json\('.*a.json'\)"),
-    "a.jsonl": (
-        json.dumps(ROWS).encode(),
-        r"datasets.Dataset.from_json\('.*a.jsonl'\)",
-    ),
-    "a.csv": (b"x,y\n1,2\n", r"an .npz file, a .jsonl .*datasets.Dataset.from_csv"),
-    "a.parquet": (b"PAR1", r"an .npz file, a .jsonl .*datasets.Dataset.from_parquet"),
-    "utf16.jsonl": (LINES.encode("utf-16"), r"read_text\('utf-16'\), 'utf-8'\) converts UTF-16"),
-    "empty.jsonl": (b"\n", "it is empty, and must be an .npz file, a .jsonl file in UTF-8"),
+    "a.json": json.dumps(ROWS).encode(),
+    "a.jsonl": json.dumps(ROWS).encode(),
+    "a.csv": b'x,y\n"[1.0, 2.0]",[0.0]\n"[2.0, 0]",[1.0]\n',
+    "a.tsv": b"x\ty\n[1.0, 2.0]\t[0.0]\n[2.0, 0]\t[1.0]\n",
+    "bom.jsonl": LINES.encode("utf-8-sig"),
+    "utf16.jsonl": LINES.encode("utf-16"),
 }
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_other_files_are_refused_with_a_conversion(net, name, tmp_path):
-    content, message = FILES[name]
+def test_files_of_numbers(net, name, tmp_path):
+    (tmp_path / name).write_bytes(FILES[name])
+    (tmp_path / "b.jsonl").write_text(LINES, "utf-8")
+    losses = [train(net, tmp_path / name).history.losses for name in (name, "b.jsonl")]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.parquet", b"PAR1", "cannot be read"),
+        ("a.txt", b"a", r"must be an \.npz file, .*\.jsonl"),
+        ("empty.jsonl", b"\n", "it is empty, and must be an .npz file, a .jsonl file"),
+        ("a.csv", b"x,y\n1,2\n3\n", "line 3 of .* it has 1 cells"),
+        ("a.jsonl", b'{"x": 1}\n{"y": 1}', "line 2 of .* it has the columns y, and those before"),
+    ],
+)
+def test_other_files_are_refused(net, name, content, message, tmp_path):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(jaxonnx.TrainingError, match=message):
         train(net, tmp_path / name)
@@ -320,29 +333,39 @@ def test_other_files_are_refused_with_a_conversion(net, name, tmp_path):
         train(net, (X, Y), validation=tmp_path / name)
 
 
-def test_a_byte_order_mark_is_no_part_of_the_data(net, tmp_path):
-    (tmp_path / "a.jsonl").write_text(LINES, "utf-8-sig")
-    (tmp_path / "b.jsonl").write_text(LINES, "utf-8")
-    losses = [train(net, tmp_path / name).history.losses for name in ("a.jsonl", "b.jsonl")]
-    assert losses[0] == losses[1]
+def test_columns_of_numbers_are_renamed(net, whole, tmp_path):
+    np.savez(tmp_path / "a.npz", a=X, b=Y)
+    (tmp_path / "a.jsonl").write_text(LINES.replace('"y"', '"b"').replace('"x"', '"a"'))
+    (tmp_path / "b.jsonl").write_text(LINES)
+    names = {"a": "x", "b": "y"}
+    for data in ({"a": X, "b": Y}, tmp_path / "a.npz"):
+        assert losses(net, data, batch_size=4, columns=names) == whole
+    renamed = losses(net, tmp_path / "a.jsonl", columns=names)
+    assert renamed == losses(net, tmp_path / "b.jsonl")
+    with pytest.raises(jaxonnx.TrainingError, match="columns has 'c', and data has the columns"):
+        train(net, {"a": X, "b": Y}, columns={"c": "x"})
+    with pytest.raises(jaxonnx.TrainingError, match="columns= renames columns of rows, of files"):
+        train(net, (X, Y), columns=names)
+    with pytest.raises(jaxonnx.TrainingError, match="columns must be a dict from the names"):
+        train(net, (X, Y), columns="x")
 
 
-def test_other_containers_are_refused_with_a_conversion(net):
-    """Each conversion makes of the data what trains."""
+def test_other_containers(net):
+    """Splits by name and streams are read; the rest is refused with what makes it train."""
     datasets = pytest.importorskip("datasets")
-    whole = datasets.Dataset.from_list(ROWS)
-    stream = whole.to_iterable_dataset()
+    rows = datasets.Dataset.from_list(ROWS)
+    expected = train(net, rows).history.losses
+    for data in (datasets.DatasetDict(train=rows), rows.to_iterable_dataset()):
+        np.testing.assert_allclose(train(net, data).history.losses, expected, rtol=1e-6)
     conversions = {
-        r"data\['held'\]$": datasets.DatasetDict(held=whole),
-        r"datasets.Dataset.from_list\(list\(data\)\) reads it into memory": stream,
+        r"data\['held'\]$": datasets.DatasetDict(held=rows),
         r"\{'text': text\} for text in data\] makes rows": ["a", "b"],
     }
     for message, data in conversions.items():
         for split in ({"data": data}, {"data": (X, Y), "validation": data}):
-            with pytest.raises(jaxonnx.TrainingError, match=f"a pair .* a .jsonl file .*{message}"):
+            with pytest.raises(jaxonnx.TrainingError, match=message):
                 train(net, **split)
-    assert train(net, datasets.Dataset.from_list(list(stream))).history.losses
-    for empty in ([], whole.select([])):
+    for empty in ([], rows.select([])):
         with pytest.raises(jaxonnx.TrainingError, match="data has no examples"):
             train(net, empty)
 

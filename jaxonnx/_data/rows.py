@@ -1,0 +1,382 @@
+"""Rows of texts, as data sets have them: a table of their shapes, and where rows come from.
+
+`SHAPES` has an entry for each shape. A row of any shape becomes a prompt and its answers, either as
+texts or as lists of messages with a role and content.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice, takewhile
+from typing import Any, NamedTuple
+
+from jaxonnx._data.files import Row, is_row_file, iterate_rows, to_columns
+from jaxonnx._data.ragged import Padding
+from jaxonnx._require import require
+from jaxonnx.errors import TrainingError
+
+Names = Mapping[str, str]
+"""New names of columns, of keys and roles of messages, by those of the data."""
+VARIABLES = "tools", "documents", "chat_template_kwargs"
+"""Columns for the chat template."""
+_SHARE_GPT = {"from": "role", "value": "content", "human": "user", "gpt": "assistant"}
+_SHARE_GPT |= {"observation": "tool"}
+"""The names of the field "from"; "function" is a call of a tool."""
+_PLAIN = "text", "instruction", "output"
+"""Columns that are texts, and no lists of messages."""
+_SHOWN = 60
+"""Characters of a text that an error shows."""
+
+
+class Texts(NamedTuple):
+    """A row as a prompt and its answers: all of them texts, or all lists of messages."""
+
+    prompt: Any
+    answers: tuple[Any, ...]
+    """One answer, or the one that was chosen and the one that was rejected."""
+
+    @property
+    def is_chat(self) -> bool:
+        return not all(isinstance(part, str) for part in (self.prompt, *self.answers))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A shape of rows.
+
+    Attributes:
+      columns: those that a row has.
+      optional: those that it may have.
+      read: converts a row, with names for its messages.
+      example: a row, for errors.
+    """
+
+    columns: tuple[str, ...]
+    optional: tuple[str, ...]
+    read: Callable[[Mapping[str, Any], Names], Texts]
+    example: str
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether rows are plain texts, which may be split where they are long."""
+        return self.columns == ("text",)
+
+    def fits(self, row: Any) -> bool:
+        """Check whether a row has the columns of this shape, as texts or lists of messages."""
+        return isinstance(row, Mapping) and all(
+            isinstance(row.get(name), str)
+            or (name not in _PLAIN and _is_list_of_objects(row.get(name)))
+            for name in self.columns
+        )
+
+
+def _is_list_of_objects(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(x, Mapping) for x in value)
+
+
+def _read_messages(row: Mapping[str, Any], names: Names) -> Texts:
+    return Texts([], (_to_messages(row["messages"], names),))
+
+
+def _read_conversations(row: Mapping[str, Any], names: Names) -> Texts:
+    messages = _to_messages(row["conversations"], names)
+    return Texts([], (_begin_with_system(row) + messages,))
+
+
+def _read_instruction(row: Mapping[str, Any], names: Names) -> Texts:
+    text = "\n\n".join(filter(None, (row["instruction"], row.get("input"))))
+    prompt = [*_begin_with_system(row), {"role": "user", "content": text}]
+    return Texts(prompt, (_to_answer(row["output"]),))
+
+
+def _read_prompt(row: Mapping[str, Any], names: Names) -> Texts:
+    return _to_texts(row["prompt"], (row["completion"],), names)
+
+
+def _read_preference(row: Mapping[str, Any], names: Names) -> Texts:
+    answers = row["chosen"], row["rejected"]
+    prompt = row.get("prompt")
+    if all(isinstance(x, str) for x in answers):
+        return _to_texts("" if prompt is None else prompt, answers, names)
+    chosen, rejected = (_to_messages(x, names) for x in answers)
+    if isinstance(prompt, str | None):  # whole conversations, which begin with the prompt
+        pairs = zip(chosen, rejected, strict=False)
+        count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return Texts(chosen[:count], (chosen[count:], rejected[count:]))
+    return Texts(_to_messages(prompt, names), (chosen, rejected))
+
+
+def _read_text(row: Mapping[str, Any], names: Names) -> Texts:
+    return Texts("", (row["text"],))
+
+
+def _to_texts(prompt: Any, answers: Sequence[Any], names: Names) -> Texts:
+    if isinstance(prompt, str):
+        if not all(isinstance(answer, str) for answer in answers):
+            raise ValueError("the prompt is a text, so its completion must be one, not messages")
+        return Texts(prompt, tuple(answers))
+    return Texts(_to_messages(prompt, names), tuple(_to_answer(x, names) for x in answers))
+
+
+def _to_answer(answer: Any, names: Names = {}) -> list[dict[str, Any]]:  # noqa: B006
+    if isinstance(answer, str):
+        return [{"role": "assistant", "content": answer}]
+    return _to_messages(answer, names)
+
+
+def _begin_with_system(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    system = row.get("system")
+    return [{"role": "system", "content": system}] if system else []
+
+
+def _to_messages(value: Any, names: Names) -> list[dict[str, Any]]:
+    """Convert a list of messages, or its JSON text, to messages with a role and content."""
+    messages = json.loads(value) if isinstance(value, str) else value
+    if not _is_list_of_objects(messages):
+        raise ValueError("messages must be a list of objects with a role and its content")
+    return [_to_message(message, names) for message in messages]
+
+
+def _to_message(message: Mapping[str, Any], names: Names) -> dict[str, Any]:
+    """Rename keys and role; parse calls of tools; drop keys that are None, as Arrow adds them."""
+    renamed = {names.get(name, name): value for name, value in message.items()}
+    if "role" not in renamed and "from" in renamed:
+        names = {**_SHARE_GPT, **names}
+        renamed = {names.get(name, name): value for name, value in renamed.items()}
+        if renamed["role"] == "function":
+            return {"role": "assistant", "content": "", "tool_calls": _to_calls(renamed["content"])}
+    if "role" not in renamed:
+        raise ValueError(
+            f"messages must be objects with a role and content, and one has {', '.join(message)}"
+        )
+    role = renamed["role"]
+    content = {"role": names.get(role, role), "content": renamed.get("content")}
+    others = {name: drop_nones(x) for name, x in renamed.items() if x is not None}
+    for call in others.get("tool_calls", ()):  # templates take objects, OpenAI's format has text
+        function = call.get("function", call)
+        with suppress(ValueError, TypeError):
+            function["arguments"] = json.loads(function.get("arguments"))
+    return {**others, **content}
+
+
+def _to_calls(text: str) -> list[dict[str, Any]]:
+    calls = json.loads(text)
+    calls = calls if isinstance(calls, list) else [calls]
+    if not all(isinstance(call, dict) and "name" in call for call in calls):
+        raise ValueError("the value of 'function' must be JSON with a name and arguments")
+    return [{"type": "function", "function": call} for call in calls]
+
+
+def drop_nones(value: Any) -> Any:
+    """Drop keys that are None, which Arrow adds to structs that lack them."""
+    if isinstance(value, Mapping):
+        return {name: drop_nones(x) for name, x in value.items() if x is not None}
+    return [*map(drop_nones, value)] if isinstance(value, list | tuple) else value
+
+
+SHAPES = (
+    Shape(
+        ("messages",),
+        VARIABLES,
+        _read_messages,
+        '{"messages": [{"role": "user", "content": "..."}, '
+        '{"role": "assistant", "content": "..."}]}',
+    ),
+    Shape(
+        ("conversations",),
+        ("system", *VARIABLES),
+        _read_conversations,
+        '{"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}',
+    ),
+    Shape(
+        ("prompt", "completion"),
+        VARIABLES,
+        _read_prompt,
+        '{"prompt": "...", "completion": "..."} (texts, or lists of messages)',
+    ),
+    Shape(
+        ("instruction", "output"),
+        ("input", "system", *VARIABLES),
+        _read_instruction,
+        '{"instruction": "...", "input": "...", "output": "..."}',
+    ),
+    Shape(("text",), (), _read_text, '{"text": "..."}'),
+    Shape(
+        ("chosen", "rejected"),
+        ("prompt", *VARIABLES),
+        _read_preference,
+        '{"prompt": "...", "chosen": "...", "rejected": "..."} (for a loss of pairs)',
+    ),
+)
+"""The shapes of rows. If several fit, the first is meant; for a loss of pairs, the last."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Data as rows.
+
+    Attributes:
+      iterate: returns the rows of an epoch.
+      first: the first row, with the columns of the data.
+      names: new names of columns and roles.
+      is_stream: whether rows are read as they are needed.
+      is_spent: whether they can be read only once.
+      convert: returns the columns of some rows, and the padding of their sequences.
+    """
+
+    iterate: Callable[[int], Iterable[Row]]
+    first: Any
+    names: Names
+    is_stream: bool = False
+    is_spent: bool = False
+    convert: Callable[[Iterable[Row], Padding], tuple[dict[str, Any], Padding]] = (
+        lambda rows, padding: (to_columns(rows), padding)
+    )
+
+    def __call__(self, epoch: int = 0) -> Iterator[Row]:
+        """Yield the rows of an epoch with new names of their columns, and names for errors."""
+        for where, row in self.iterate(epoch):
+            yield where, self.rename(row)
+
+    def rename(self, row: Any) -> Any:
+        if not (self.names and isinstance(row, Mapping)):
+            return row
+        return {self.names.get(name, name): value for name, value in row.items()}
+
+    def find_shape(self, pairs: bool = False) -> Shape | None:
+        """Return the shape of the first row, if it is in the table."""
+        row = self.rename(self.first)
+        return next((shape for shape in SHAPES[:: -1 if pairs else 1] if shape.fits(row)), None)
+
+
+def is_dataset(data: Any) -> bool:
+    """Check whether data is a Hugging Face Dataset, which is neither streamed nor has splits."""
+    return all(hasattr(data, name) for name in ("column_names", "format", "__len__"))
+
+
+def is_streamed(data: Any) -> bool:
+    """Check whether data is a Hugging Face IterableDataset."""
+    return hasattr(data, "column_names") and not hasattr(data, "__len__")
+
+
+class Begun(Iterator):
+    """An iterator whose first item is known before it is drawn."""
+
+    def __init__(self, items: Iterator):
+        self._items, self._ahead = items, [*islice(items, 1)]
+
+    @property
+    def first(self) -> Any:
+        return self._ahead[0] if self._ahead else None
+
+    def __next__(self) -> Any:
+        return self._ahead.pop() if self._ahead else next(self._items)
+
+
+def open_rows(data: Any, what: str, names: Names | None = None) -> Any:
+    """Return texts, and any rows of a stream, as `Rows`; other data as they are.
+
+    Args:
+      data: as `train` takes it.
+      what: the data, for errors.
+      names: new names of columns and roles.
+
+    Returns:
+      Rows; for an iterator of anything else an iterator from its first item on.
+    """
+    data = Begun(data) if isinstance(data, Iterator) and not isinstance(data, Begun) else data
+    rows = _find_rows(data, what, names or {})
+    return data if rows is None or not (rows.find_shape() or is_streamed(data)) else rows
+
+
+def _find_rows(data: Any, what: str, names: Names) -> Rows | None:
+    if is_row_file(data):
+        return Rows(lambda _: iterate_rows(data), next(iterate_rows(data))[1], names)
+    if (isinstance(data, list) or is_dataset(data)) and len(data):
+        named = lambda _: ((f"example {i} of {what}", data[i]) for i in range(len(data)))  # noqa: E731
+        return Rows(named, data[0], names)
+    if not (is_streamed(data) or isinstance(data, Begun)):
+        return None
+
+    def iterate(epoch: int) -> Iterator[Row]:
+        getattr(data, "set_epoch", lambda epoch: None)(epoch)
+        for number, row in enumerate(data):
+            yield f"example {number} of {what}", row
+
+    once = isinstance(data, Begun)
+    first = data.first if once else next(iter(data), None)
+    return Rows(iterate, first, names, is_stream=True, is_spent=once)
+
+
+def check_shape(data: Any, what: str, inputs: Sequence[str]) -> None:
+    """Refuse rows with texts whose shape is not in the table, unless they have a model's input."""
+    rows = data if isinstance(data, Rows) else _find_rows(data, what, {})
+    row = None if rows is None else rows.rename(rows.first)
+    if rows is None or rows.find_shape() or not isinstance(row, Mapping):
+        return
+    if _guess_names(row) and not {*inputs} & {*row}:
+        raise TrainingError(f"{what} has rows of an unknown shape: {_describe_shapes(row)}")
+
+
+def choose_splits(data: Any, validation: Any) -> tuple[Any, Any, list[str]]:
+    """Return the splits of a DatasetDict to train with and to validate with, and notes.
+
+    Raises:
+      TrainingError: there is no split "train".
+    """
+    if not (isinstance(data, Mapping) and hasattr(data, "column_names")):
+        return data, validation, []
+    if "train" not in data:
+        raise TrainingError(
+            f"data has the splits {', '.join(map(repr, data))}, and none of them is 'train': pass "
+            f"one, like data[{next(iter(data), 'train')!r}]"
+        )
+    held_out = next((name for name in ("validation", "valid", "val", "dev") if name in data), None)
+    if validation is None and held_out is not None:
+        validation = data[held_out]
+        note = f"validation is the split {held_out!r} of the data"
+    else:
+        held_out, note = None, ""
+    unread = [repr(name) for name in data if name not in ("train", held_out)]
+    notes = [note, f"splits of the data that nothing reads: {', '.join(unread)}" if unread else ""]
+    return data["train"], validation, [text for text in notes if text]
+
+
+def check_columns(columns: Any) -> None:
+    """Refuse an argument `columns` that is not a dict of names."""
+    fits = columns is None or (
+        isinstance(columns, Mapping)
+        and all(isinstance(x, str) for pair in columns.items() for x in pair)
+    )
+    expected = "a dict from the names in the data to new ones, like {'question': 'prompt'}"
+    require("columns", columns, fits, expected, TrainingError)
+
+
+def _describe_shapes(row: Mapping[str, Any]) -> str:
+    """Describe, for an error, the shapes of rows and how a row gets one of them."""
+    shapes = "".join(f"\n  {shape.example}" for shape in SHAPES)
+    names = _guess_names(row)
+    shown = {new: _shorten(row[name]) for name, new in names.items() if name in row}
+    way = f"\ncolumns={names} reads this row as {shown}" if names else ""
+    return f"it has the columns {', '.join(row)}, and rows of texts are one of{shapes}{way}"
+
+
+def _guess_names(row: Mapping[str, Any]) -> dict[str, str]:
+    """Return new names for the columns of a row that give it a shape; {} if it has no texts."""
+    for name, messages in row.items():
+        if messages and _is_list_of_objects(messages):
+            message = messages[0]  # the role is the shorter one of its texts
+            texts = [key for key, x in message.items() if isinstance(x, str)]
+            texts = sorted(texts, key=lambda key: len(message[key]))
+            return dict(zip((name, *texts), ("messages", "role", "content"), strict=False))
+    texts = [name for name, x in row.items() if isinstance(x, str)]
+    names = ("text",) if len(texts) == 1 else ("prompt", "completion")
+    return dict(zip(texts, names, strict=False))
+
+
+def _shorten(value: Any) -> Any:
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -1,0 +1,390 @@
+"""Convert rows of texts to tokens and labels: plain texts, prompts with completions, and chats."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from jaxonnx._data.files import Row
+from jaxonnx._data.inputs_and_targets import KEY
+from jaxonnx._data.packing import pack_texts
+from jaxonnx._data.rows import VARIABLES, Names, Rows, Shape, Texts, drop_nones
+from jaxonnx._data.tokenizer import Chat, Tokenizer
+from jaxonnx._require import require, require_choice, require_integer
+from jaxonnx.errors import TrainingError
+from jaxonnx.views import PackedRows
+
+_Example = tuple[np.ndarray, np.ndarray]
+"""Tokens and labels, int64[n] both."""
+_SETTINGS = "max_length", "long", "loss", "pack"
+
+
+@dataclass(frozen=True)
+class TextSettings:
+    """The settings for texts in `preprocess`.
+
+    Attributes:
+      max_length: the most tokens of an example.
+      long: what to do with longer texts: "cut", "split" into several examples, "skip", or "refuse"
+        (an error); by default plain texts are split and others cut.
+      loss: the tokens that the loss counts: "completions" or "all".
+      pack: whether to concatenate short texts to rows of at most `max_length` tokens.
+    """
+
+    max_length: int | None = None
+    long: str | None = None
+    loss: str = "completions"
+    pack: bool = False
+
+    @classmethod
+    def of(cls, preprocess: Any) -> TextSettings:
+        """Parse the argument `preprocess` of `train`.
+
+        Raises:
+          TrainingError: a setting is unknown or not valid.
+        """
+        given = {} if preprocess is None else preprocess
+        if not isinstance(given, Mapping) or not given.keys() <= {*_SETTINGS}:
+            raise TrainingError(
+                f"preprocess of texts is a dict of any of {', '.join(_SETTINGS)}; not {given!r}"
+            )
+        one = cls(**given)
+        if one.max_length is not None:
+            require_integer("preprocess: max_length", one.max_length, 2, error=TrainingError)
+        choices = {
+            "long": (None, "cut", "split", "skip", "refuse"),
+            "loss": ("completions", "all"),
+            "pack": (True, False),
+        }
+        for name, known in choices.items():
+            require_choice(f"preprocess: {name}", getattr(one, name), known, TrainingError)
+        return one
+
+
+@dataclass
+class Reader:
+    """Converts texts to tokens and labels, and counts those that are too long.
+
+    Attributes:
+      tokenizer: of the model's folder.
+      settings: of `preprocess`.
+      limit: the most tokens of an example.
+      vocabulary: the number of tokens that the model knows, if that is known.
+      ignored: the label of tokens that the loss does not count.
+      tokens: the input of tokens.
+      pairs: whether the model is an encoder-decoder: the encoder reads prompts, and the decoder's
+        labels are completions.
+      group: the number of rows that the loss compares: 2 for answers chosen and rejected.
+      packing: how texts share a row, if they do.
+      lengths: the length of each example so far.
+      long: the number of texts that were cut, split and skipped.
+      turns: the number of messages of the assistant in examples of their own ("other"), and
+        without an end token in the template ("open").
+      unread: the columns that nothing reads.
+      dropped: the number of examples, parts of texts that are split among them, of which the loss
+        counts no token: of a decoder the first one never counts.
+      packed: the numbers of texts and of rows, by the name of the data.
+      notes: for the history.
+    """
+
+    tokenizer: Tokenizer
+    settings: TextSettings
+    limit: int
+    vocabulary: int | None
+    ignored: int
+    tokens: str
+    pairs: bool
+    group: int
+    packing: PackedRows | None
+    lengths: list[int] = field(default_factory=list)
+    long: Counter[str] = field(default_factory=Counter)
+    turns: Counter[str] = field(default_factory=Counter)
+    unread: dict[str, None] = field(default_factory=dict)
+    dropped: int = 0
+    packed: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    notes: list[str] = field(default_factory=list)
+
+    def read(self, data: Rows, rows: Iterable[Row], name: str) -> dict[str, list[Any]]:
+        """Convert rows to columns of tokens, labels and weights; {} if no token counts.
+
+        Args:
+          data: what the rows are of.
+          rows: all of them, or some.
+          name: of the data, for the notes.
+        """
+        shape = data.find_shape(self.group == 2)
+        assert shape is not None
+        ids, labels, weights = [], [], []
+        for where, row in rows:
+            weight = self._read_weight(where, row)
+            examples = self._read_row(where, row, shape, data.names)
+            ids += [pair[0] for pair in examples]
+            labels += [pair[1] for pair in examples]
+            weights += [weight] * len(examples)
+        columns = {self.tokens: ids, "labels": labels}
+        if self.packing is not None and ids:
+            count = self.packing.number
+            packed = pack_texts(ids, labels, self.limit, self.ignored, count)
+            columns = dict(zip((self.tokens, "labels", self.packing.input), packed, strict=True))
+            self.packed[name].update(texts=len(ids), rows=len(packed[0]))
+        elif data.is_stream or {*weights} - {1}:
+            columns[KEY] = weights
+        sizes = zip(columns[self.tokens], columns["labels"], strict=True)
+        self.lengths += [max(map(len, pair)) for pair in sizes]
+        self.notes[:] = self._list_notes()
+        return columns if ids else {}
+
+    def _read_row(self, where: str, row: Any, shape: Shape, names: Names) -> list[_Example]:
+        """Return the examples of a row of which the loss counts a token."""
+        if not shape.fits(row):
+            columns = " and ".join(map(repr, shape.columns))
+            raise TrainingError(f"{where} must have {columns}, as those before it")
+        try:
+            texts = shape.read(row, names)
+        except (LookupError, TypeError, ValueError) as error:
+            raise TrainingError(f"{where}: {error}") from error
+        self._check_answers(where, texts)
+        answers = []
+        for answer in texts.answers:
+            part = Texts(texts.prompt, (answer,))
+            if self.pairs:
+                examples = [*self._encode_pair(where, part)]
+            else:
+                encoded = self._encode(where, row, part)
+                examples = [x for pair in encoded for x in self._fit(where, shape, *pair)]
+            counted = [
+                pair for pair in examples if (pair[1][not self.pairs :] != self.ignored).any()
+            ]
+            self.dropped += len(examples) - len(counted)
+            answers.append(counted)
+        read = {*shape.columns, *shape.optional, KEY}
+        read -= set() if texts.is_chat else {*VARIABLES}
+        unread = (name for name in row if name not in read and row[name] is not None)
+        self.unread |= dict.fromkeys(unread)
+        if len(answers) > 1 and {*map(len, answers)} != {1}:
+            if max(map(len, answers)) > 1:
+                raise TrainingError(
+                    f"{where}: each answer must be one example, and the chat template writes "
+                    "messages of the assistant differently when others follow: put those before "
+                    "the last one into the prompt"
+                )
+            return []  # neither without the other
+        return [example for answer in answers for example in answer]
+
+    def _check_answers(self, where: str, texts: Texts) -> None:
+        if len(texts.answers) > 1 and self.group != 2:
+            raise TrainingError(
+                f"{where} has answers 'chosen' and 'rejected', which a loss of pairs compares, "
+                "like jaxonnx.losses.dpo(); columns={'chosen': 'completion'} learns those chosen"
+            )
+        if len(texts.answers) > 1 and self.settings.long == "split":
+            raise TrainingError(
+                "preprocess={'long': 'split'} splits texts, but not pairs of answers"
+            )
+
+    def _read_weight(self, where: str, row: Mapping[str, Any]) -> float:
+        weight = 1 if row.get(KEY) is None else row[KEY]
+        if isinstance(weight, str):  # a cell of a .csv file
+            with suppress(ValueError):
+                weight = float(weight)
+        fits = isinstance(weight, int | float | np.number) and 0 <= weight < np.inf
+        require(f"{where}: weight", weight, fits, "a number of at least 0", TrainingError)
+        if self.settings.pack and weight != 1:
+            raise TrainingError(
+                f"{where} has the weight {weight}, and preprocess={{'pack': True}} joins texts to "
+                "rows with one weight: leave out one of the two"
+            )
+        return float(weight)
+
+    def _encode_pair(self, where: str, texts: Texts) -> Iterator[_Example]:
+        """Yield the tokens of a prompt, and those of its completion with the end token."""
+        if texts.is_chat or len(texts.answers) != 1:
+            raise TrainingError(
+                f"{where}: an encoder and its decoder take texts as 'prompt', which the encoder "
+                "reads, and 'completion'"
+            )
+        parts = []
+        for name, text in (("prompt", texts.prompt), ("completion", texts.answers[0])):
+            if not text:
+                raise TrainingError(f"{where} has an empty {name}")
+            ids, _ = self.tokenizer.encode(text)
+            ids = self._append_end(text, ids) if name == "completion" else ids
+            self._check(f"the {name} of {where}", ids, least=1)
+            parts.append(ids)
+        longest = max(map(len, parts))
+        if longest <= self.limit or self._check_long(where, longest, "cut") != "skip":
+            prompt, completion = (ids[: self.limit] for ids in parts)
+            yield prompt, completion
+
+    def _encode(self, where: str, row: Mapping[str, Any], texts: Texts) -> Iterator[_Example]:
+        """Yield the tokens and labels of examples, int64[n] both."""
+        if texts.is_chat:
+            yield from self._encode_chat(where, row, texts)
+            return
+        (answer,) = texts.answers
+        if not answer:
+            name = "completion" if texts.prompt else "text"
+            raise TrainingError(f"{where} has an empty {name}")
+        text = texts.prompt + answer
+        ids, places = self.tokenizer.encode(text)
+        first = np.flatnonzero(places[:, 1] > len(texts.prompt))
+        ids = self._append_end(text, ids)
+        start = 0 if self.settings.loss == "all" else first[0] if len(first) else len(ids)
+        yield ids, np.where(np.arange(len(ids)) < start, self.ignored, ids)
+
+    def _append_end(self, text: str, ids: np.ndarray) -> np.ndarray:
+        """Append the end token to the tokens of a text that has none."""
+        ends = self.tokenizer.ends
+        ended = np.isin(ids[-1:], ends).any() or self.tokenizer.is_ended(text)
+        return ids if ended else np.append(ids, ends[:1])
+
+    def _encode_chat(self, where: str, row: Mapping[str, Any], texts: Texts) -> Iterator[_Example]:
+        messages = [*texts.prompt, *texts.answers[0]]
+        if not messages:
+            raise TrainingError(f"{where} has no messages")
+        for number, message in enumerate(messages, 1):
+            what, weight = f"{where}: the weight of message {number}", message.get(KEY)
+            require(what, weight, weight in (None, 0, 1), "0 or 1", TrainingError)
+        counts_all, ends = self.settings.loss == "all", self.tokenizer.ends
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        ignored = [i for i in turns if messages[i].get(KEY) == 0]
+        learned = [i for i in turns if i >= len(texts.prompt) and i not in ignored]
+        roles = [message["role"] for message in messages]
+        if not (counts_all or learned):
+            raise TrainingError(
+                f"{where} has no message of the assistant, whose tokens would be learned, but "
+                f"messages of {', '.join(dict.fromkeys(map(repr, roles)))}; columns={{...: "
+                "'assistant'}} renames a role, and preprocess={'loss': 'all'} learns all of them"
+            )
+        chat = Chat(messages, self._read_variables(where, row), where)
+        chats = self.tokenizer.write_chats(chat, ignored if counts_all else learned)
+        if counts_all and len(chats) > 1:
+            raise TrainingError(
+                f"{where}: the chat template writes a message of weight 0 differently when others "
+                "follow, so preprocess={'loss': 'all'} cannot leave it out"
+            )
+        self.turns["other"] += len(chats) - 1
+        for chat, text, parts in chats:
+            if not (parts or counts_all):
+                continue
+            ids, places = self.tokenizer.encode(text, special=False)
+            inside = np.zeros(len(ids), bool)
+            for start, stop in parts:  # a token that reaches into a part counts
+                inside |= (places[:, 1] > start) & (places[:, 0] < stop)
+            labels = np.where(inside ^ counts_all, ids, self.ignored)
+            for start, stop in [(0, len(text))] if counts_all else parts:
+                if not ends or self.tokenizer.is_ended(text[start:stop]):
+                    continue
+                behind = int((places[:, 0] < stop).sum())
+                if behind < len(places):  # a runtime ends here, and goes on with the next message
+                    labels[behind] = ids[behind] if ids[behind] in ends else ends[0]
+                    self.turns["open"] += ids[behind] not in ends
+                elif chat.messages[-1]["role"] == "assistant" and labels[-1] != self.ignored:
+                    token = self.tokenizer.find_end(chat, text)
+                    ids, labels = np.append(ids, token), np.append(labels, token)
+                    self.turns["open"] += 1
+            yield ids, labels
+
+    def _read_variables(self, where: str, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the variables of the chat template that a row has, lists also as JSON text."""
+        try:
+            *names, others = (
+                json.loads(value) if isinstance(value := row.get(name), str) else drop_nones(value)
+                for name in VARIABLES
+            )
+            variables = {**(others or {}), **dict(zip(VARIABLES, names, strict=False))}
+        except (TypeError, ValueError) as error:
+            raise TrainingError(
+                f"{where}: tools and documents must be lists, and chat_template_kwargs an object "
+                f"({error})"
+            ) from error
+        variables = {name: value for name, value in variables.items() if value is not None}
+        self.unread |= dict.fromkeys(n for n in variables if n not in self.tokenizer.variables)
+        return variables
+
+    def _check(self, where: str, ids: np.ndarray, least: int = 2) -> None:
+        if len(ids) < least:
+            way = ": there is no next one to predict" if least > 1 else ""
+            raise TrainingError(f"{where} has {len(ids)} tokens{way}")
+        if self.vocabulary is not None and ids.max() >= self.vocabulary:
+            token = ids[ids >= self.vocabulary][0]
+            raise TrainingError(
+                f"{where}: the token {self.tokenizer.name(token)} is {token}, and the model has "
+                f"{self.vocabulary}: tokenizer.json, with {self.tokenizer.size} tokens, is of "
+                "another model"
+            )
+
+    def _fit(
+        self, where: str, shape: Shape, ids: np.ndarray, labels: np.ndarray
+    ) -> Iterator[_Example]:
+        """Yield the tokens and labels of an example, cut or split to the limit."""
+        self._check(where, ids)
+        counts = labels != self.ignored
+        if len(ids) <= self.limit:
+            yield ids, labels
+            return
+        how = self._check_long(where, len(ids), "split" if shape.is_plain else "cut")
+        if how == "skip":
+            return
+        if how == "cut" and not counts[1 : self.limit].any():
+            raise TrainingError(
+                f"{where} has {np.flatnonzero(counts)[0]} tokens before those of the loss, and the "
+                f"limit is {self.limit} tokens: pass a larger preprocess={{'max_length': ...}}"
+                " or a shorter prompt"
+            )
+        last = self.limit if how == "cut" else len(ids) - 1
+        for start in range(0, last, self.limit):
+            yield ids[start : start + self.limit], labels[start : start + self.limit]
+
+    def _check_long(self, where: str, length: int, usual: str) -> str:
+        """Count a text that is too long, and choose "cut", "split" or "skip" for it.
+
+        Raises:
+          TrainingError: the setting is "refuse".
+        """
+        how = self.settings.long or usual
+        if how == "refuse":
+            raise TrainingError(f"{where} has {length} tokens, more than {self.limit}")
+        self.long[how] += 1
+        return how
+
+    def _list_notes(self) -> list[str]:
+        done = [f"{n} {'skipped' if how == 'skip' else how}" for how, n in self.long.items()]
+        notes = (
+            (
+                done,
+                f"texts of more than {self.limit} tokens: {' and '.join(done)} "
+                "(preprocess={'max_length': ..., 'long': 'cut', 'split', 'skip' or 'refuse'})",
+            ),
+            (
+                self.dropped,
+                f"examples left out, of which the loss counts no token: {self.dropped}",
+            ),
+            (self.unread, f"columns that nothing reads: {', '.join(map(repr, self.unread))}"),
+            (
+                self.turns["other"],
+                f"messages of the assistant in examples of their own: {self.turns['other']}, with "
+                "those before, as the chat template writes them differently when others follow",
+            ),
+            (
+                self.turns["open"],
+                "messages of the assistant without an end token directly behind them in the chat "
+                f"template: {self.turns['open']}; it is the label there, or appended to the chat",
+            ),
+            (
+                not self.tokenizer.ends,
+                "the end of texts is not learned: the folder names no end token (eos_token in "
+                "tokenizer_config.json, eos_token_id in generation_config.json)",
+            ),
+            *(
+                (True, f"{name}: {count['texts']} texts in {count['rows']} rows")
+                for name, count in self.packed.items()
+            ),
+        )
+        return [text for applies, text in notes if applies]
