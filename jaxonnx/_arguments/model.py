@@ -157,6 +157,12 @@ class ModelArguments(TypedDict, total=False):
     """The ratio of all Dropout nodes, or ratios by value, node or module.
 
     A ratio by name also inserts Dropout where an exporter removed it (`Model.with_dropout`)."""
+    neftune: Annotated[float | None, Argument(form="real", resume=True, needs_loss=True)]
+    """Add noise to the embeddings of tokens in training (NEFTune), like 5.0.
+
+    It is uniform in +-`neftune` / sqrt(length * features), with the padded length of the batch, as
+    in transformers and TRL. Jain et al., "NEFTune: Noisy Embeddings Improve Instruction
+    Finetuning", 2023 (arXiv:2310.05914)."""
     sparsity: Annotated[str | Mapping[str, Any] | None, Argument(needs_loss=True)]
     """Train sparse weights: "2:4", or a dict of options of `sparse.three_phase`.
 

@@ -45,6 +45,11 @@ class StepArguments(OptimizerArguments, ModelArguments, total=False):
     Weights apply in training and validation, and multiply the weights of examples. Classes that are
     not listed have weight 1. "balanced" gives each class of the data the same total weight; it is
     not available for iterables. Only losses with class labels accept it. Metrics ignore it."""
+    label_smoothing: Annotated[float | None, Argument(form="real", resume=True, needs_loss=True)]
+    """The share of each label that is spread over all classes alike, like 0.1.
+
+    For cross entropies of classes and of tokens, in training and validation, as in PyTorch and
+    transformers. Labels that are ignored stay so."""
     seed: Annotated[int, Argument(0, "count", resume=True)]
     """The random seed: of the order of the examples, and of random operators."""
     accumulate: Annotated[int, Argument(1, "count", resume=True, needs_loss=True)]

@@ -274,6 +274,8 @@ class Program:
         tensors = {**self.constants, **tensors}
         for view in reversed(self.views):
             tensors = view.read(tensors)
+            if training:
+                tensors = view.drop(tensors, jax.random.key(0) if key is None else key)
         context = Context(tensors, key, training, renewed, self._note, self.limit)
         return _compilable(graph, run(graph, inputs, context)), renewed
 

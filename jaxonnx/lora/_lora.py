@@ -16,12 +16,13 @@ from jaxonnx._graph.projections import ROLES, Role, find_projections
 from jaxonnx._graph.select import Select, select
 from jaxonnx._graph.stored import check_stored
 from jaxonnx._graph.uses import Weight, weights
-from jaxonnx._require import check_arguments
+from jaxonnx._require import check_arguments, require
 from jaxonnx._rewrite.requantize import dequantize
 from jaxonnx.errors import InputError
 from jaxonnx.lora._adapters import Adapters
 from jaxonnx.lora._loftq import approximate_errors
 from jaxonnx.lora._merge import check_magnitudes, check_scale, is_float, magnitude, pair
+from jaxonnx.lora._view import drop_inputs
 from jaxonnx.lowering import norms, unfold_change
 from jaxonnx.model import Model
 
@@ -68,6 +69,9 @@ class LoRA:
         without a gradient, and m (".lora_magnitude") is trained and starts as n. Each step computes
         the norms; of a matrix in few bits it dequantizes some rows after others. An output whose
         weights are all 0 stays 0.
+      dropout: the share of the inputs of A that training drops, as `lora_dropout` of PEFT. For
+        matrices and embeddings, of which it drops nothing; adapters of convolutions and the like
+        are added to the weights in each step, and have no inputs. `Adapters` do not record it.
     """
 
     rank: int = 8
@@ -76,9 +80,11 @@ class LoRA:
     init: Literal["normal", "loftq"] = "normal"
     against: Model | None = field(default=None, repr=False, compare=False)
     dora: bool = False
+    dropout: float = 0.0
 
     def __post_init__(self) -> None:
         check_arguments(LoRA, vars(self))
+        require("dropout", self.dropout, 0 <= self.dropout < 1, "a number in [0, 1)")
         check_scale(self.rank, self.alpha)
         if (self.init == "loftq") != (self.against is not None):
             raise InputError("init='loftq' goes with against=, the model before quantization")
@@ -121,7 +127,8 @@ class LoRA:
                 place, (a, b) = places[name], (values[member] for member in pair(name))
                 change = unfold_change(a, b * (alpha / self.rank), place, matrix.shape)
                 values[magnitude(name)] = norms(matrix + change, place.summed).astype(b.dtype)
-        return Adapters(self.rank, alpha, places, values).attach(model)
+        adapted = Adapters(self.rank, alpha, places, values).attach(model)
+        return drop_inputs(adapted, self.dropout) if self.dropout else adapted
 
     def _select_weights(self, model: Model, found: Mapping[str, Weight]) -> dict[str, Matrix]:
         """Return the weights to be adapted."""

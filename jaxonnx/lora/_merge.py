@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 import zlib
@@ -32,6 +33,8 @@ class Merge:
     layouts: Mapping[str, Matrix]
     stored: tuple[str, ...] = ()
     """The adapted weights in few bits, into which nothing can be merged without rounding."""
+    dropout: float = 0.0
+    """The share of the inputs of A that training drops."""
 
     @property
     def merged(self) -> tuple[str, ...]:
@@ -59,7 +62,7 @@ class Merge:
             # a step may store those of a stack of matrices in the order of kernels
             a, b = (to_array(result.pop(member)) for member in pair(name))
             w, norms = tensors[name], result.pop(magnitude(name), None)
-            plain = w.ndim == 2 and w.dtype == a.dtype and not is_half(w)
+            plain = w.ndim == 2 and ((w.dtype == a.dtype and not is_half(w)) or self._drops(place))
             b = b * (self.alpha / self.rank)
             if plain or not (is_float(w) or place.kernel or place.batch):
                 factors = (a.T, b.T) if place.output else (b, a)
@@ -69,6 +72,19 @@ class Merge:
             else:
                 result[name] = ChangedWeight(w, a, b, place, norms)
         return result
+
+    def _drops(self, place: Matrix) -> bool:
+        return self.dropout > 0 and not place.kernel and not place.batch
+
+    def drop(self, tensors: Mapping[str, Any], key: jax.Array) -> Mapping[str, Any]:
+        """Drop inputs of A, each adapter by its own key, and scale up the rest."""
+        if not self.dropout:
+            return tensors
+        keys = {n: jax.random.fold_in(key, zlib.crc32(n.encode())) for n in self.layouts}
+        changed = {
+            n: dataclasses.replace(tensors[n], key=k, ratio=self.dropout) for n, k in keys.items()
+        }
+        return {**tensors, **changed}
 
 
 def check_magnitudes(model: Model, names: Collection[str]) -> None:

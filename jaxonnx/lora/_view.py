@@ -27,7 +27,7 @@ from jaxonnx.lora._nodes import (
     magnitude_name,
     module_name,
 )
-from jaxonnx.lowering import norm_factors, to_array
+from jaxonnx.lowering import LowRank, norm_factors, to_array
 from jaxonnx.views import Addition, View
 
 M = TypeVar("M", bound=Network)
@@ -98,6 +98,26 @@ class Adaption(Merge, View):
         """Return the weights in float32, dequantized, whose outputs are scaled to norms (DoRA)."""
         names = self.magnitudes(network.tensors)
         return rounding.dequantize(network.graph, network.tensors, names)
+
+
+def drop_inputs(model: M, ratio: float) -> M:
+    """Return a model with adapters whose training drops inputs of A.
+
+    Raises:
+      InputError: an adapter is added to its weight before the product.
+    """
+    *views, view = model.program.views
+    assert isinstance(view, Adaption)
+    view = dataclasses.replace(view, dropout=ratio)
+    tensors = jax.eval_shape(view.read, model.tensors)
+    if odd := [name for name in view.layouts if not isinstance(tensors[name], LowRank)]:
+        raise InputError(
+            f"dropout={ratio}: the adapter of '{odd[0]}' is added to the weight in each step, so "
+            "that it has no inputs to drop: leave the weight out of where=, or dropout= out"
+        )
+    return dataclasses.replace(
+        model, program=dataclasses.replace(model.program, views=(*views, view))
+    )
 
 
 def writes_apart(model: Network) -> bool:

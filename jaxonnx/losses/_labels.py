@@ -37,8 +37,13 @@ class ClassLoss:
     """Whether the scores at each place are those of the label at the next one."""
     forcing: bool = False
     """Whether a decoder reads the labels before each one (teacher forcing)."""
+    smoothing: float = 0.0
+    """The share of each label that all classes have alike."""
 
     def __call__(self, outputs: jax.Array, targets: jax.Array) -> jax.Array:
+        if self.smoothing and self.reduction != "none":
+            total, count = self.totals(outputs, targets, jnp.ones(len(targets)))
+            return total / count if self.reduction == "mean" else total
         outputs, targets = self.align(outputs, targets)
         return self._apply(self.operator, outputs, targets, self.ignore_index, self.reduction)
 
@@ -76,7 +81,18 @@ class ClassLoss:
         if self.axis == -1:  # the operators have the classes on axis 1
             outputs, targets = outputs.reshape(-1, outputs.shape[-1]), targets.reshape(-1)
         loss = operator(outputs, targets, self.weight, ignore_index=ignored, reduction=reduction)
+        if self.smoothing and operator is self.operator:
+            even = self._even(outputs).astype(loss.dtype)
+            loss = loss + self.smoothing * (jnp.where(targets == ignored, 0, even) - loss)
         return loss.reshape(shape) if reduction == "none" else loss
+
+    def _even(self, outputs: jax.Array) -> jax.Array:
+        """Return the loss of labels that are all classes alike, for the classes on axis 1."""
+        logits = self.operator is _softmax_cross_entropy
+        scores = jax.nn.log_softmax(outputs, axis=1) if logits else outputs
+        if self.weight is not None:
+            scores = scores * self.weight.reshape(-1, *(1,) * (outputs.ndim - 2))
+        return -scores.mean(axis=1)
 
 
 def cross_entropy(

@@ -30,23 +30,38 @@ class LowRank(StoredArray):
     magnitude: Any = None
     """The norms."""
     by_row: bool = field(default=False, metadata={"static": True})
+    key: Any = None
+    """In training, the random key by which inputs of a are dropped."""
+    ratio: float = field(default=0.0, metadata={"static": True})
+    """The share of these."""
 
     @property
     def T(self) -> "LowRank":
-        return LowRank(self.value.T, self.b.T, self.a.T, self.magnitude, not self.by_row)
+        factors = {"a": self.b.T, "b": self.a.T, "by_row": not self.by_row}
+        return replace(self, value=self.value.T, **factors)
 
     def transpose(self, axes: Any = None) -> "LowRank":
         return self if axes == [0, 1] else self.T
 
     def change(self, x: Any) -> Any:
         """Return x @ a @ b, the term that the adapter adds to x @ w."""
-        return ((x @ self.a) @ self.b).astype(x.dtype)
+        return ((self._drop(x) @ self.a) @ self.b).astype(x.dtype)
+
+    def _drop(self, x: Any) -> Any:
+        if self.key is None:
+            return x
+        kept = jax.random.bernoulli(self.key, 1 - self.ratio, x.shape)
+        return jnp.where(kept, x / (1 - self.ratio), 0).astype(x.dtype)
 
     def change_rows(self, indices: Any) -> Any:
         """Take rows of the change; those out of range are zero."""
         return jnp.take(self.a, indices, 0, mode="fill", fill_value=0) @ self.b
 
     def to_array(self) -> Any:
+        if self.key is not None:
+            raise TypeError(
+                "inputs of an adapter are dropped, which this operator does not multiply"
+            )
         w = to_array(self.value)
         total = w + (self.a @ self.b).astype(w.dtype)
         if self.magnitude is None:
@@ -67,14 +82,30 @@ class LowRank(StoredArray):
         return _ratio(self.magnitude, jnp.square(w.astype(a.dtype) + a @ b).sum(axis))
 
     def __rmatmul__(self, x: Any) -> Any:
+        if self.magnitude is not None and self.key is not None:
+            return self._scale_dropped(x)
         if self.magnitude is not None:
             plain, scale = replace(self, magnitude=None), self._factors()
             y = (x * scale).astype(x.dtype) @ plain if self.by_row else (x @ plain) * scale
             return y.astype(x.dtype)
         w, (inner, outer) = self.value, self.shape
-        if isinstance(w, Packed) or math.prod(x.shape[:-1]) * (inner + outer) < inner * outer:
+        few = math.prod(x.shape[:-1]) * (inner + outer) < inner * outer
+        if few or isinstance(w, Packed) or self.key is not None or w.dtype != self.a.dtype:
             return x @ w + self.change(x)
         return _product(x, w, self.a, self.b)
+
+    def _scale_dropped(self, x: Any) -> Any:
+        """Return the product with scaled outputs, whose change and scales see dropped inputs.
+
+        PEFT computes it so: x w stays whole, and what DoRA adds to it drops.
+        """
+        plain, scale = replace(self, magnitude=None, key=None), self._factors()
+        dropped = self._drop(x)
+        if self.by_row:
+            more = (dropped * (scale - 1)) @ self.value + plain.change(dropped * scale)
+        else:
+            more = (dropped @ self.value) * (scale - 1) + plain.change(dropped) * scale
+        return (x @ self.value + more).astype(x.dtype)
 
 
 class ChangedWeight(StoredArray):

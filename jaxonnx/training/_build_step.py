@@ -149,7 +149,8 @@ def _build_local_step(
         return TrainingInfoStep(model, objective.find(model, None, settings.metrics), settings)
     model, frozen = freeze_without_gradient(model)
     weights: Any = settings.class_weights  # by number: `build_step`
-    goal = objective.find(model, settings.loss, settings.metrics, weights)
+    smoothing = settings.label_smoothing
+    goal = objective.find(model, settings.loss, settings.metrics, weights, smoothing)
     goal = replace(goal, notes=(*notes, *frozen, *goal.notes))
     optimizer: Any = settings.optimizer
     if is_planned(optimizer):

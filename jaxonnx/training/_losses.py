@@ -190,6 +190,33 @@ class Loss:
             )
         return replace(self, class_weights=classes)
 
+    def with_label_smoothing(self, share: float) -> Self:
+        """Return the loss of labels of which a share is spread over all classes alike.
+
+        It is that of PyTorch's `label_smoothing` and of transformers' `label_smoothing_factor`.
+        """
+        function: Any = self.function
+        if isinstance(function, ClassLoss):
+            return replace(self, function=replace(function, smoothing=share))
+        if self.name == "softmax_cross_entropy":
+
+            def smoothed(outputs, targets):
+                return function(outputs, optax.smooth_labels(targets, share))
+
+        else:
+
+            def smoothed(outputs, targets):
+                even = -jax.nn.log_softmax(outputs).mean(-1)
+                return (1 - share) * function(outputs, targets) + share * even
+
+        return replace(self, function=smoothed)
+
+    @property
+    def has_distributions(self) -> bool:
+        """Whether targets are classes, or distributions over them, of a cross entropy."""
+        names = _CLASSES[0], "softmax_cross_entropy"
+        return self.name in names or isinstance(self.function, ClassLoss)
+
     def _of_classes(self, count: int) -> np.ndarray:
         """Return the weight of each class."""
         weights = np.ones(count, np.float32)

@@ -223,7 +223,11 @@ def _select_targets(targets: Any, output: str | None) -> Any:
 
 
 def find(
-    model: Model, loss: Any, wanted: Any, class_weights: Mapping[int, float] | None = None
+    model: Model,
+    loss: Any,
+    wanted: Any,
+    class_weights: Mapping[int, float] | None = None,
+    smoothing: float | None = None,
 ) -> Objective:
     """Return the objective of `train`'s arguments `loss` and `metrics`; metrics alone, without.
 
@@ -256,7 +260,7 @@ def find(
         )
     else:
         terms = () if loss is None else (term(None, loss, 1.0),)
-    terms = _with_class_weights(terms, class_weights)
+    terms = _with_smoothing(_with_class_weights(terms, class_weights), smoothing)
     measures = _measures(model, names, terms, wanted)
     if logits:
         model = replace(model, program=model.program.with_values(logits))
@@ -296,6 +300,22 @@ def _with_class_weights(
         )
     weighed = replace(chosen[0], loss=chosen[0].loss.with_class_weights(class_weights))
     return tuple(weighed if t is chosen[0] else t for t in terms)
+
+
+def _with_smoothing(terms: tuple[Term, ...], smoothing: float | None) -> tuple[Term, ...]:
+    """Smooth the labels of all cross entropies."""
+    if not smoothing:
+        return terms
+    if not any(term.loss.has_distributions for term in terms):
+        raise TrainingError(
+            "label_smoothing goes with cross entropies of classes and of tokens, not with "
+            f"{', '.join(str(term.loss.name or term.loss.function) for term in terms)}"
+        )
+    pairs = [(term, term.loss.has_distributions) for term in terms]
+    return tuple(
+        replace(term, loss=term.loss.with_label_smoothing(smoothing)) if fits else term
+        for term, fits in pairs
+    )
 
 
 def _measures(

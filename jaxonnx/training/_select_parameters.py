@@ -2,7 +2,9 @@
 
 import jax
 
+from jaxonnx._data.language_models import token_input
 from jaxonnx._graph.gradients import find_without_gradient
+from jaxonnx._network import enter
 from jaxonnx._text import list_some
 from jaxonnx.errors import TrainingError
 from jaxonnx.lora import LoRA
@@ -10,6 +12,7 @@ from jaxonnx.model import Model
 from jaxonnx.quantization import select_scales
 from jaxonnx.training._head import beside_adapters
 from jaxonnx.training._settings import Settings
+from jaxonnx.views import EmbeddingNoise
 
 _ADAPTERS = 2**32 - 1
 """What is folded into the seed's key for adapters; steps fold in their number."""
@@ -27,6 +30,8 @@ def select_parameters(model: Model, settings: Settings) -> Model:
         model = model.with_statistics("batch" if mode == "recompute" else mode)
     if settings.dropout is not None:
         model = model.with_dropout(settings.dropout)
+    if settings.neftune:
+        model = enter(model, EmbeddingNoise(find_embeddings(model), settings.neftune))
     lora, trainable = settings.lora, settings.trainable
     if isinstance(lora, LoRA):
         key = jax.random.fold_in(jax.random.key(settings.seed), _ADAPTERS)
@@ -40,6 +45,35 @@ def select_parameters(model: Model, settings: Settings) -> Model:
     if not model.params:
         raise TrainingError("no parameter is to be trained; print(model) shows what the model has")
     return model
+
+
+_SAME = ("Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze")
+"""Operators through which tokens pass on their way to an embedding."""
+
+
+def find_embeddings(model: Model) -> tuple[str, ...]:
+    """Return the values that are embeddings of tokens.
+
+    Raises:
+      TrainingError: there are none.
+    """
+    tokens, producers = token_input(model), model.graph.producers
+
+    def source(name: str) -> str:
+        while name in producers and producers[name].op.name in _SAME:
+            name = producers[name].inputs[0]
+        return name
+
+    values = [
+        node.outputs[0]
+        for node in model.graph.nodes
+        if node.op.name in ("Gather", "GatherBlockQuantized") and source(node.inputs[1]) == tokens
+    ]
+    if not values:
+        raise TrainingError(
+            f"neftune adds noise to embeddings, and no Gather reads rows by the input '{tokens}'"
+        )
+    return tuple(values)
 
 
 def freeze_without_gradient(model: Model) -> tuple[Model, list[str]]:

@@ -78,6 +78,10 @@ class Settings(_VALUES):
         require_choice("nan", self.nan, NAN_POLICIES, TrainingError)
         decay = self.ema is None or (isinstance(self.ema, float) and 0 < self.ema < 1)
         require("ema", self.ema, decay, "a decay between 0 and 1, like 0.999", TrainingError)
+        for name in ("label_smoothing", "neftune"):
+            share, most = getattr(self, name), 1 if name == "label_smoothing" else math.inf
+            fits = share is None or (isinstance(share, int | float) and 0 <= share < most)
+            require(name, share, fits, f"a number of at least 0, below {most}", TrainingError)
         require_choice("precision", self.precision, (*PRECISIONS, None), TrainingError)
         choices = "batch", "frozen", "recompute", None
         require_choice("statistics", self.statistics, choices, TrainingError)

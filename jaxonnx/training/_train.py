@@ -45,9 +45,9 @@ def train(
     Arguments by topic:
 
     * loss: loss, optimizer, learning_rate, schedule, warmup, clip, weight_decay;
-    * model: head, trainable, lora, statistics, dropout, sparsity, quantize;
-    * step: metrics, class_weights, seed, accumulate, ema, precision, master, remat, mesh, sharding,
-      nan;
+    * model: head, trainable, lora, statistics, dropout, neftune, sparsity, quantize;
+    * step: metrics, class_weights, label_smoothing, seed, accumulate, ema, precision, master,
+      remat, mesh, sharding, nan;
     * data: batch_size, fixed, batching, pad, length_buckets, columns, preprocess;
     * run: epochs, steps_per_epoch, max_steps, validation, validate_every, validate_first, augment,
       patience, min_improvement, monitor, checkpoint_dir, checkpoint_every, keep_best, resume,

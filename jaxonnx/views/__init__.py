@@ -5,7 +5,7 @@ from jaxonnx.views._caches import EmptyCaches, omit_caches
 from jaxonnx.views._inputs import BatchAxis, FixedInputs, WholeInputs, fix_inputs
 from jaxonnx.views._outputs import Outputs
 from jaxonnx.views._packing import PackedRows, find_packing
-from jaxonnx.views._training import Dropout, FrozenStatistics, Remat, drop
+from jaxonnx.views._training import Dropout, EmbeddingNoise, FrozenStatistics, Remat, drop
 from jaxonnx.views._view import Addition, CallView, Evaluate, View
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "BatchAxis",
     "CallView",
     "Dropout",
+    "EmbeddingNoise",
     "EmptyCaches",
     "Evaluate",
     "FixedInputs",

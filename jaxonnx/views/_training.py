@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+import jax
 import numpy as np
 from onnx import GraphProto
 
@@ -39,6 +41,34 @@ class Dropout(View):
         if ratios and node.op.name == "Dropout":
             return (_with_ratio(node, ratios[0][1]),)
         return (node, *(_insert_dropout(name, ratio) for name, ratio in ratios))
+
+
+@dataclass(frozen=True)
+class EmbeddingNoise(View):
+    """Training adds uniform noise to values (N, length, features) of the main graph (NEFTune)."""
+
+    values: tuple[str, ...]
+    alpha: float
+
+    def train(self, graph: Graph) -> Graph:
+        nodes = (
+            part
+            for node in graph.nodes
+            for part in (node, *map(self._insert, {*node.outputs}.intersection(self.values)))
+        )
+        return dataclasses.replace(graph, nodes=tuple(nodes))
+
+    def _insert(self, name: str) -> Node:
+        node = _insert_dropout(name, 0.0)
+        function = partial(_add_noise, alpha=self.alpha)
+        op = dataclasses.replace(node.op, function=function, pointwise=False)
+        return dataclasses.replace(node, label=f"NEFTune behind '{name}'", op=op)
+
+
+def _add_noise(x: jax.Array, *, alpha: float, key: Callable, training: bool | None) -> jax.Array:
+    """Return x (N, length, features) with the noise of NEFTune, as in transformers."""
+    size = alpha / math.sqrt(x.shape[-2] * x.shape[-1])
+    return x + jax.random.uniform(key(), x.shape, x.dtype, -size, size)
 
 
 @dataclass(frozen=True)

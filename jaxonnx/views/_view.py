@@ -66,6 +66,10 @@ class View:
         """
         return tensors
 
+    def drop(self, tensors: Mapping[str, Any], key: jax.Array) -> Mapping[str, Any]:
+        """Drop parts of the tensors that `read` computed, in training."""
+        return tensors
+
     def supply(self, inputs: Mapping[str, Any], measure: Measure) -> Mapping[str, Any]:
         """Return the inputs of the network before this view, from those of the one behind it."""
         return inputs
