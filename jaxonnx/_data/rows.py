@@ -78,11 +78,11 @@ def _is_list_of_objects(value: Any) -> bool:
 
 
 def _read_messages(row: Mapping[str, Any], names: Names) -> Texts:
-    return Texts([], (_to_messages(row["messages"], names),))
+    return Texts([], (to_messages(row["messages"], names),))
 
 
 def _read_conversations(row: Mapping[str, Any], names: Names) -> Texts:
-    messages = _to_messages(row["conversations"], names)
+    messages = to_messages(row["conversations"], names)
     return Texts([], (_begin_with_system(row) + messages,))
 
 
@@ -101,12 +101,12 @@ def _read_preference(row: Mapping[str, Any], names: Names) -> Texts:
     prompt = row.get("prompt")
     if all(isinstance(x, str) for x in answers):
         return _to_texts("" if prompt is None else prompt, answers, names)
-    chosen, rejected = (_to_messages(x, names) for x in answers)
+    chosen, rejected = (to_messages(x, names) for x in answers)
     if isinstance(prompt, str | None):  # whole conversations, which begin with the prompt
         pairs = zip(chosen, rejected, strict=False)
         count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         return Texts(chosen[:count], (chosen[count:], rejected[count:]))
-    return Texts(_to_messages(prompt, names), (chosen, rejected))
+    return Texts(to_messages(prompt, names), (chosen, rejected))
 
 
 def _read_text(row: Mapping[str, Any], names: Names) -> Texts:
@@ -118,13 +118,13 @@ def _to_texts(prompt: Any, answers: Sequence[Any], names: Names) -> Texts:
         if not all(isinstance(answer, str) for answer in answers):
             raise ValueError("the prompt is a text, so its completion must be one, not messages")
         return Texts(prompt, tuple(answers))
-    return Texts(_to_messages(prompt, names), tuple(_to_answer(x, names) for x in answers))
+    return Texts(to_messages(prompt, names), tuple(_to_answer(x, names) for x in answers))
 
 
 def _to_answer(answer: Any, names: Names = {}) -> list[dict[str, Any]]:  # noqa: B006
     if isinstance(answer, str):
         return [{"role": "assistant", "content": answer}]
-    return _to_messages(answer, names)
+    return to_messages(answer, names)
 
 
 def _begin_with_system(row: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -132,7 +132,7 @@ def _begin_with_system(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{"role": "system", "content": system}] if system else []
 
 
-def _to_messages(value: Any, names: Names) -> list[dict[str, Any]]:
+def to_messages(value: Any, names: Names) -> list[dict[str, Any]]:
     """Convert a list of messages, or its JSON text, to messages with a role and content."""
     messages = json.loads(value) if isinstance(value, str) else value
     if not _is_list_of_objects(messages):

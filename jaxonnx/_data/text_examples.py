@@ -213,7 +213,7 @@ class Reader:
         for name, text in (("prompt", texts.prompt), ("completion", texts.answers[0])):
             if not text:
                 raise TrainingError(f"{where} has an empty {name}")
-            ids, _ = self.tokenizer.encode(text)
+            ids = self.tokenizer.encode(text)
             ids = self._append_end(text, ids) if name == "completion" else ids
             self._check(f"the {name} of {where}", ids, least=1)
             parts.append(ids)
@@ -232,7 +232,7 @@ class Reader:
             name = "completion" if texts.prompt else "text"
             raise TrainingError(f"{where} has an empty {name}")
         text = texts.prompt + answer
-        ids, places = self.tokenizer.encode(text)
+        ids, places = self.tokenizer.locate_tokens(text)
         first = np.flatnonzero(places[:, 1] > len(texts.prompt))
         ids = self._append_end(text, ids)
         start = 0 if self.settings.loss == "all" else first[0] if len(first) else len(ids)
@@ -273,7 +273,7 @@ class Reader:
         for chat, text, parts in chats:
             if not (parts or counts_all):
                 continue
-            ids, places = self.tokenizer.encode(text, special=False)
+            ids, places = self.tokenizer.locate_tokens(text, special=False)
             inside = np.zeros(len(ids), bool)
             for start, stop in parts:  # a token that reaches into a part counts
                 inside |= (places[:, 1] > start) & (places[:, 0] < stop)

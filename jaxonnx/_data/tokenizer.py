@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxonnx._data.rows import to_messages
 from jaxonnx._io.folders import GENAI, ModelFolder
 from jaxonnx._safe_read import wrap_errors
 from jaxonnx.errors import Error, TrainingError
@@ -72,7 +73,34 @@ class Tokenizer:
         """The number of tokens, added ones included."""
         return self._tokens.get_vocab_size(with_added_tokens=True)
 
-    def encode(
+    def encode(self, text: str, special: bool = True, end: bool = True) -> np.ndarray:
+        """Convert a text to tokens, int64[n]; the arguments are those of `locate_tokens`."""
+        return self.locate_tokens(text, special, end)[0]
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = False,
+        tokenize: bool = True,
+        **variables: Any,
+    ) -> Any:
+        """Write messages by the chat template of the folder, as training does.
+
+        Args:
+          messages: dicts with a role and content.
+          add_generation_prompt: whether to begin the next message of the assistant.
+          tokenize: whether to return tokens, int64[n]; otherwise the text.
+          **variables: "tools", "documents" and others that the template reads.
+
+        Raises:
+          TrainingError: there is no template, or it fails.
+        """
+        chat = Chat(to_messages(messages, {}), variables, "the chat")
+        text, _ = _take_marks(self.render(chat, add_generation_prompt))
+        return self.encode(text, special=False) if tokenize else text
+
+    def locate_tokens(
         self, text: str, special: bool = True, end: bool = True
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens of a text, int64[n], and their spans in it, int64[n, 2].
@@ -131,6 +159,12 @@ class Tokenizer:
         """Check whether a text ends with one of the tokens that end texts, and spaces."""
         return text.rstrip().endswith(self._end_texts)
 
+    def _drop_last_end(self, text: str) -> str:
+        """Return a text without the token that ends it, if there is one."""
+        text = text.rstrip()
+        end = next((end for end in self._end_texts if text.endswith(end)), "")
+        return text.removesuffix(end)
+
     @functools.cached_property
     def _end_texts(self) -> tuple[str, ...]:
         return tuple(filter(None, map(self._tokens.id_to_token, self.ends)))
@@ -151,7 +185,7 @@ class Tokenizer:
             lstrip_blocks=True,
             extensions=["jinja2.ext.loopcontrols", _generation_extension()],
         )
-        environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+        environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
         try:
@@ -242,13 +276,14 @@ class Tokenizer:
                 # the assistant begins the chat, or begins with a thought that this message lacks
                 plain = isinstance(messages[i].get("content"), str | None)
                 mark = _START if plain else [{"type": "text", "text": _START}]
-                marked = self.render(chat.until(i, {**messages[i], "content": mark}))
+                header = {k: messages[i][k] for k in ("role", "name") if k in messages[i]}
+                marked = self.render(chat.until(i, {**header, "content": mark}))
                 before = os.path.commonprefix([text, marked])  # noqa: RUF071 (of characters)
-            part = len(before), len(text)
-            if whole.startswith(text):
-                parts.append(part)
+            inside = self._drop_last_end(text)  # Phi-3 ends a message, and then the chat
+            if whole.startswith(text) or (self.is_ended(inside) and whole.startswith(inside)):
+                parts.append((len(before), len(text if whole.startswith(text) else inside)))
             else:
-                others.append((chat.until(i + 1), text, [part]))
+                others.append((chat.until(i + 1), text, [(len(before), len(text))]))
         return [(chat, whole, parts), *others]
 
     def find_end(self, chat: Chat, text: str) -> int:
@@ -294,6 +329,18 @@ def _generation_extension() -> type:
             return _START + caller() + _END
 
     return Generation
+
+
+def _to_json(
+    x: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    """Return JSON as it is, with transformers' arguments; Jinja's filter would escape HTML."""
+    more: Any = {"separators": separators, "sort_keys": sort_keys}
+    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, **more)
 
 
 def _raise(message: str) -> None:

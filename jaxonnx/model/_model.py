@@ -18,6 +18,7 @@ from rich.console import Group
 from jaxonnx._data.images.folder import list_folder
 from jaxonnx._data.ragged import Padding
 from jaxonnx._data.sources import lacks_batch_axis
+from jaxonnx._data.tokenizer import Tokenizer
 from jaxonnx._graph.select import Select
 from jaxonnx._graph.values import arguments, data, list_values
 from jaxonnx._mesh.rules import Sharding
@@ -28,7 +29,7 @@ from jaxonnx._rewrite.head import Classes
 from jaxonnx._run.call_form import CallForm, prepare_calls
 from jaxonnx._run.failures import FOREIGN
 from jaxonnx._text import Rendered, format_count
-from jaxonnx.errors import Error
+from jaxonnx.errors import Error, InputError
 from jaxonnx.model import _transforms as transforms
 from jaxonnx.model._call_arguments import (
     check_tensors,
@@ -266,6 +267,22 @@ class Model(Network, Rendered):
     def _call_form(self) -> CallForm:
         with jax.ensure_compile_time_eval():  # the first call may be one that is traced
             return prepare_calls(self.program, self.params, self.state)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer and chat template of the folder that the model was loaded from.
+
+        `encode(text)` returns tokens, int64[n], with the begin token where there is one;
+        `decode(tokens)` returns text; `apply_chat_template(messages, add_generation_prompt=True)`
+        returns the tokens of a prompt for `generate`, or the text with `tokenize=False`. These are
+        the tokens that `train` and `generate` use. It needs the extra `text`.
+        """
+        if self.folder is None:
+            raise InputError(
+                "the model has no tokenizer, as it was not loaded from a folder with one: "
+                "jaxonnx.load('folder/')"
+            )
+        return Tokenizer(self.folder)
 
     @cached_property
     def _generator(self) -> Generator:

@@ -61,7 +61,7 @@ class Continuations:
 
     def _encode(self, prompt: Any) -> np.ndarray:
         if self._tokenizer is not None and isinstance(prompt, str):
-            return self._tokenizer.encode(prompt, end=self._encoded)[0]
+            return self._tokenizer.encode(prompt, end=self._encoded)
         return np.asarray(prompt)
 
     def _decode(self, row: np.ndarray) -> Any:

@@ -74,7 +74,7 @@ def _one_by_one(model, data):
     """Return the mean loss of the texts' tokens, and its gradient, by the file's own inputs."""
     from jaxonnx._data.tokenizer import Tokenizer
 
-    rows = [Tokenizer(model.folder).encode(row["text"])[0] for row in data]
+    rows = [model.tokenizer.encode(row["text"]) for row in data]
     rows = [np.append(ids, Tokenizer(model.folder).ends[0]) for ids in rows]
 
     width = max(map(len, rows))

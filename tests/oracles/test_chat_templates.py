@@ -23,6 +23,8 @@ GENAI = DATA / "llm" / "qwen3-genai"
 CHATML = ("<|im_end|>", "<|endoftext|>")
 GLM = ("<|endoftext|>", "<|user|>", "<|observation|>")
 FAMILIES = {
+    "phi3": ("<|endoftext|>", "<|end|>", "<|assistant|>"),
+    "phi3_5": ("<|endoftext|>", "<|end|>", "<|assistant|>"),
     "cohere": ("<|END_OF_TURN_TOKEN|>",),
     "gemma": ("<eos>", "<end_of_turn>"),
     "gemma3": ("<eos>", "<end_of_turn>"),
