@@ -149,7 +149,7 @@ class Reader:
             texts = shape.read(row, names)
         except (LookupError, TypeError, ValueError) as error:
             raise TrainingError(f"{where}: {error}") from error
-        self._check_answers(where, texts)
+        self._check_answers(where, shape, texts)
         answers = []
         for answer in texts.answers:
             part = Texts(texts.prompt, (answer,))
@@ -177,7 +177,12 @@ class Reader:
             return []  # neither without the other
         return [example for answer in answers for example in answer]
 
-    def _check_answers(self, where: str, texts: Texts) -> None:
+    def _check_answers(self, where: str, shape: Shape, texts: Texts) -> None:
+        if self.pairs and (texts.is_chat or shape.columns != ("prompt", "completion")):
+            raise TrainingError(
+                f"{where}: an encoder and its decoder take texts as 'prompt', which the encoder "
+                "reads, and 'completion'"
+            )
         if len(texts.answers) > 1 and self.group != 2:
             raise TrainingError(
                 f"{where} has answers 'chosen' and 'rejected', which a loss of pairs compares, "
@@ -204,11 +209,6 @@ class Reader:
 
     def _encode_pair(self, where: str, texts: Texts) -> Iterator[_Example]:
         """Yield the tokens of a prompt, and those of its completion with the end token."""
-        if texts.is_chat or len(texts.answers) != 1:
-            raise TrainingError(
-                f"{where}: an encoder and its decoder take texts as 'prompt', which the encoder "
-                "reads, and 'completion'"
-            )
         parts = []
         for name, text in (("prompt", texts.prompt), ("completion", texts.answers[0])):
             if not text:
