@@ -201,14 +201,14 @@ def einsum(equation: str) -> Form:
         terms = left.split(",")
         if position >= len(terms):
             return None
-        own = terms.pop(position)
+        parts = terms.pop(position)
         if not arrow:  # without an arrow, the letters that stand once stay
             result = {letter for letter in left if left.count(letter) == 1}
         others = "".join(terms)
-        output = [i for i, x in enumerate(own) if x in result and x not in others]
-        input = [i for i, x in enumerate(own) if x not in result and x in others]
-        batch = [i for i, x in enumerate(own) if x in result and x in others]
-        unlike = len({*own}) == rank == len(output) + len(input) + len(batch)
+        output = [i for i, x in enumerate(parts) if x in result and x not in others]
+        input = [i for i, x in enumerate(parts) if x not in result and x in others]
+        batch = [i for i, x in enumerate(parts) if x in result and x in others]
+        unlike = len({*parts}) == rank == len(output) + len(input) + len(batch)
         if not unlike or len(output) != 1 or len(input) != 1:
             return None
         return Matrix(output[0], input[0], batch=tuple(batch))

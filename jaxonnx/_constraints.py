@@ -129,13 +129,13 @@ class _Size:
     def fits(self, size: Any, sizes: dict[str, Any]) -> bool:
         """Check a size, and add the factor that follows from it to `sizes`."""
         if self.name is not None:
-            known = sizes.setdefault(self.name, size)
-            return known is size or self.name == "_" or bool(known == size)
+            size_before = sizes.setdefault(self.name, size)
+            return size_before is size or self.name == "_" or bool(size_before == size)
         product, unknown = self.factor, None
         for name in (*self.names, *self.ranks):
-            known = sizes.get(name)
-            if known is not None:
-                product = product * (len(known) if name in self.ranks else known)
+            size_before = sizes.get(name)
+            if size_before is not None:
+                product = product * (len(size_before) if name in self.ranks else size_before)
             elif unknown is not None or name in self.ranks:
                 return True  # nothing follows from the size
             else:
@@ -218,8 +218,8 @@ class _Declared:
             for name in [*sizes][count:]:
                 del sizes[name]
         names = dict.fromkeys(re.findall(r"[A-Za-z]\w*", self.text))
-        known = {name: sizes[name] for name in names if name in sizes}
-        where = ", ".join(f"{n} = {[*v] if isinstance(v, tuple) else v}" for n, v in known.items())
+        bound = {name: sizes[name] for name in names if name in sizes}
+        where = ", ".join(f"{n} = {[*v] if isinstance(v, tuple) else v}" for n, v in bound.items())
         text = re.sub(r"#(\S+)", r"of size \1", self.text).replace("|", "or")
         raise NodeError(
             f"{self.name} has shape {[*shape]}; it must be {text}"
@@ -250,9 +250,9 @@ def parse_shapes(
 def _check_shapes(declared: Sequence[_Declared], shapes: Sequence[Any], numbers: Any) -> None:
     """Raise a NodeError if shapes are not as declared; `numbers` are names and values."""
     sizes = dict(numbers)
-    for one, shape in zip(declared, shapes, strict=True):
+    for constraint, shape in zip(declared, shapes, strict=True):
         if shape is not None:
-            one.check(shape, sizes)
+            constraint.check(shape, sizes)
 
 
 @dataclass(frozen=True)
@@ -291,7 +291,7 @@ class Constraints:
                 value = np.asarray(arguments[position]).tolist()
                 raise NodeError(f"{name} must {must}, got {value}")
         if self.shapes:
-            shapes = tuple([one.shape(arguments, attributes) for one in self.shapes])
+            shapes = tuple([term.shape(arguments, attributes) for term in self.shapes])
             values = ((name, attributes.get(name, default)) for name, default in self.sizes)
             numbers = tuple([pair for pair in values if isinstance(pair[1], int)])
             _check_shapes(self.shapes, shapes, numbers)

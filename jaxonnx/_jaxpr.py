@@ -43,8 +43,8 @@ def inner_program(equation: JaxprEqn) -> Program | None:
 def bind_equation(equation: JaxprEqn, inputs: Sequence[Any]) -> list:
     """Return the results of an equation on arrays, its own derivative kept."""
     primitive = equation.primitive
-    found = primitive.get_bind_params(equation.params)  # with functions apart before JAX 0.11
-    functions, params = found if isinstance(found, tuple) else ((), found)
+    bound = primitive.get_bind_params(equation.params)  # with functions apart before JAX 0.11
+    functions, params = bound if isinstance(bound, tuple) else ((), bound)
     with equation.ctx.manager:
         results = primitive.bind(*functions, *inputs, **params)
     return [*results] if primitive.multiple_results else [results]

@@ -47,8 +47,8 @@ _HEADERS: dict[tuple[int, int], Any] = {
 
 
 @contextmanager
-def wrap_errors(said: str, error: type[Error], *also: type[Exception]) -> Iterator[None]:
-    """Turn the errors of readers of bytes into `error`: `said`, and the reason.
+def wrap_errors(what: str, error: type[Error], *also: type[Exception]) -> Iterator[None]:
+    """Turn the errors of readers of bytes into `error`: `what`, and the reason.
 
     An OSError whose reason is the system passes.
 
@@ -60,12 +60,12 @@ def wrap_errors(said: str, error: type[Error], *also: type[Exception]) -> Iterat
     except error:
         raise
     except (*_RAISED, *also) as raised:
-        raise error(f"{said} ({_reason(raised)})") from raised
+        raise error(f"{what} ({_reason(raised)})") from raised
     except OSError as raised:
         # seeking to where a damaged file says, and bz2, do not have the system's reasons
         if raised.errno not in (None, errno.EINVAL):
             raise
-        raise error(f"{said} ({_reason(raised)})") from raised
+        raise error(f"{what} ({_reason(raised)})") from raised
 
 
 def _reason(raised: Exception) -> str:
@@ -73,26 +73,26 @@ def _reason(raised: Exception) -> str:
     return f"{type(raised).__name__}: {lines[0][:500]}" if lines else type(raised).__name__
 
 
-def arrays(path: str | os.PathLike, said: str, error: type[Error]) -> dict[str, np.ndarray]:
+def arrays(path: str | os.PathLike, what: str, error: type[Error]) -> dict[str, np.ndarray]:
     """Return the arrays of an .npz file by name.
 
     Raises:
       error: the file is none, or damaged, or its arrays are larger than it or the memory; the
-        message begins with `said` and names the array.
+        message begins with `what` and names the array.
       OSError: it cannot be opened or read.
     """
     result = {}
-    with wrap_errors(said, error), open(path, "rb") as opened:
+    with wrap_errors(what, error), open(path, "rb") as opened:
         if opened.read(2) != b"PK":
             raise error(
-                f"{said}: it must be an .npz file, which numpy.savez writes, with arrays by name"
+                f"{what}: it must be an .npz file, which numpy.savez writes, with arrays by name"
             )
         opened.seek(0)
         with np.load(opened, allow_pickle=False) as file:
             members = file.zip.infolist()
-            check_size(sum(member.file_size for member in members), said, error)
+            check_size(sum(member.file_size for member in members), what, error)
             for name, member in zip(file.files, members, strict=True):
-                with wrap_errors(f"{said}: the array '{name}'", error):
+                with wrap_errors(f"{what}: the array '{name}'", error):
                     _check_header(file.zip, member)
                     result[name] = file[name]
     return result
@@ -115,10 +115,10 @@ def _check_header(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
             raise ValueError(f"{dtype}{[*shape]} takes {size:,} bytes, there are {there:,}")
 
 
-def check_size(size: int, said: str, error: type[Error]) -> None:
+def check_size(size: int, what: str, error: type[Error]) -> None:
     """Raise `error` if this many bytes are more than the machine's memory."""
     if (limit := memory()) is not None and size > limit:
-        raise error(f"{said}: it holds {size:,} bytes, and the memory {limit:,}")
+        raise error(f"{what}: it holds {size:,} bytes, and the memory {limit:,}")
 
 
 def memory() -> int | None:

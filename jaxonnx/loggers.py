@@ -152,8 +152,8 @@ class _Lines(_Rows):
 
     def _write(self, file, rows):
         for row in rows:
-            known = {n: None if _odd(value) else value for n, value in row.items()}
-            file.write(json.dumps(known) + "\n")
+            finite = {n: None if _odd(value) else value for n, value in row.items()}
+            file.write(json.dumps(finite) + "\n")
 
 
 class _Events:

@@ -362,8 +362,8 @@ def _positions_of(parameters, marker) -> frozenset[int]:
 
 def lookup(domain: str, name: str, opset: int) -> Op | None:
     """Return the operator with the greatest `since` not above `opset`, or None."""
-    known = _OPS.get(("" if domain == "ai.onnx" else domain, name), ())
-    return next((o for o in reversed(known) if o.since <= opset), None)
+    versions = _OPS.get(("" if domain == "ai.onnx" else domain, name), ())
+    return next((o for o in reversed(versions) if o.since <= opset), None)
 
 
 def operators() -> list[Op]:

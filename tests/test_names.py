@@ -1,4 +1,4 @@
-"""Every name that an error, a docstring or a page speaks of can be reached."""
+"""Names can be reached where texts speak of them, and say what they hold."""
 
 import ast
 import importlib
@@ -147,3 +147,27 @@ def test_flags_in_messages():
         if name not in known
     }
     assert not wrong
+
+
+BARE = {"found", "own", "known", "given", "kept", "one", "said"}
+"""Participles and pronouns, which do not name what a variable holds."""
+UNNAMED = "_graph/fake_quantization.py", "quantization/"
+"""Modules that still have such variables."""
+
+
+def variables(tree):
+    """The names of the variables and parameters of functions."""
+    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.Lambda))
+    for node in (inner for function in functions for inner in ast.walk(function)):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.arg):
+            yield node.arg
+
+
+def test_variables_name_what_they_hold():
+    for path in SOURCES:
+        name = str(path.relative_to(ROOT / "jaxonnx"))
+        if not name.startswith(UNNAMED):
+            bare = BARE.intersection(variables(ast.parse(path.read_text())))
+            assert not bare, f"{name} has variables {bare}: call each by what it holds"

@@ -56,22 +56,22 @@ def _texts() -> dict[str, dict[str, str]]:
     texts: dict[str, dict[str, str]] = {}
     for node in itertools.chain(*(tree.body for tree in trees)):
         if isinstance(node, ast.ClassDef):
-            own = texts.setdefault(node.name, {})
+            doc = texts.setdefault(node.name, {})
             for key, text in itertools.pairwise(node.body):
                 if isinstance(key, ast.AnnAssign) and isinstance(text, ast.Expr):
-                    own[ast.unparse(key.target)] = inspect.cleandoc(ast.literal_eval(text.value))
+                    doc[ast.unparse(key.target)] = inspect.cleandoc(ast.literal_eval(text.value))
     return texts
 
 
 def declared(*groups: type) -> dict[str, Declared]:
     """Return the arguments of classes of declarations, those of their bases included."""
-    texts = {name: text for own in _texts().values() for name, text in own.items()}
-    found = {}
+    texts = {name: text for doc in _texts().values() for name, text in doc.items()}
+    arguments = {}
     for group in groups:
         for name, hint in group.__annotations__.items():
             argument, kind = _parse(hint.__forward_arg__)
-            found[name] = Declared(kind, argument, texts[name])
-    return found
+            arguments[name] = Declared(kind, argument, texts[name])
+    return arguments
 
 
 @functools.cache
@@ -88,7 +88,7 @@ def _parse(annotation: str) -> tuple[Argument, str]:
 
 def declared_in(group: type) -> dict[str, Declared]:
     """Return the arguments of a class without those of its bases."""
-    return {name: one for name, one in declared(group).items() if name in _texts()[group.__name__]}
+    return {name: x for name, x in declared(group).items() if name in _texts()[group.__name__]}
 
 
 def check_names(function: str, group: type, arguments: Mapping[str, Any]) -> None:
@@ -118,21 +118,21 @@ def documented(*groups: type) -> Callable[[F], F]:
         named = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         kind = inspect.Parameter.KEYWORD_ONLY
         named += [
-            inspect.Parameter(name, kind, default=one.argument.default, annotation=one.type)
-            for name, one in arguments.items()
+            inspect.Parameter(name, kind, default=entry.argument.default, annotation=entry.type)
+            for name, entry in arguments.items()
         ]
         function.__signature__ = signature.replace(parameters=named)  # type: ignore[attr-defined]
         text = inspect.cleandoc(function.__doc__ or "")
-        entries = [_entry(name, one) for name, one in arguments.items()]
+        entries = [_entry(name, entry) for name, entry in arguments.items()]
         function.__doc__ = re.sub(r"  \*\*arguments: .*", lambda _: "\n".join(entries), text)
         return function
 
     return document
 
 
-def _entry(name: str, one: Declared) -> str:
+def _entry(name: str, entry: Declared) -> str:
     """Return the entry of an argument below "Args:", with its paragraphs and lists."""
-    summary, _, rest = one.text.partition("\n\n")
+    summary, _, rest = entry.text.partition("\n\n")
     first, *others = rest.split("\n\n")
     if first.startswith("* "):
         first, others = "", [first, *others]

@@ -217,13 +217,13 @@ class Stream(Source):
         """
         latest: dict[Any, Any] = {}  # the last batch of each shape of examples, for fill
         pairs: Any = self.data(epoch) if callable(self.data) else self.data
-        for number, given in enumerate(pairs):
+        for number, batch in enumerate(pairs):
             what = f"batch {number + 1} of {self.what} in epoch {epoch + 1}"
             weights = None
             if self.labels:
                 names = [value.name for value in self.values]
-                given, weights = split_weights(given, names, self.target_names)
-            pair = as_pair(given, self.values, what, self.labels, self.padding)
+                batch, weights = split_weights(batch, names, self.target_names)
+            pair = as_pair(batch, self.values, what, self.labels, self.padding)
             if any(value.whole for value in self.values):
                 yield self._batch_as_it_is(pair, weights, what, latest)
                 continue

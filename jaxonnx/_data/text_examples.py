@@ -49,22 +49,22 @@ class TextSettings:
         Raises:
           TrainingError: a setting is unknown or not valid.
         """
-        given = {} if preprocess is None else preprocess
-        if not isinstance(given, Mapping) or not given.keys() <= {*_SETTINGS}:
+        options = {} if preprocess is None else preprocess
+        if not isinstance(options, Mapping) or not options.keys() <= {*_SETTINGS}:
             raise TrainingError(
-                f"preprocess of texts is a dict of any of {', '.join(_SETTINGS)}; not {given!r}"
+                f"preprocess of texts is a dict of any of {', '.join(_SETTINGS)}; not {options!r}"
             )
-        one = cls(**given)
-        if one.max_length is not None:
-            require_integer("preprocess: max_length", one.max_length, 2, error=TrainingError)
+        settings = cls(**options)
+        if settings.max_length is not None:
+            require_integer("preprocess: max_length", settings.max_length, 2, error=TrainingError)
         choices = {
             "long": (None, "cut", "split", "skip", "refuse"),
             "loss": ("completions", "all"),
             "pack": (True, False),
         }
-        for name, known in choices.items():
-            require_choice(f"preprocess: {name}", getattr(one, name), known, TrainingError)
-        return one
+        for name, accepted in choices.items():
+            require_choice(f"preprocess: {name}", getattr(settings, name), accepted, TrainingError)
+        return settings
 
 
 @dataclass

@@ -150,9 +150,9 @@ def bind(model: ModelProto, graph: GraphProto, external: Collection[str]) -> Gra
 
 def _hint_at_artifact(graph: GraphProto) -> str:
     """Explain an artifact of onnxruntime-training and its remedy; "" for any other graph."""
-    own = {node.op_type for node in graph.node if node.domain == "com.microsoft"}
-    gradients = any(name.endswith("Grad") for name in own) or "InPlaceAccumulatorV2" in own
-    if not gradients and not own & {"AdamWOptimizer", "SGDOptimizerV2"}:
+    types = {node.op_type for node in graph.node if node.domain == "com.microsoft"}
+    gradients = any(name.endswith("Grad") for name in types) or "InPlaceAccumulatorV2" in types
+    if not gradients and not types & {"AdamWOptimizer", "SGDOptimizerV2"}:
         return ""
     kind = "training_model.onnx" if gradients else "optimizer_model.onnx"
     return (
@@ -223,9 +223,9 @@ class _Binder:
                     )
         for node in proto.node:
             weights += [name for name in node.output if name in self.external]
-        own = {*inputs, *weights, *initializers}
-        nodes = self.nodes(proto.node, opsets, {*visible, *own}, own, refs)
-        names = {*visible, *own, *(name for node in nodes for name in node.outputs)}
+        defined = {*inputs, *weights, *initializers}
+        nodes = self.nodes(proto.node, opsets, {*visible, *defined}, defined, refs)
+        names = {*visible, *defined, *(name for node in nodes for name in node.outputs)}
         for value in proto.output:
             if value.name not in names:
                 raise ModelError(f"graph '{proto.name}': output '{value.name}' is never computed")
@@ -244,11 +244,11 @@ class _Binder:
             input_types=_types(v for v in proto.input if v.name in inputs),
         )
 
-    def nodes(self, protos, opsets, visible: set[str], own: set[str], refs) -> tuple[Node, ...]:
-        """Bind nodes in order; their outputs are added to `visible` and `own`."""
+    def nodes(self, protos, opsets, visible: set[str], defined: set[str], refs) -> tuple[Node, ...]:
+        """Bind nodes in order; their outputs are added to `visible` and `defined`."""
         bound = []
         for proto in protos:
-            if proto.output and proto.output[0] in own and proto.output[0] in self.external:
+            if proto.output and proto.output[0] in defined and proto.output[0] in self.external:
                 continue  # a constant whose value comes from outside: nothing is left to compute
             node = self.node(proto, opsets, visible, refs)
             for name in node.reads:
@@ -258,9 +258,9 @@ class _Binder:
                         "defines (nodes must be sorted and acyclic)"
                     )
             for name in filter(None, node.outputs):
-                if name in own:
+                if name in defined:
                     raise ModelError(f"{node.label} defines '{name}', which is already defined")
-                own.add(name)
+                defined.add(name)
                 visible.add(name)
             bound.append(node)
         return tuple(bound)
@@ -324,7 +324,7 @@ class _Binder:
             raise ModelError(f"{label}: function '{name}' calls itself; ONNX forbids recursion")
         defaults = {a.name: a for a in function.attribute_proto}
         refs = dict.fromkeys(function.attribute) | defaults | dict(passed)
-        own = {_domain(e.domain): e.version for e in function.opset_import} or opsets
+        imported = {_domain(e.domain): e.version for e in function.opset_import} or opsets
         # names in a function are its own: only what was lifted out of it comes from outside
         inner = _Binder(self.functions, frozenset(), self.missing, self.count, (*self.calls, key))
         inner.lifted = self.lifted
@@ -334,7 +334,7 @@ class _Binder:
         names = {*function.input, *lifted}
         # constants that training may change are inputs of the body, in effect
         computed = [node for node in function.node if not {*node.output} & lifted.keys()]
-        nodes = inner.nodes(computed, own, names, set(names), refs)
+        nodes = inner.nodes(computed, imported, names, set(names), refs)
         self.count = inner.count
         for output in function.output:
             if output not in names:
@@ -431,8 +431,8 @@ def _resolve_attributes(proto: NodeProto, refs, label: str) -> dict[str, Attribu
 
 def _free_names(graph: Graph) -> Iterator[str]:
     """Yield the names that a subgraph reads from the scopes around it."""
-    own = {*graph.inputs, *graph.weights, *graph.initializers}
+    bound = {*graph.inputs, *graph.weights, *graph.initializers}
     for node in graph.nodes:
-        yield from (name for name in node.reads if name not in own)
-        own.update(node.outputs)
-    yield from (name for name in graph.outputs if name not in own)
+        yield from (name for name in node.reads if name not in bound)
+        bound.update(node.outputs)
+    yield from (name for name in graph.outputs if name not in bound)

@@ -184,10 +184,10 @@ def _find_continued(node: Node, carried: Mapping[str, str]) -> Iterator[tuple[st
     """Yield (output, source) where an output of a node continues another value."""
     name = node.op.name
     if node.body is not None:
-        given = dict(zip(node.body.inputs, node.inputs, strict=False))
-        inner = _follow(node.body, {i: i for i, n in given.items() if n in carried})
+        arguments = dict(zip(node.body.inputs, node.inputs, strict=False))
+        inner = _follow(node.body, {i: i for i, n in arguments.items() if n in carried})
         pairs = zip(node.outputs, node.body.outputs, strict=False)
-        yield from ((o, given[inner[result]]) for o, result in pairs if result in inner)
+        yield from ((o, arguments[inner[result]]) for o, result in pairs if result in inner)
     elif name == "If":
         for branch in node.subgraphs:
             inner = _follow(branch, {**carried})

@@ -82,13 +82,13 @@ def check_call(
             f"{label} has unknown attributes {unknown}; function '{name}' has "
             f"{sorted(declared) or 'none'}"
         )
-    for what, listed, own in (
+    for what, listed, formal in (
         ("inputs", proto.input, function.input),
         ("outputs", proto.output, function.output),
     ):
-        if _count(listed) > len(own):
+        if _count(listed) > len(formal):
             raise ModelError(
-                f"{label} has {_count(listed)} {what}; function '{name}' has {len(own)}"
+                f"{label} has {_count(listed)} {what}; function '{name}' has {len(formal)}"
             )
 
 

@@ -46,9 +46,9 @@ def evaluate_constant_expressions(
     Returns:
       The results that nodes with data read, by name.
     """
-    known = {**graph.initializers, **tensors}
+    constants = {**graph.initializers, **tensors}
     # the floating-point tensors behind each value; None behind packed weights
-    sources = {name: _own_sources(name, value) for name, value in known.items()}
+    sources = {name: _own_sources(name, value) for name, value in constants.items()}
     arithmetic: set[str] = set()
     inner: list[Node] = []
     for node in graph.nodes:
@@ -59,8 +59,8 @@ def evaluate_constant_expressions(
             read = node.inputs[:1]  # the divisor of a weight is its norm or a quantization step
         behind: frozenset[str] | None = frozenset()
         for name in filter(None, read):
-            own = sources[name]
-            behind = None if own is None or behind is None else behind | own
+            read_sources = sources[name]
+            behind = None if read_sources is None or behind is None else behind | read_sources
         sources.update(dict.fromkeys(filter(None, node.outputs), behind))
         inner.append(node)
         moved = node.op.view or (not node.op.domain and node.op.name in PARTS)
@@ -69,7 +69,7 @@ def evaluate_constant_expressions(
     inside = {node.index for node in inner}
     outer = {name for node in graph.nodes if node.index not in inside for name in node.reads}
     wanted = arithmetic & outer
-    values = _evaluate(inner, wanted, known)
+    values = _evaluate(inner, wanted, constants)
     return {
         n: ConstantExpression(v, sources[n] or frozenset())
         for n, v in values.items()
@@ -92,8 +92,8 @@ def _is_computable(node: Node) -> bool:
     """Check whether a node may be evaluated on tensors: arithmetic, a view or a part."""
     op = node.op
     followed = op.name in (*_FOLLOWED, *_LOOKUPS, *PARTS) or op.name.startswith("Reduce")
-    known = op.pointwise or op.view or (followed and not op.domain)
-    return known and not op.dynamic and not node.subgraphs and bool(node.reads)
+    simple = op.pointwise or op.view or (followed and not op.domain)
+    return simple and not op.dynamic and not node.subgraphs and bool(node.reads)
 
 
 def _is_small(node: Node, inputs: Sequence[Any]) -> bool:
@@ -117,21 +117,21 @@ def _is_small(node: Node, inputs: Sequence[Any]) -> bool:
 
 
 def _evaluate(
-    nodes: list[Node], wanted: Collection[str], known: Mapping[str, Any]
+    nodes: list[Node], wanted: Collection[str], constants: Mapping[str, Any]
 ) -> dict[str, np.ndarray]:
     """Evaluate nodes as far as `wanted` needs them; values that are too large are left out."""
     needed = ancestors(nodes, wanted) if wanted else set()
-    if any(np.size(known[name]) > _LARGEST for name in needed if name in known):
+    if any(np.size(constants[name]) > _LARGEST for name in needed if name in constants):
         return {}
     values: dict[str, np.ndarray] = {}
     for node in nodes:
         if needed.isdisjoint(node.outputs):
             continue
-        inputs = [values.get(n, known.get(n)) if n else None for n in node.inputs]
+        inputs = [values.get(n, constants.get(n)) if n else None for n in node.inputs]
         if any(value is None and n for n, value in zip(node.inputs, inputs, strict=True)):
             continue
-        found = evaluate(node, inputs) if _is_small(node, inputs) else None
-        for name, value in zip(node.outputs, found or (), strict=False):
+        results = evaluate(node, inputs) if _is_small(node, inputs) else None
+        for name, value in zip(node.outputs, results or (), strict=False):
             if np.size(value) <= _LARGEST:
                 values[name] = np.asarray(value)
     return values

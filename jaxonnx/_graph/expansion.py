@@ -28,8 +28,8 @@ def check_expansion(graph: GraphProto, functions: Mapping[Name, FunctionProto]) 
     calls = {name: _calls(function.node, functions) for name, function in functions.items()}
     sizes: dict[Name, tuple[int, int]] = dict.fromkeys(functions, (0, 0))
     for name in _inner_first(calls):
-        own, called = calls[name]
-        sizes[name] = _total(own, called, sizes)
+        count, called = calls[name]
+        sizes[name] = _total(count, called, sizes)
     size, depth = _total(0, _calls(graph.node, functions)[1], sizes)
     if size > MOST:
         raise ModelError(
@@ -44,10 +44,10 @@ def check_expansion(graph: GraphProto, functions: Mapping[Name, FunctionProto]) 
 
 
 def _total(
-    own: int, called: Mapping[Name, int], sizes: Mapping[Name, tuple[int, int]]
+    count: int, called: Mapping[Name, int], sizes: Mapping[Name, tuple[int, int]]
 ) -> tuple[int, int]:
     """Return the number of nodes of a body with its calls expanded, and the depth of calls."""
-    size = own + sum(sizes[name][0] * times for name, times in called.items())
+    size = count + sum(sizes[name][0] * times for name, times in called.items())
     return size, 1 + max((sizes[name][1] for name in called), default=-1)
 
 

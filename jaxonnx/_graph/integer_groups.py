@@ -48,13 +48,13 @@ def fuse_integer_products(graph: Graph, tensors: Collection[str]) -> Graph:
     nodes = [_fuse(groups[n.index]) if n.index in groups else n for n in graph.nodes]
     parts = {node.index for group in groups.values() for node in group.parts}
     read = Counter([*graph.outputs, *(name for node in nodes for name in node.reads)])
-    kept = []
+    remaining = []
     for node in reversed(nodes):  # backwards: dropping a part can leave an earlier part unread
         if node.index in parts and not any(read[name] for name in node.outputs):
             read.subtract(node.reads)
         else:
-            kept.append(node)
-    return replace(graph, nodes=(*reversed(kept),))
+            remaining.append(node)
+    return replace(graph, nodes=(*reversed(remaining),))
 
 
 def _find_group(

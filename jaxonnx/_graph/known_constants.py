@@ -103,8 +103,8 @@ def _describe_vector(vector: np.ndarray, ulp: float) -> str:
     core = vector[inner[0] : inner[-1] + 1] if len(inner) else vector[:0]
     if len(core) < _LEAST - 1 or not (core > 0).all():
         return ""
-    known = any(np.allclose(core, window(len(core)), 0, _CLOSE / 4) for window in _WINDOWS)
-    return "a window" if known or _is_gaussian(core) else ""
+    listed = any(np.allclose(core, window(len(core)), 0, _CLOSE / 4) for window in _WINDOWS)
+    return "a window" if listed or _is_gaussian(core) else ""
 
 
 def _is_geometric(vector: np.ndarray) -> bool:

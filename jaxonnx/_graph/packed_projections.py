@@ -10,13 +10,13 @@ from jaxonnx._graph.uses import Use, Weight
 
 
 def find_packed_projections(
-    graph: Graph, found: Mapping[str, Weight], used: Collection[Use], tensors: Mapping[str, Any]
+    graph: Graph, meanings: Mapping[str, Weight], used: Collection[Use], tensors: Mapping[str, Any]
 ) -> dict[str, tuple[int, ...]]:
     """Find matrices whose outputs a GroupQueryAttention or a Split takes apart.
 
     Args:
       graph: the bound graph.
-      found: the meaning of its tensors (`weights`).
+      meanings: the meaning of its tensors (`weights`).
       used: their uses.
       tensors: their values.
 
@@ -26,10 +26,10 @@ def find_packed_projections(
     """
     result = {}
     for use in used:
-        place = found[use.name].matrix
+        place = meanings[use.name].matrix
         if place is None or use.passes or use.node is not use.outer:
             continue
-        rows, _ = place.sizes(found[use.name].shape)
+        rows, _ = place.sizes(meanings[use.name].shape)
         values: list[str] = [use.node.outputs[0]]
         while values and use.name not in result:
             for node in graph.readers.get(values.pop(), ()):

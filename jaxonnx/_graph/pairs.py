@@ -75,7 +75,7 @@ def pairs(graph: Graph, tensors: Mapping[str, Any]) -> list[dict[str, int]]:
                 continue
             beside = {index} if index in sources else before[index]
             matrices = (read.products[source] for source in beside)
-            sizes = {shapes[own][matrix.output] for own, matrix in matrices}
+            sizes = {shapes[member][matrix.output] for member, matrix in matrices}
             if beside and beside <= sources and sizes == {tensors[name].shape[axis]}:
                 split[name] = axis
         result.append(split)
@@ -128,5 +128,5 @@ def _trace_products(graph: Graph, products: Any) -> tuple[dict[int, _Products], 
 
 
 def _is_between(node: Node) -> bool:
-    known = node.op.pointwise or node.op.view or node.op.name in _BETWEEN
-    return known and node.body is None and not node.subgraphs
+    passes = node.op.pointwise or node.op.view or node.op.name in _BETWEEN
+    return passes and node.body is None and not node.subgraphs

@@ -42,15 +42,15 @@ def find_projections(
       names: the weights to select from.
       role: "attention", "mlp", or "all-linear" for both.
     """
-    found = [
+    matrices = [
         use
         for use in uses(graph, tensors)
         if use.name in names and not use.passes and _is_product(use.matrix)
     ]
-    chosen = _select(graph, [(u.name, u.outer) for u in found if u.outer.op.name != "If"], role)
+    chosen = _select(graph, [(u.name, u.outer) for u in matrices if u.outer.op.name != "If"], role)
     for branch in (b for node in graph.nodes if node.op.name == "If" for b in node.subgraphs):
         inside = {node.index for node in branch.nodes}
-        products = [(use.name, use.node) for use in found if use.node.index in inside]
+        products = [(use.name, use.node) for use in matrices if use.node.index in inside]
         chosen |= _select(branch, products, role)
     return chosen
 
@@ -72,12 +72,14 @@ def _select(graph: Graph, products: Collection[tuple[str, Node]], role: Role) ->
     near = edges.reach(attentions, edges.sources) | edges.reach(attentions, edges.readers)
     near |= attentions
     head = _find_head(graph, weighted)
-    own = {
+    inner = {
         "attention": weighted & near,
         "mlp": weighted - near - head,
         "all-linear": weighted - head,
     }[role]
-    return {name for name, found in places.items() if all(node.index in own for node in found)}
+    return {
+        name for name, readers in places.items() if all(node.index in inner for node in readers)
+    }
 
 
 def _is_product(matrix: Any) -> bool:
@@ -122,7 +124,7 @@ class _Edges:
 
     def find_attentions(self) -> set[int]:
         """Return the attentions: their operators, or the products before and behind a Softmax."""
-        found = {node.index for node in self._nodes if node.op.name in _ATTENTIONS}
+        attentions = {node.index for node in self._nodes if node.op.name in _ATTENTIONS}
         plain = {n.index for n in self._nodes if n.op.name in _PRODUCTS} - {*self._weighted}
         for node in self._nodes:
             if node.op.name == "Softmax":
@@ -130,20 +132,20 @@ class _Edges:
                 behind = plain & self.reach({node.index}, self.readers)
                 # without both products it is a Softmax over classes or experts
                 if before and behind:
-                    found |= before | behind
-        return found
+                    attentions |= before | behind
+        return attentions
 
 
 def _find_head(graph: Graph, weighted: set[int]) -> set[int]:
     """Return the projections whose result reaches an output through `_KEEPS_LOGITS` alone."""
-    found, waiting, seen = set(), [*graph.outputs], set()
+    head, waiting, seen = set(), [*graph.outputs], set()
     while waiting:
         node = graph.producers.get(waiting.pop())
         if node is None or node.index in seen:
             continue
         seen.add(node.index)
         if node.index in weighted:
-            found.add(node.index)
+            head.add(node.index)
         elif node.op.name in _KEEPS_LOGITS:
             waiting += node.inputs
-    return found
+    return head

@@ -64,8 +64,8 @@ def stored_names(proto: GraphProto) -> set[str]:
     Some exporters write a tensor that equals an initializer as an Identity of that.
     """
     graphs = [*all_graphs(proto)]
-    names = {tensor.name for one in graphs for tensor in one.initializer}
-    nodes = (node for one in graphs for node in one.node if node.op_type == "Identity")
+    names = {tensor.name for inner in graphs for tensor in inner.initializer}
+    nodes = (node for inner in graphs for node in inner.node if node.op_type == "Identity")
     return names | {node.output[0] for node in nodes if node.output}
 
 

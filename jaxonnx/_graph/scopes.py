@@ -26,9 +26,9 @@ def resolve(graph: GraphProto, name: str) -> str:
         if name in modules(node):
             return node.output[0]
     scopes = dict.fromkeys(scope for node in graph.node for scope in modules(node))
-    known = [*scopes, *values]
-    near = difflib.get_close_matches(str(name), known, n=5)
-    near += [other for other in known if str(name) in other and other not in near][-5:]
+    candidates = [*scopes, *values]
+    near = difflib.get_close_matches(str(name), candidates, n=5)
+    near += [other for other in candidates if str(name) in other and other not in near][-5:]
     raise InputError(
         f"the graph has no value, node or module '{name}'; "
         + (f"near it are {', '.join(near)}" if near else f"it ends with {', '.join(values[-5:])}")

@@ -63,21 +63,21 @@ def select(
     if not np.iterable(wanted):
         raise InputError(f"{what} takes names or a predicate, not {wanted!r}")
     chosen = set()
-    for one in [wanted] if isinstance(wanted, str) else wanted:
-        if not isinstance(one, str | re.Pattern):
-            raise InputError(f"{what} takes names or a predicate, not {one!r}")
-        matches = matching(one, tensors, by_name, places)
+    for selection in [wanted] if isinstance(wanted, str) else wanted:
+        if not isinstance(selection, str | re.Pattern):
+            raise InputError(f"{what} takes names or a predicate, not {selection!r}")
+        matches = matching(selection, tensors, by_name, places)
         if not matches:
-            meant = _error(one) and {*one} & {*_EXPRESSION}
-            error = f" (no regular expression: {_error(one)})" if meant else ""
-            there = near(one, tensors, places)
-            raise InputError(f"{what}={one!r} matches no {kind}{error}; {there}")
+            meant = _error(selection) and {*selection} & {*_EXPRESSION}
+            error = f" (no regular expression: {_error(selection)})" if meant else ""
+            there = near(selection, tensors, places)
+            raise InputError(f"{what}={selection!r} matches no {kind}{error}; {there}")
         chosen |= matches
     return chosen
 
 
 def matching(
-    one: str,
+    selection: str,
     tensors: Mapping[str, Any],
     by_name: Collection[str] = (),
     places: Places | None = None,
@@ -89,30 +89,30 @@ def matching(
     same as a regular expression; any of these with wildcards.
     """
     open_to_all = tensors.keys() - by_name
-    if places is not None and one not in tensors and one in places.ties:
-        return {places.ties[one]} & tensors.keys()
-    expression = _NOTHING if _error(one) else re.compile(one)
+    if places is not None and selection not in tensors and selection in places.ties:
+        return {places.ties[selection]} & tensors.keys()
+    expression = _NOTHING if _error(selection) else re.compile(selection)
     aliases = {} if places is None else places.aliases
     called = {name: (name, aliases.get(name, name)) for name in open_to_all}
-    own = {name for name, names in called.items() if any(map(expression.fullmatch, names))}
-    own |= {name for name in tensors if one in (name, aliases.get(name))}
-    if own:
-        return own
+    fully = {name for name, names in called.items() if any(map(expression.fullmatch, names))}
+    fully |= {name for name in tensors if selection in (name, aliases.get(name))}
+    if fully:
+        return fully
     groups = [*_groups(places)]
-    exact = {tensor for name, names in groups if name == one for tensor in names}
+    exact = {tensor for name, names in groups if name == selection for tensor in names}
     if exact & open_to_all:
         return exact & open_to_all
     like = {tensor for name, names in groups if expression.fullmatch(name) for tensor in names}
     if like & open_to_all:
         return like & open_to_all
-    if not one.strip("*?"):
+    if not selection.strip("*?"):
         return set()  # "*" is likely a mistake: all tensors are None or ".*"
-    fits = re.compile(fnmatch.translate(one)).fullmatch
-    found = {name for name, names in called.items() if any(map(fits, names))}
+    fits = re.compile(fnmatch.translate(selection)).fullmatch
+    within = {name for name, names in called.items() if any(map(fits, names))}
     for name, names in groups:
         # a tensor counts by its module, too: "*.query.*" is all tensors of modules named query
-        found.update(n for n in names if fits(name) or fits(f"{name}.{n}"))
-    return found & open_to_all
+        within.update(n for n in names if fits(name) or fits(f"{name}.{n}"))
+    return within & open_to_all
 
 
 def near(wanted: str, tensors: Collection[str], places: Places | None) -> str:

@@ -24,9 +24,9 @@ def count_rows(graph: Graph, tensors: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _count(
-    graph: Graph, inputs: dict[str, str], tensors: Mapping[str, Any], found: dict[str, int]
+    graph: Graph, inputs: dict[str, str], tensors: Mapping[str, Any], counts: dict[str, int]
 ) -> dict[str, int]:
-    """Add the tables of a graph to `found` and return it.
+    """Add the tables of a graph to `counts` and return it.
 
     Args:
       inputs: from each value that has the numbers of an input to that input; it is extended.
@@ -34,7 +34,7 @@ def _count(
     shapes = {name: np.shape(tensor) for name, tensor in tensors.items()}
     for node in graph.nodes:
         for inner in node.subgraphs:
-            _count(inner, {**inputs}, tensors, found)
+            _count(inner, {**inputs}, tensors, counts)
         kind, first = node.op.name, node.inputs[0] if node.inputs else ""
         if kind in _VIEWS and first in inputs and node.body is None:
             inputs[node.outputs[0]] = inputs[first]
@@ -50,5 +50,5 @@ def _count(
         table, index, *_ = node.inputs
         if index in inputs and shapes.get(table):
             rows = shapes[table][0]
-            found[inputs[index]] = min(rows, found.get(inputs[index], rows))
-    return found
+            counts[inputs[index]] = min(rows, counts.get(inputs[index], rows))
+    return counts

@@ -197,16 +197,16 @@ def _walk(
         if not fed.isdisjoint(node.reads):
             fed.update(node.outputs)
         for g in node.subgraphs:
-            own = behind.new_child(dict.fromkeys(g.inputs))
-            yield from _walk(g, own, {*fed, *g.inputs}, top, tensors, computed)
+            visible = behind.new_child(dict.fromkeys(g.inputs))
+            yield from _walk(g, visible, {*fed, *g.inputs}, top, tensors, computed)
         if node.body is not None:
             pairs = [*zip(node.body.inputs, node.inputs, strict=False)]
             inner = {local: behind.get(name) for local, name in pairs}
             for local, name in node.body.lifted.items():
                 if name in tensors:
                     inner[local] = _view_whole(name, tensors)
-            given = {local for local, name in pairs if name in fed}
-            yield from _walk(node.body, ChainMap(inner), given, top, tensors, computed)
+            fed_inside = {local for local, name in pairs if name in fed}
+            yield from _walk(node.body, ChainMap(inner), fed_inside, top, tensors, computed)
 
 
 def _view_whole(name: str, tensors: Mapping[str, Any]) -> tuple[View, ...]:
@@ -265,10 +265,10 @@ def _view_elementwise(view: View, node: Node, others: Sequence[Any]) -> View:
     if after == before:
         return view
     # the axes longer than one keep their order, so they match one by one
-    kept = [a for a, n in zip(axes, before, strict=True) if n != 1]
+    long = [a for a, n in zip(axes, before, strict=True) if n != 1]
     if [n for n in after if n != 1] != [n for n in before if n != 1]:
         return unknown
-    axes = tuple(None if n == 1 else kept.pop(0) for n in after)
+    axes = tuple(None if n == 1 else long.pop(0) for n in after)
     return replace(view, axes=axes, shape=after)
 
 
@@ -283,8 +283,8 @@ def _view_slice(view: View, node: Node, others: Sequence[Any]) -> View:
 
 def _result(node: Node, shape: tuple[int, ...], others: Sequence[Any]) -> tuple[int, ...] | None:
     """Return the shape of a node's first result for data of a shape; None if it does not fit."""
-    found = evaluate(node, [np.zeros(shape, np.int8), *others])
-    return None if found is None else found[0].shape
+    results = evaluate(node, [np.zeros(shape, np.int8), *others])
+    return None if results is None else results[0].shape
 
 
 def evaluate(node: Node, inputs: Sequence[Any]) -> tuple[Any, ...] | None:
@@ -308,12 +308,12 @@ def _view_gather(view: View, node: Node, indices: Any) -> View:
     if indices.ndim:
         shape = (*shape[:axis], indices.size, *shape[axis + 1 :])
         return replace(view, shape=shape, part=True)
-    own = axes[axis]
+    gathered = axes[axis]
     return replace(
         view,
         axes=(*axes[:axis], *axes[axis + 1 :]),
         shape=(*shape[:axis], *shape[axis + 1 :]),
-        apart=view.apart if own is None else (*view.apart, own),
+        apart=view.apart if gathered is None else (*view.apart, gathered),
         part=True,
     )
 
@@ -327,8 +327,8 @@ def _view_expand(view: View, target: Any) -> View:
     axes, before = (None,) * more + axes, (1,) * more + before
     wanted = (1,) * (len(before) - len(target)) + tuple(int(n) for n in target)
     pairs = [*zip(before, wanted, strict=True)]
-    kept = tuple(a if n != 1 or m == 1 else None for a, (n, m) in zip(axes, pairs, strict=True))
-    return replace(view, axes=kept, shape=tuple(map(max, pairs)), expanded=True)
+    expanded = tuple(a if n != 1 or m == 1 else None for a, (n, m) in zip(axes, pairs, strict=True))
+    return replace(view, axes=expanded, shape=tuple(map(max, pairs)), expanded=True)
 
 
 def _view_tile(view: View, repeats: Any) -> View:

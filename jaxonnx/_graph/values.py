@@ -120,11 +120,11 @@ def arguments(
             f"the model takes {len(values)} inputs, {len(inputs)} were given: {list_values(values)}"
         )
     bound = dict(zip((v.name for v in values), inputs, strict=False))
-    known = {*optional, *(value.name for value in values)}
+    accepted = {*optional, *(value.name for value in values)}
     for name, value in named.items():
         if name in bound:
             raise InputError(f"input '{name}' was given twice, by position and by name")
-        if name not in known:
+        if name not in accepted:
             raise InputError(f"the model has no input '{name}'; it has {list_values(values)}")
         bound[name] = value
     sizes: dict[str, tuple[int, str]] = {}
@@ -219,20 +219,20 @@ def data(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def matching(what: str, current: dict, given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return `given` in the order of `current`; `current` itself if `given` is None.
+def matching(what: str, current: dict, new: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return `new` in the order of `current`; `current` itself if `new` is None.
 
     Raises:
       InputError: names, shapes or dtypes differ.
     """
-    if given is None:
+    if new is None:
         return current
-    if given.keys() != current.keys():
-        odd = sorted(given.keys() ^ current.keys())
+    if new.keys() != current.keys():
+        odd = sorted(new.keys() ^ current.keys())
         raise InputError(
             f"{what} must have the names of the model's; these differ: {', '.join(odd)}"
         )
-    for name, value in given.items():
+    for name, value in new.items():
         if value.shape != current[name].shape:
             raise InputError(
                 f"{what} '{name}' has shape {list(value.shape)}, the model's is "
@@ -243,4 +243,4 @@ def matching(what: str, current: dict, given: Mapping[str, Any] | None) -> dict[
                 f"{what} '{name}' is {value.dtype}, the model's is {current[name].dtype}, which "
                 f"the nodes that read it need; convert it with .astype('{current[name].dtype}')"
             )
-    return {name: to_array(given[name]) for name in current}
+    return {name: to_array(new[name]) for name in current}

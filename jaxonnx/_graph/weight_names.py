@@ -72,12 +72,12 @@ class Places:
         scopes = {n.output[0]: modules(n) for n in all_nodes(self.proto) if n.output}
         taken = {*self.tensors}
         owners = {name.rpartition(".")[0] for name in taken}
-        found: dict[str, str] = {}
+        chosen: dict[str, str] = {}
         for use in self.roles.used:
             match = _NUMBERED.fullmatch(own_name(use.name))
             at = use.node if use.outer.op.name == "If" else use.outer
             path = scopes.get(next(iter(at.outputs), ""))
-            if match is None or not path or use.name not in self._weights or use.name in found:
+            if match is None or not path or use.name not in self._weights or use.name in chosen:
                 continue
             module = _OPERATOR.sub("", path[-1])
             # scopes lack a module that is not called itself ("model" of OPT): its bias may have it
@@ -85,9 +85,9 @@ class Places:
             module = longer[0] if len(longer) == 1 else module
             stem, end = f"{module}.{_part(use)}", match[2]
             names = itertools.chain([stem + end], (f"{stem}_{i}{end}" for i in itertools.count(1)))
-            found[use.name] = next(name for name in names if name not in taken)
-            taken.add(found[use.name])
-        return found
+            chosen[use.name] = next(name for name in names if name not in taken)
+            taken.add(chosen[use.name])
+        return chosen
 
     @cached_property
     def modules(self) -> Names:
@@ -123,13 +123,13 @@ class Places:
         are found where the weight that they change is.
         """
         stored = (name for name, w in weights(self.graph, self.tensors).items() if w.storage)
-        known = {*self.roles.of, *self.params, *stored}
+        named = {*self.roles.of, *self.params, *stored}
 
         def root(name: str) -> str:  # an adapter of ours is where its weight is
             weight = name.partition(".lora_")[0]
             return weight if weight in self.tensors else name
 
-        return {name: root(name) for name in self.tensors if name in known}
+        return {name: root(name) for name in self.tensors if name in named}
 
     @cached_property
     def _read(self) -> dict[str, list[str]]:

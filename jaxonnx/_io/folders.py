@@ -164,8 +164,8 @@ def _download(name: str, variant: str | None) -> ModelFolder:
     try:
         names = [n for n in hub.list_repo_files(repository) if n.startswith(prefix)]
         names = [n.removeprefix(prefix) for n in names]
-        kept = [prefix + n for n in names if not n.endswith(_WEIGHTS) and _is_part(n)]
-        path = Path(hub.snapshot_download(repository, allow_patterns=kept), inner)
+        wanted = [prefix + n for n in names if not n.endswith(_WEIGHTS) and _is_part(n)]
+        path = Path(hub.snapshot_download(repository, allow_patterns=wanted), inner)
         files = choose_files(name, names, variant, path)
         hub.snapshot_download(repository, allow_patterns=[f"{prefix}{file}*" for file in files])
         patterns = [

@@ -156,12 +156,12 @@ def to_sparse_initializers(proto: ModelProto) -> None:
     for tensor in [t for t in graph.initializer if t.name in weights and t.name not in inputs]:
         w = numpy_helper.to_array(tensor)
         mask = _mask(w, weights[tensor.name])
-        kept = (w != 0) | np.signbit(w)  # -0.0 comes back as it was
-        kept = np.flatnonzero(kept if mask is None else kept | mask)
+        nonzero = (w != 0) | np.signbit(w)  # -0.0 comes back as it was
+        nonzero = np.flatnonzero(nonzero if mask is None else nonzero | mask)
         graph.sparse_initializer.append(
             SparseTensorProto(
-                values=numpy_helper.from_array(w.reshape(-1)[kept], tensor.name),
-                indices=numpy_helper.from_array(kept.astype(np.int64), f"{tensor.name}.indices"),
+                values=numpy_helper.from_array(w.reshape(-1)[nonzero], tensor.name),
+                indices=numpy_helper.from_array(nonzero.astype(np.int64), f"{tensor.name}.indices"),
                 dims=w.shape,
             )
         )

@@ -53,9 +53,9 @@ def damage(proto: ModelProto, key: str, make: Callable[[Any], Any]) -> str:
 
 def put(proto: ModelProto, key: str, value: Any) -> None:
     """Replace the record under this key; None removes it."""
-    kept = [entry for entry in proto.metadata_props if entry.key != key]
+    others = [entry for entry in proto.metadata_props if entry.key != key]
     del proto.metadata_props[:]
-    proto.metadata_props.extend(kept)
+    proto.metadata_props.extend(others)
     if value is not None:
         proto.metadata_props.add(key=key, value=json.dumps(value))
 
@@ -64,5 +64,5 @@ def rename_sparse(proto: ModelProto, names: Mapping[str, str]) -> None:
     """Rename weights in the record of sparse ones; one that is malformed stays as it is."""
     if has(proto, SPARSITY) and not damage(proto, SPARSITY, lambda entry: dict(entry["weights"])):
         entry = get(proto, SPARSITY, dict) or {}
-        weights = {names.get(name, name): said for name, said in entry["weights"].items()}
+        weights = {names.get(name, name): settings for name, settings in entry["weights"].items()}
         put(proto, SPARSITY, entry | {"weights": weights})

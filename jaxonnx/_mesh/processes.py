@@ -165,8 +165,8 @@ class Processes:
 
     def _finished_steps(self, epoch: int) -> dict[int, int]:
         """Return the number of steps of each process that has ended an epoch."""
-        found = self._client.key_value_dir_get(f"{self._run}/epoch/{epoch}/")
-        return {int(key.rpartition("/")[2]): int(steps) for key, steps in found}
+        entries = self._client.key_value_dir_get(f"{self._run}/epoch/{epoch}/")
+        return {int(key.rpartition("/")[2]): int(steps) for key, steps in entries}
 
     def _check(self) -> None:
         if self._failure is not None:

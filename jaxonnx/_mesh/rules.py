@@ -80,9 +80,9 @@ def specs(
     """
     shown = entries(model, tensors)
     result = entry_specs(model, mesh, sharding, shown)
-    for name, one in shown.items():
-        if isinstance(one, StoredMatrix):
-            result |= _member_specs(one, result[name], mesh, tensors)
+    for name, tensor in shown.items():
+        if isinstance(tensor, StoredMatrix):
+            result |= _member_specs(tensor, result[name], mesh, tensors)
     return {name: result[name] for name in tensors}
 
 
@@ -109,8 +109,8 @@ def entry_specs(
     rules = _rules(model, sharding, tensors)
     result = {}
     for kind in sorted({rule for rule, _ in rules.values() if isinstance(rule, str)}):
-        own = {name: x for name, x in tensors.items() if rules[name][0] == kind}
-        result |= _automatic(model, mesh, kind, own)
+        group = {name: x for name, x in tensors.items() if rules[name][0] == kind}
+        result |= _automatic(model, mesh, kind, group)
     return {
         name: result[name] if name in result else _check_rule(rule, name, x, mesh, told)
         for (name, x), (rule, told) in zip(tensors.items(), rules.values(), strict=True)
@@ -132,13 +132,15 @@ def _rules(
     if not isinstance(sharding, Mapping):
         return dict.fromkeys(tensors, (sharding, "sharding"))
     result: dict[str, tuple[Rule, str]] = {}
-    for one, rule in sharding.items():
-        names = matching(one, tensors, places=model._places)
+    for pattern, rule in sharding.items():
+        names = matching(pattern, tensors, places=model._places)
         if not names:
-            there = near(one, tensors, model._places)
-            raise InputError(f"the sharding rule {one!r} matches no tensor of the model; {there}")
+            there = near(pattern, tensors, model._places)
+            raise InputError(
+                f"the sharding rule {pattern!r} matches no tensor of the model; {there}"
+            )
         # the first rule that matches a tensor applies to it
-        result = dict.fromkeys(names, (rule, f"the sharding rule {one!r}")) | result
+        result = dict.fromkeys(names, (rule, f"the sharding rule {pattern!r}")) | result
     return {name: result.get(name, (None, "")) for name in tensors}
 
 
@@ -189,14 +191,14 @@ def _paired_specs(
     count, result = mesh.shape[TENSOR], dict.fromkeys(tensors, PartitionSpec())
     uneven: list[str] = []
     for pair in pairs(model.graph, model.tensors):
-        own = {name: axis for name, axis in pair.items() if name in tensors}
-        odd = [name for name, axis in own.items() if _units(tensors[name])[axis] % count]
+        axes = {name: axis for name, axis in pair.items() if name in tensors}
+        odd = [name for name, axis in axes.items() if _units(tensors[name])[axis] % count]
         uneven += [
-            f"'{n}' {[*tensors[n].shape]} along axis {own[n]} (of {_units(tensors[n])[own[n]]})"
+            f"'{n}' {[*tensors[n].shape]} along axis {axes[n]} (of {_units(tensors[n])[axes[n]]})"
             for n in odd
         ]
         if not odd:
-            result |= {name: _split(axis, TENSOR) for name, axis in own.items()}
+            result |= {name: _split(axis, TENSOR) for name, axis in axes.items()}
     if not any(result.values()):
         why = "no product of matrices leads to another one through activations or attention alone"
         if uneven:

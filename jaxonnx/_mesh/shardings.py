@@ -56,14 +56,14 @@ class Placement:
             return self._by([over] if over and x.size % count == 0 else [])
         # Match the axes that are left from first to last, by their sizes. Of two axes of one size
         # this may take the wrong one: that costs communication, and the numbers are the same.
-        kept, rest = [], [*zip(self.shape, self._parts, strict=True)]
+        split, rest = [], [*zip(self.shape, self._parts, strict=True)]
         for size in x.shape:
             while rest and rest[0][0] != size:
                 rest.pop(0)
             if not rest:
                 return self._by([])
-            kept.append(rest.pop(0)[1])
-        return self._by(kept)
+            split.append(rest.pop(0)[1])
+        return self._by(split)
 
     @property
     def _parts(self) -> tuple[Any, ...]:
@@ -186,8 +186,8 @@ def shardings(
     of_state = jax.tree.map(_on_each, state, inherit_shardings(state, laid, mesh))
     rows = []
     for n, x in shown.items():
-        own = x.axes if isinstance(x, StoredMatrix) else (n,)
-        each = sum(_on_each(tensors[member], where[member]) for member in own)
+        members = x.axes if isinstance(x, StoredMatrix) else (n,)
+        each = sum(_on_each(tensors[member], where[member]) for member in members)
         rows.append(ShardedTensor(n, x.shape, n in model.params, split[n], each))
     whole = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves((tensors, state)))
     return Shardings(mesh, tuple(rows), sum(jax.tree.leaves(of_state)), whole)

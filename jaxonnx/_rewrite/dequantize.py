@@ -61,8 +61,8 @@ def dequantize_weights(
         tensor = TensorProto(name=name, data_type=kind, dims=value.shape)
         result.graph.initializer.append(tensor)
     records.rename_sparse(result, {node.inputs[0]: node.outputs[0] for node in nodes})
-    kept = {name: value for name, value in tensors.items() if name not in unused}
-    return result, kept | new
+    read = {name: value for name, value in tensors.items() if name not in unused}
+    return result, read | new
 
 
 def notes(graph: Graph, tensors: Mapping[str, Any]) -> Iterator[str]:

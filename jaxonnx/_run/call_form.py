@@ -47,9 +47,9 @@ def prepare_calls(
     tensors, folded, changes = {**state, **params}, Folds(), Changes()
     reads: frozenset[str] = frozenset()
     if not program.adapts:
-        known = {**program.graph.initializers, **program.constants}
-        products, decisive = integer_products(program.graph, tensors, known)
-        opened = open_weights(fuse_products(program.graph, products), tensors, known)
+        constants = {**program.graph.initializers, **program.constants}
+        products, decisive = integer_products(program.graph, tensors, constants)
+        opened = open_weights(fuse_products(program.graph, products), tensors, constants)
         for name, x in opened.values.items():
             tensors[name] = placed_as(tensors[name], x) if name in tensors else jnp.asarray(x)
         changes = Changes(products, opened.nodes)

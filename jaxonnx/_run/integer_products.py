@@ -25,20 +25,20 @@ _SINCE = 10
 
 
 def integer_products(
-    graph: Graph, tensors: Mapping[str, Any], known: Mapping[str, Any]
+    graph: Graph, tensors: Mapping[str, Any], constants: Mapping[str, Any]
 ) -> tuple[frozenset[int], frozenset[str]]:
     """Find products between DequantizeLinear and QuantizeLinear to compute with integers.
 
     Args:
       graph: the bound graph.
       tensors: the values of its named tensors.
-      known: the values of its constants.
+      constants: the values of its constants.
 
     Returns:
       The indices of the QuantizeLinear nodes behind the products, and the names of the tensors
       (those of biases) whose values the decision depends on.
     """
-    arrays = ChainMap({**tensors}, {**known})
+    arrays = ChainMap({**tensors}, {**constants})
     times, producers = Counter(read_names(graph)), graph.producers
     indices, decisive = set(), set()
     for node in graph.nodes if FAST_INT8 else ():

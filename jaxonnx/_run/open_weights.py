@@ -45,19 +45,19 @@ class OpenWeights:
     precision, under the tensor's name."""
 
 
-def open_weights(graph: Graph, tensors: Mapping[str, Any], known: Mapping[str, Any]) -> OpenWeights:
+def open_weights(graph: Graph, tensors: Mapping[str, Any], fixed: Mapping[str, Any]) -> OpenWeights:
     """Evaluate Cast, DequantizeLinear and QuantizeLinear of weights, up to `COPIES` bytes.
 
     Args:
       graph: the bound graph; only nodes of the main graph are considered.
       tensors: the values of its named tensors.
-      known: the values of its constants, which may be further inputs of such nodes.
+      fixed: the values of its constants, which may be further inputs of such nodes.
     """
     converted: dict[str, np.ndarray] = {}
     nodes: dict[int, Node] = {}
     room = COPIES
     for node in graph.nodes:
-        value = _result(node, tensors, converted, known)
+        value = _result(node, tensors, converted, fixed)
         if value is not None and value.nbytes <= room:
             nodes[node.index], converted[node.outputs[0]] = node, value
             room -= value.nbytes
@@ -75,7 +75,7 @@ def _result(
     node: Node,
     tensors: Mapping[str, Any],
     converted: Mapping[str, np.ndarray],
-    known: Mapping[str, Any],
+    fixed: Mapping[str, Any],
 ) -> np.ndarray | None:
     """Evaluate a conversion of a tensor, or of the result `converted` of another one.
 
@@ -90,7 +90,7 @@ def _result(
     first = node.inputs[0]
     if first not in tensors and first not in converted:
         return None
-    arrays = ChainMap(converted, tensors, known)  # pyright: ignore[reportArgumentType]
+    arrays = ChainMap(converted, tensors, fixed)  # pyright: ignore[reportArgumentType]
     if any(name and name not in arrays for name in node.inputs):
         return None
     values = [arrays[name] if name else None for name in node.inputs]

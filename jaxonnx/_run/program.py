@@ -196,8 +196,8 @@ class Program:
                 plan = self._plan = plan.fix_or_cut(error, arrays)
         if parts.rest is None:
             return values
-        known = {**data(inputs), **fixed, **dict(zip(parts.boundary, values, strict=True))}
-        return self._run(parts.rest, params, state, key, known, training)
+        available = {**data(inputs), **fixed, **dict(zip(parts.boundary, values, strict=True))}
+        return self._run(parts.rest, params, state, key, available, training)
 
     def find_compiled(self, changes: Changes, names: Iterable[str]) -> Callable | None:
         """Return `f(params, state, inputs)`, a call like the last one without its checks.

@@ -81,7 +81,7 @@ class Scope:
         self.outer = outer
         self.values: dict[str, Any] = dict(graph.initializers)
         self.values.update((name, context.weights[name]) for name in graph.weights)
-        self.values.update((own, context.weights[name]) for own, name in graph.lifted.items())
+        self.values.update((local, context.weights[name]) for local, name in graph.lifted.items())
         self.values.update(inputs)
 
     def __getitem__(self, name: str) -> Any:
@@ -117,8 +117,8 @@ class Scope:
             # An error from the body of a function names inputs of the function: translate them to
             # the caller's names on the way out.
             elif node.body is not None and isinstance(error, StaticError) and error.inputs:
-                given = dict(zip(node.body.inputs, node.inputs, strict=False))
-                failures.add_sources(error, *self._roots([given[name] for name in error.inputs]))
+                passed = dict(zip(node.body.inputs, node.inputs, strict=False))
+                failures.add_sources(error, *self._roots([passed[name] for name in error.inputs]))
             # every enclosing node sets this on the way out, so that it ends as the outermost one,
             # at which `Program` can cut the graph
             error.index = node.index
@@ -170,24 +170,24 @@ class Scope:
         names = set(names)
         return target in names or bool(self._find_between(names, [target]))
 
-    def recompute(self, targets: Sequence[str], given: Mapping[str, Any]) -> tuple:
-        """Compute `targets` with other values for the names in `given`, for a Gradient node.
+    def recompute(self, targets: Sequence[str], fixed: Mapping[str, Any]) -> tuple:
+        """Compute `targets` with other values for the names in `fixed`, for a Gradient node.
 
-        The graph is cut at the names in `given`. Only the nodes on paths from there to `targets`
+        The graph is cut at the names in `fixed`. Only the nodes on paths from there to `targets`
         are evaluated again; all other values are read from this scope. Nothing is bound in it.
 
         Raises:
           NodeError: a name has no value here.
         """
-        for name in (*targets, *given):
+        for name in (*targets, *fixed):
             self[name]  # raises if the name is unknown
         # running statistics were updated when the nodes ran; here the updates are discarded
         context = replace(self.context, updates=None if self.context.updates is None else {})
-        scope = Scope(_NO_GRAPH, context, self, given)
-        for node in self._find_between(given, targets):
+        scope = Scope(_NO_GRAPH, context, self, fixed)
+        for node in self._find_between(fixed, targets):
             scope.step(node)
             # a node on a path may compute a given value, too; the cut keeps the one that was given
-            scope.values.update(given)
+            scope.values.update(fixed)
         return tuple(lowering.to_array(scope[name]) for name in targets)
 
     def _find_between(self, names: Iterable[str], targets: Iterable[str]) -> list[Node]:

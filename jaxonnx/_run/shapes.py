@@ -77,7 +77,7 @@ def evaluate_shapes(proto: ModelProto, graph: Graph, tensors: Mapping[str, Any])
 
     try:
         with limits.inspection_limits():
-            first, known = evaluate(shared, 0)
+            first, constant = evaluate(shared, 0)
             try:
                 sizes, (second, _) = apart, evaluate(apart, 1)
             except Error:  # two names may mean one size: those of tokens and of their mask
@@ -91,7 +91,7 @@ def evaluate_shapes(proto: ModelProto, graph: Graph, tensors: Mapping[str, Any])
         if len(pair[0]) == len(pair[1]):
             shape = tuple(_dimension(a, b, names) for a, b in zip(*pair, strict=True))
             values[name] = Value(name, np.dtype(value.dtype), shape)
-    return Shapes(values, frozenset(known))
+    return Shapes(values, frozenset(constant))
 
 
 def evaluate_at(
@@ -123,19 +123,19 @@ def evaluate_at(
         limits.check_size(shape, dtype)
         arguments[value.name] = jax.ShapeDtypeStruct(shape, dtype)
     names = tuple(name for node in graph.nodes for name in node.outputs if name)
-    known: dict[str, np.ndarray] = {}
+    constant: dict[str, np.ndarray] = {}
 
     def arrays(arguments):
         context = Context(tensors, jax.random.key(0), False)
         outputs = run(replace(graph, outputs=names), arguments, context)
         shaped = {n: x for n, x in zip(names, outputs, strict=True) if hasattr(x, "shape")}
-        known.update((n, x) for n, x in shaped.items() if isinstance(x, np.ndarray))
+        constant.update((n, x) for n, x in shaped.items() if isinstance(x, np.ndarray))
         # known values may have types that JAX lacks (strings) or narrows (64 bits)
-        return {n: x for n, x in shaped.items() if n not in known}
+        return {n: x for n, x in shaped.items() if n not in constant}
 
     with limits.inspection_limits():
         traced = jax.eval_shape(arrays, arguments)
-    return traced | {n: x for n, x in known.items() if x.dtype != object}, {*known}
+    return traced | {n: x for n, x in constant.items() if x.dtype != object}, {*constant}
 
 
 def _dimension(a: int, b: int, names: Mapping[str, tuple[int, int]]) -> int | str | None:

@@ -248,8 +248,8 @@ class _Exporter:
         outputs = [_key(metric, path[1:]) for metric, path in zip(metrics, paths, strict=True)]
 
         def evaluate(values, arrays):
-            found = self._step.evaluate(sums, *self._unflatten(values, arrays), self.frozen)
-            return jax.tree.leaves(found)
+            results = self._step.evaluate(sums, *self._unflatten(values, arrays), self.frozen)
+            return jax.tree.leaves(results)
 
         proto = self._graph(evaluate, outputs)
         state = self._drop_unread(proto)
@@ -282,16 +282,16 @@ class _Exporter:
         names = [
             n for n, x in file_tensors(model).items() if n in renewed or x is not before.get(n)
         ]
-        found = {name: f"file.{name}" for name in names}
+        outputs = {name: f"file.{name}" for name in names}
         proto = write_model(
-            lambda values: [tensors(values)[name] for name in found],
+            lambda values: [tensors(values)[name] for name in outputs],
             (self.leaves,),
             self.names,
-            [*found.values()],
+            [*outputs.values()],
             self.opset,
             flat=True,
         )
-        told = {"state": self._drop_unread(proto), "tensors": found}
+        told = {"state": self._drop_unread(proto), "tensors": outputs}
         return proto, told | ({"adapters": Adapters.of(model).about} if apart else {})
 
     def _drop_unread(self, proto: ModelProto) -> list[str]:
@@ -309,9 +309,9 @@ class _Exporter:
 
     def _batch(self, proto: ModelProto) -> dict[str, Any]:
         """Return the dtype and shape of each input of the batch, for the manifest."""
-        known = {value.name: to_value(value) for value in proto.graph.input}
+        declared = {value.name: to_value(value) for value in proto.graph.input}
         return {
-            name: {"dtype": str(known[name].dtype), "shape": list(known[name].shape or ())}
+            name: {"dtype": str(declared[name].dtype), "shape": list(declared[name].shape or ())}
             for name in self.batch
         }
 

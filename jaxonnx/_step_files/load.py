@@ -72,19 +72,19 @@ def import_step(
         with wrap_errors(f"'{path}' is damaged: 'adapters' are none; export again", InputError):
             adapters = Adapters.read(graph["adapters"], values)
         return adapters.attach(model)
-    known = {**model.state, **model.params}
+    present = {**model.state, **model.params}
     for name, value in values.items():
-        if name not in known:
+        if name not in present:
             raise InputError(
                 f"the model has no tensor '{name}' to take; is it the one that '{folder}' was "
                 "exported of?"
             )
-        if np.shape(value) != known[name].shape:
+        if np.shape(value) != present[name].shape:
             raise InputError(
-                f"'{name}' is {list(value.shape)} in the state, {list(known[name].shape)} in the "
+                f"'{name}' is {list(value.shape)} in the state, {list(present[name].shape)} in the "
                 "model"
             )
-    values = {name: value.astype(known[name].dtype) for name, value in values.items()}
+    values = {name: value.astype(present[name].dtype) for name, value in values.items()}
     return model.replace(
         params={name: values.get(name, value) for name, value in model.params.items()},
         state={name: values.get(name, value) for name, value in model.state.items()},
@@ -126,8 +126,8 @@ def _finish_tensors(
         )
     tensors = finish(**values)
     tensors = tensors if isinstance(tensors, tuple) else (tensors,)
-    found = dict(zip(outputs, tensors, strict=True))
-    return {name: found[output] for name, output in places.items()}
+    by_output = dict(zip(outputs, tensors, strict=True))
+    return {name: by_output[output] for name, output in places.items()}
 
 
 def _is_folder_of_step(path: Any) -> bool:

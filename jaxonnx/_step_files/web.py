@@ -104,12 +104,12 @@ def write(
       The entry of the page in the manifest.
     """
     arrays = _arrays(data, model, manifest["step"]["batch"])
-    found = file_tensors(model)
-    trained = {name: found[name].nbytes for name in manifest["weights"]["tensors"]}
+    tensors = file_tensors(model)
+    trained = {name: tensors[name].nbytes for name in manifest["weights"]["tensors"]}
     text, places = _places(to_proto(model, repeat=True), trained)
     (folder / "runtime").mkdir(exist_ok=True)
-    for name, own in RUNTIME.items():
-        with write_atomically(folder / "runtime" / own) as file:
+    for name, file_name in RUNTIME.items():
+        with write_atomically(folder / "runtime" / file_name) as file:
             shutil.copyfile(source / name, file)
     for asset in (files("jaxonnx") / "assets" / "web").iterdir():
         with write_atomically(folder / asset.name) as file:

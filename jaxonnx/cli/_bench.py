@@ -167,14 +167,14 @@ def _training_step(
             raise InputError("no output is a real number, so there is no gradient")
         return sum(jnp.square(y.astype(jnp.float32)).mean() for y in real)
 
-    one = step(model, loss, optax.adam(1e-3), precision=precision)
-    state, size = one.init(), len(inputs[0])
+    built = step(model, loss, optax.adam(1e-3), precision=precision)
+    state, size = built.init(), len(inputs[0])
     batch = Batch(inputs, jnp.zeros(size), jnp.ones(size))
-    program, costs = _compile(one.update, state, batch, one.frozen, donate_argnums=0)
+    program, costs = _compile(built.update, state, batch, built.frozen, donate_argnums=0)
 
     def call():
         nonlocal state
-        state, observed = program(state, batch, one.frozen)
+        state, observed = program(state, batch, built.frozen)
         return observed
 
     return costs | {"call": call}

@@ -75,14 +75,14 @@ def _annotated(owner: Any) -> list[tuple[str, ast.expr, ast.expr | None]]:
     if isinstance(owner, ast.ClassDef):
         fields = [node for node in owner.body if isinstance(node, ast.AnnAssign)]
         return [(ast.unparse(field.target), field.annotation, field.value) for field in fields]
-    own = owner.args
-    defaults = [*(None,) * (len(own.args) - len(own.defaults)), *own.defaults, *own.kw_defaults]
-    arguments = zip((*own.args, *own.kwonlyargs), defaults, strict=True)
-    return [(one.arg, one.annotation, default) for one, default in arguments]
+    spec = owner.args
+    defaults = [*(None,) * (len(spec.args) - len(spec.defaults)), *spec.defaults, *spec.kw_defaults]
+    arguments = zip((*spec.args, *spec.kwonlyargs), defaults, strict=True)
+    return [(argument.arg, argument.annotation, default) for argument, default in arguments]
 
 
 def _type(annotation: ast.expr, default: ast.expr | None) -> tuple[str, tuple[str, ...]]:
-    parts = [one for one in ast.walk(annotation) if isinstance(one, ast.Subscript)]
+    parts = [node for node in ast.walk(annotation) if isinstance(node, ast.Subscript)]
     for part in parts:
         if ast.unparse(part.value) == "Literal":
             values = ast.literal_eval(part.slice)

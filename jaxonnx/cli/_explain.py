@@ -53,7 +53,7 @@ def reading(name: str, path: Path, columns: Columns, complete: bool) -> list[str
     """
 
     def arrays(names: Mapping[str, str]) -> dict[str, Name]:
-        return {key: Name(f"arrays[{source(own)}]") for key, own in names.items()}
+        return {key: Name(f"arrays[{source(key_of_array)}]") for key, key_of_array in names.items()}
 
     inputs, targets = arrays(columns.inputs), arrays({name: name for name in columns.targets})
     parts: list[Any] = [tuple(inputs.values()) if complete else inputs]

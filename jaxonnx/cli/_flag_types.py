@@ -126,8 +126,8 @@ def scheme(text: str) -> str | dict[str, Any]:
     fields, last = read_declarations(*SCHEME), ""
     result: dict[str, Any] = {}
     for part in text.split(","):
-        name, found, value = part.partition("=")
-        if not found and last and fields[last].is_repeatable:
+        name, equals, value = part.partition("=")
+        if not equals and last and fields[last].is_repeatable:
             name, value = last, part
         elif name not in fields:
             raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(fields)}")
@@ -209,9 +209,13 @@ def declared_flags(
       without: arguments to leave out.
     """
     return [
-        Flag(f"--{(one.argument.flag or name).replace('_', '-')}", _help(one), _settings(name, one))
-        for name, one in declared_in(group).items()
-        if one.argument.form and name not in without and (names is None or name in names)
+        Flag(
+            f"--{(entry.argument.flag or name).replace('_', '-')}",
+            _help(entry),
+            _settings(name, entry),
+        )
+        for name, entry in declared_in(group).items()
+        if entry.argument.form and name not in without and (names is None or name in names)
     ]
 
 
@@ -238,10 +242,10 @@ def read_flags(
     declared = read_declarations(file, owner)
     flags = []
     for name in names:
-        one, flag = declared[name], (renamed or {}).get(name, name).replace("_", "-")
-        more = {"choices": one.choices} if one.kind == "choice" else _KINDS[one.kind]
-        text = one.text.replace("%", "%%").replace("`", "")
-        text += "; repeatable" if one.is_repeatable else ""
+        entry, flag = declared[name], (renamed or {}).get(name, name).replace("_", "-")
+        more = {"choices": entry.choices} if entry.kind == "choice" else _KINDS[entry.kind]
+        text = entry.text.replace("%", "%%").replace("`", "")
+        text += "; repeatable" if entry.is_repeatable else ""
         flags.append(Flag(f"--{flag}", text, {**more, "dest": name_of(owner, name)}))
     return flags
 
@@ -261,12 +265,12 @@ def collect_values(options: argparse.Namespace, owner: str) -> dict[str, Any]:
     return {name: None if value == "none" else value for name, value in values.items()}
 
 
-def _help(one: Declared) -> str:
-    repeatable = FORMS[one.argument.form].get("action") is Gather
-    text = one.summary.replace("%", "%%").replace("`", "")
+def _help(entry: Declared) -> str:
+    repeatable = FORMS[entry.argument.form].get("action") is Gather
+    text = entry.summary.replace("%", "%%").replace("`", "")
     return text[0].lower() + text[1:] + ("; repeatable" if repeatable else "")
 
 
-def _settings(name: str, one: Declared) -> Mapping[str, Any]:
+def _settings(name: str, entry: Declared) -> Mapping[str, Any]:
     """Return the arguments of `add_argument`; a flag that is not given is None or False."""
-    return {**FORMS[one.argument.form], "dest": name}
+    return {**FORMS[entry.argument.form], "dest": name}

@@ -90,14 +90,14 @@ def data(path: Path, model: Model, options: argparse.Namespace) -> tuple[Any, bo
         return path, False
     model = fix(model.without_cache(), options)
     values = sources.rename_columns(table(path), names, f"'{path}'")
-    found = columns(path, [*values], model)
+    chosen = columns(path, [*values], model)
     loss = find(options.loss) if options.loss else None
-    if not found.targets and (loss is None or (loss.takes_targets and not loss.next_token)):
+    if not chosen.targets and (loss is None or (loss.takes_targets and not loss.next_token)):
         raise _lacks(path, values, "the targets, as 'y'")
-    inputs = {name: values[own] for name, own in found.inputs.items()}
-    targets = {name: values[name] for name in found.targets}
+    inputs = {name: values[column] for name, column in chosen.inputs.items()}
+    targets = {name: values[name] for name in chosen.targets}
     labels = next(iter(targets.values())) if len(targets) == 1 else targets
-    rest = (labels, *(values[name] for name in found.weight))
+    rest = (labels, *(values[name] for name in chosen.weight))
     pixels = _prepare_pixels(inputs, model, options)
     if pixels is None:
         return (inputs, *rest), bool(image_options(options))
@@ -133,14 +133,14 @@ def _prepare_pixels(
 
 def fix(model: Model, options: argparse.Namespace) -> Model:
     """Return a model without the inputs that `--fixed` gives a value (not for `sparsify`)."""
-    given = getattr(options, "fixed", None)
-    return model.with_fixed_inputs(dict(given)) if isinstance(given, list) else model
+    pairs = getattr(options, "fixed", None)
+    return model.with_fixed_inputs(dict(pairs)) if isinstance(pairs, list) else model
 
 
 def inputs(path: Path, model: Model) -> dict[str, Any]:
     """Load the model's inputs from a file, by name and in order."""
     values = table(path)
-    return {name: values[own] for name, own in columns(path, [*values], model).inputs.items()}
+    return {name: values[column] for name, column in columns(path, [*values], model).inputs.items()}
 
 
 def table(path: Path) -> Mapping[str, Any]:
@@ -163,14 +163,16 @@ def columns(path: Path, names: Sequence[str], model: Model) -> Columns:
     if len(wanted) == 1 and wanted.keys().isdisjoint(names) and "x" in names:
         wanted = dict.fromkeys(wanted, "x")
     spare = derived_inputs(model.inputs)
-    for name, own in wanted.items():
-        if own not in names and name not in spare:
-            raise _lacks(path, names, own)
+    for name, column in wanted.items():
+        if column not in names and name not in spare:
+            raise _lacks(path, names, column)
     others = [name for name in names if name not in wanted.values()]
     weighed = KEY in others and len(others) > 1 and KEY not in target_names(model)
     weight = [KEY] if weighed else []
     targets = ["y"] if "y" in others else [name for name in others if name not in weight]
-    return Columns({name: own for name, own in wanted.items() if own in names}, targets, weight)
+    return Columns(
+        {name: column for name, column in wanted.items() if column in names}, targets, weight
+    )
 
 
 def _lacks(path: Path, names: Iterable[str], what: str) -> InputError:

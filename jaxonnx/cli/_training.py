@@ -65,8 +65,8 @@ def train(options: argparse.Namespace, sparsity: Mapping[str, Any] | None = None
     if result.lora is not None and options.adapters is not None:
         result.lora.save(options.adapters)
     if options.report is not None:
-        said = {n: x for n, x in vars(options).items() if x not in (None, False, [])}
-        replace(result, model=trained).report(options.report, said)
+        passed = {n: x for n, x in vars(options).items() if x not in (None, False, [])}
+        replace(result, model=trained).report(options.report, passed)
     written = _output_paths(options)
     about = {"output": options.output, "written": written}
     about |= {"history": asdict(history), "changes": result.changes}
@@ -189,10 +189,10 @@ def _settings(
     head = _head(model, options)
     carried = bool(model.proto.training_info) and not (options.loss or options.optimizer or head)
     flags = {n: x.argument.flag or n for n, x in declared(OptimizerArguments).items()}
-    said = [flag for name, flag in flags.items() if getattr(options, name) is not None]
-    if carried and said:
+    passed = [flag for name, flag in flags.items() if getattr(options, name) is not None]
+    if carried and passed:
         raise InputError(
-            f"--{said[0].replace('_', '-')} goes with --optimizer and --loss: '{options.model}' "
+            f"--{passed[0].replace('_', '-')} goes with --optimizer and --loss: '{options.model}' "
             "carries an algorithm of its own, which has its rate"
         )
     settings = {name: getattr(options, name, None) for name in declared(TrainArguments)}
@@ -227,11 +227,11 @@ def _explain(
     ways |= {"dequantize": True} if options.dequantize else {}
     lines = [explain.loading(options.model, **ways)]
     renamed = settings.get("columns")
-    for name, one in (("data", path), ("validation", settings.get("validation"))):
-        if isinstance(one, Path) and not (renamed or one.is_dir() or reading.is_text(one)):
-            lines += _explained_reading(name, one, model, options)
-        elif one is not None:
-            lines.append(f"{name} = {explain.source(one)}")
+    for name, source in (("data", path), ("validation", settings.get("validation"))):
+        if isinstance(source, Path) and not (renamed or source.is_dir() or reading.is_text(source)):
+            lines += _explained_reading(name, source, model, options)
+        elif source is not None:
+            lines.append(f"{name} = {explain.source(source)}")
     if "validation" in settings:
         settings = {**settings, "validation": explain.Name("validation")}
     lines += explain.training(settings)
@@ -314,12 +314,12 @@ def _dropout(options: argparse.Namespace) -> float | dict[str, float] | None:
     return ratios.get("", ratios) if ratios else None
 
 
-def _scheme(said: str | Mapping[str, Any] | None) -> str | partial | None:
+def _scheme(scheme: str | Mapping[str, Any] | None) -> str | partial | None:
     """Return the name of a scheme, or the call that makes one; refuse fields that do not fit."""
-    if not isinstance(said, Mapping):
-        return said
-    Quantization(**said)
-    return partial(Quantization, **said)
+    if not isinstance(scheme, Mapping):
+        return scheme
+    Quantization(**scheme)
+    return partial(Quantization, **scheme)
 
 
 def _logger(path: Path) -> partial:

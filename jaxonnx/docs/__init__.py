@@ -61,30 +61,30 @@ def _public(module: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _entry(name: str, value: Any) -> list[str]:
-    own = name.rsplit(".", 1)[-1]
+    short = name.rsplit(".", 1)[-1]
     lines = [f"### {name}", ""]
     if not inspect.isclass(value):
-        return [*lines, *_signature(own, value), *_text(value)]
+        return [*lines, *_signature(short, value), *_text(value)]
     if not issubclass(value, Exception):
-        lines += _signature(own, value)
+        lines += _signature(short, value)
     lines += _text(value)
     if fields := [*_fields(value)]:
         lines += [*(f"* `{field}`: {text}" for field, text in fields), ""]
-    members = {name: inner for one in _classes(value) for name, inner in vars(one).items()}
+    members = {name: inner for cls in _classes(value) for name, inner in vars(cls).items()}
     for member, inner in members.items():
         if member.startswith("_") and member not in ("__call__", "__init__"):
             continue
         if inspect.isfunction(inner) and inner.__doc__:
-            called = own if member == "__init__" else f"{own}.{member}"
-            lines += [f"#### {own}.{member}", "", *_signature(called, inner), *_text(inner)]
+            called = short if member == "__init__" else f"{short}.{member}"
+            lines += [f"#### {short}.{member}", "", *_signature(called, inner), *_text(inner)]
         elif isinstance(inner, property | functools.cached_property) and inner.__doc__:
-            lines += [f"#### {own}.{member}", "", *_text(inner)]
+            lines += [f"#### {short}.{member}", "", *_text(inner)]
     return lines
 
 
 def _classes(value: type) -> list[type]:
     """Return a class, after the dataclasses that it extends."""
-    return [own for own in reversed(value.__mro__) if own is value or dataclasses.is_dataclass(own)]
+    return [cls for cls in reversed(value.__mro__) if cls is value or dataclasses.is_dataclass(cls)]
 
 
 def _text(value: Any) -> list[str]:
@@ -105,13 +105,13 @@ def _fields(value: type) -> Iterator[tuple[str, str]]:
     """Yield the fields of a dataclass or named tuple that have a text below them in the source."""
     if not (dataclasses.is_dataclass(value) or hasattr(value, "_fields")):
         return
-    for own in _classes(value):
-        (body,) = ast.parse(textwrap.dedent(inspect.getsource(own))).body
+    for cls in _classes(value):
+        (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
         assert isinstance(body, ast.ClassDef)
         for field, text in zip(body.body, body.body[1:], strict=False):
             if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-                said = text.value.value if isinstance(text.value, ast.Constant) else ""
-                yield ast.unparse(field.target), " ".join(str(said).split())
+                doc = text.value.value if isinstance(text.value, ast.Constant) else ""
+                yield ast.unparse(field.target), " ".join(str(doc).split())
 
 
 def markdown(text: str) -> list[str]:

@@ -64,11 +64,11 @@ class Adapters:
         ranks = set()
         for name in self.layouts:
             a, b = (getattr(self.values.get(member), "shape", ()) for member in pair(name))
-            own = a[-2:-1]  # a lower rank is that of a folder of PEFT
-            if not own or own != b[-1:] or not 0 < own[0] <= self.rank or len(a) != len(b):
+            rank = a[-2:-1]  # a lower rank is that of a folder of PEFT
+            if not rank or rank != b[-1:] or not 0 < rank[0] <= self.rank or len(a) != len(b):
                 shapes = f"A {[*a]} and B {[*b]}"
                 raise InputError(f"'{name}': {shapes} are not of rank {self.rank}")
-            ranks.add(own[0])
+            ranks.add(rank[0])
         if ranks and self.rank not in ranks:
             raise InputError(f"the adapters are not of rank {self.rank} but of {max(ranks)}")
 
@@ -258,8 +258,8 @@ class Adapters:
         places = {name: Matrix.read(entry) for name, entry in about["layouts"].items()}
         values = dict(inputs)
         for name in places:
-            for own, member in zip(pair(name), factor_names(name, module_name), strict=True):
-                values[own] = jnp.matrix_transpose(jnp.asarray(values.pop(member), jnp.float32))
+            for factor, member in zip(pair(name), factor_names(name, module_name), strict=True):
+                values[factor] = jnp.matrix_transpose(jnp.asarray(values.pop(member), jnp.float32))
             if (norms := values.pop(magnitude_name(name, module_name), None)) is not None:
                 values[magnitude(name)] = jnp.asarray(norms, jnp.float32)
         return cls(about["rank"], float(about["rank"]), places, values, about.get("base", ""))

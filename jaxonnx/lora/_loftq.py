@@ -43,14 +43,14 @@ def approximate_errors(
         at: Any = theirs[twin].matrix if twin else None
         if at is None:
             raise InputError(f"against= has no weight '{name}' in floating point")
-        own = _as_map(matrices[name], place)
+        present = _as_map(matrices[name], place)
         wanted = _as_map(other[twin], at)
-        if own.shape != wanted.shape:
+        if present.shape != wanted.shape:
             raise InputError(
                 f"against= is another model: its '{twin}' is a matrix of {[*wanted.shape]}, "
-                f"'{name}' one of {[*own.shape]}"
+                f"'{name}' one of {[*present.shape]}"
             )
-        u, s, v = np.linalg.svd(wanted - own, full_matrices=False)
+        u, s, v = np.linalg.svd(wanted - present, full_matrices=False)
         root = np.sqrt(s[..., :rank] / scale)
         a, b = root[..., :, None] * v[..., :rank, :], u[..., :rank] * root[..., None, :]
         result |= zip(pair(name), (jnp.asarray(a), jnp.asarray(b)), strict=True)

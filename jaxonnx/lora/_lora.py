@@ -108,16 +108,16 @@ class LoRA:
         check_arguments(LoRA.attach, locals())
         full = {} if trainable is None else model.with_trainable(trainable).params
         tensors = model.tensors
-        found = {
+        meanings = {
             name: weight
             for name, weight in weights(model.graph, tensors).items()
             if weight.matrix and name not in full and (is_float(tensors[name]) or weight.storage)
         }
-        places = self._select_weights(model, found)
-        check_stored(model.graph, tensors, [name for name in places if found[name].storage])
+        places = self._select_weights(model, meanings)
+        check_stored(model.graph, tensors, [name for name in places if meanings[name].storage])
         values = dict(full)
         for name, key in zip(places, jax.random.split(rng, len(places)), strict=True):
-            values |= self._start(name, tensors[name].dtype, found[name], key)
+            values |= self._start(name, tensors[name].dtype, meanings[name], key)
         alpha = self.rank if self.alpha is None else self.alpha
         if self.against is not None:
             values |= approximate_errors(model, self.against, places, self.rank, alpha / self.rank)
@@ -130,13 +130,13 @@ class LoRA:
         adapted = Adapters(self.rank, alpha, places, values).attach(model)
         return drop_inputs(adapted, self.dropout) if self.dropout else adapted
 
-    def _select_weights(self, model: Model, found: Mapping[str, Weight]) -> dict[str, Matrix]:
+    def _select_weights(self, model: Model, meanings: Mapping[str, Weight]) -> dict[str, Matrix]:
         """Return the weights to be adapted."""
         tensors = model.tensors
-        places = {name: weight.matrix for name, weight in found.items() if weight.matrix}
-        sizes = {name: place.sizes(found[name].shape) for name, place in places.items()}
+        places = {name: weight.matrix for name, weight in meanings.items() if weight.matrix}
+        sizes = {name: place.sizes(meanings[name].shape) for name, place in places.items()}
         # a file has no place for adapters of packed experts (QMoE): only names choose these
-        inseparable = {name for name in places if places[name].batch and found[name].storage}
+        inseparable = {name for name in places if places[name].batch and meanings[name].storage}
         if self.where is None:
             chosen = {
                 name
@@ -152,9 +152,9 @@ class LoRA:
                 )
         elif self.where in ROLES:
             fixed = model.program.constants  # tables, unless they are weights in few bits
-            known = {name for name in places if found[name].storage or name not in fixed}
-            known -= inseparable | model._factors
-            chosen = find_projections(model.graph, tensors, known, cast(Role, self.where))
+            adaptable = {name for name in places if meanings[name].storage or name not in fixed}
+            adaptable -= inseparable | model._factors
+            chosen = find_projections(model.graph, tensors, adaptable, cast(Role, self.where))
             if not chosen:
                 raise InputError(
                     f"where={self.where!r}: no weight has this role in the graph; name weights, "
@@ -170,7 +170,7 @@ class LoRA:
                 rows, columns = sizes[name]
                 raise InputError(
                     f"rank={self.rank} is too much for '{name}' of shape "
-                    f"{list(found[name].shape)}, a matrix of {rows} x {columns}; choose at most "
+                    f"{list(meanings[name].shape)}, a matrix of {rows} x {columns}; choose at most "
                     f"{min(sizes[name])}, or leave it out of where="
                 )
         return {name: place for name, place in places.items() if name in chosen}

@@ -127,12 +127,12 @@ def in_batch_negatives(*, scale: float = 20.0, negatives: int = 0) -> GroupLoss:
         x = x * jax.lax.rsqrt(jnp.maximum((x * x).sum(1, keepdims=True), 1e-24))
         groups = x.reshape(-1, rows, shape[1])
         others = groups[:, 1:].reshape(-1, shape[1])
-        scores, own = scale * groups[:, 0] @ others.T, jnp.arange(len(groups)) * (rows - 1)
+        scores, positives = scale * groups[:, 0] @ others.T, jnp.arange(len(groups)) * (rows - 1)
         if weight is not None:  # what fills the batch is no negative of the others
             filled = weight.reshape(-1, rows)[:, 1:].reshape(-1) <= 0
             of_own = jnp.arange(len(others)) // (rows - 1) == jnp.arange(len(groups))[:, None]
             scores = jnp.where(filled & ~of_own, -jnp.inf, scores)
-        right = jnp.take_along_axis(jax.nn.log_softmax(scores), own[:, None], 1)[:, 0]
+        right = jnp.take_along_axis(jax.nn.log_softmax(scores), positives[:, None], 1)[:, 0]
         return jnp.repeat(-right, rows)
 
     return GroupLoss("in_batch_negatives", loss, rows, targets=False)

@@ -31,8 +31,8 @@ def separate_heads(function: Callable) -> Callable:
 
     def changed(*args):
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
-        found = interpret(closed, _step, jax.tree.leaves(args), enter=lambda _: None)
-        return jax.tree.unflatten(jax.tree.structure(shape), map(_array, found))
+        results = interpret(closed, _step, jax.tree.leaves(args), enter=lambda _: None)
+        return jax.tree.unflatten(jax.tree.structure(shape), map(_array, results))
 
     return changed
 
@@ -105,8 +105,8 @@ def _array(value: Any) -> Any:
 def _step(equation: JaxprEqn, inputs: list) -> list:
     """Apply the rule of an equation to lazy inputs; without one, evaluate it on arrays."""
     rule = _RULES.get(equation.primitive.name)
-    if rule is not None and (found := rule(equation, *inputs)) is not None:
-        return [found]
+    if rule is not None and (results := rule(equation, *inputs)) is not None:
+        return [results]
     return bind_equation(equation, [*map(_array, inputs)])
 
 

@@ -113,11 +113,11 @@ def integer_product(a, b, a_zero=None, b_zero=None):
 
     Zero points broadcast against a and b; None is 0.
     """
-    given = a_zero is not None, b_zero is not None
+    has_zeros = a_zero is not None, b_zero is not None
     points = (
         jnp.zeros((), x.dtype) if zero is None else zero for x, zero in ((a, a_zero), (b, b_zero))
     )
-    return integer_product_p.bind(*map(jnp.asarray, (a, b, *points)), zeros=given)
+    return integer_product_p.bind(*map(jnp.asarray, (a, b, *points)), zeros=has_zeros)
 
 
 def integer_convolution(

@@ -74,7 +74,7 @@ def store(
     Returns:
       The tensors, some of them as `KernelFirst`.
     """
-    kept, elsewhere = {**tensors}, {}
+    stored, elsewhere = {**tensors}, {}
     for name, x in tensors.items():
         axes = order(x) if name in names else None
         factor = (factors or {}).get(name)
@@ -86,8 +86,8 @@ def store(
             if factor is not None:
                 value = value * factor.reshape(-1, *(1,) * (x.ndim - 1))
             value = placed_as(x, value if axes is None else value.transpose(axes))
-            kept[name] = value if axes is None else KernelFirst(value)
-    return {**kept, **_kernels_first(elsewhere)} if elsewhere else kept
+            stored[name] = value if axes is None else KernelFirst(value)
+    return {**stored, **_kernels_first(elsewhere)} if elsewhere else stored
 
 
 def kernels_first(params: Mapping[str, jax.Array]) -> dict[str, Any]:

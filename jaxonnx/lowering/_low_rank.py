@@ -50,8 +50,8 @@ class LowRank(StoredArray):
     def _drop(self, x: Any) -> Any:
         if self.key is None:
             return x
-        kept = jax.random.bernoulli(self.key, 1 - self.ratio, x.shape)
-        return jnp.where(kept, x / (1 - self.ratio), 0).astype(x.dtype)
+        stays = jax.random.bernoulli(self.key, 1 - self.ratio, x.shape)
+        return jnp.where(stays, x / (1 - self.ratio), 0).astype(x.dtype)
 
     def change_rows(self, indices: Any) -> Any:
         """Take rows of the change; those out of range are zero."""

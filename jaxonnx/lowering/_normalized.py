@@ -33,8 +33,8 @@ def _jvp(primals: Any, tangents: Any, *, options: Any):
     moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
 
     def of(*values):
-        given = dict(zip(moving, values, strict=True))
-        return _plain(*(given.get(i, x) for i, x in enumerate(primals)), options=options)
+        traced = dict(zip(moving, values, strict=True))
+        return _plain(*(traced.get(i, x) for i, x in enumerate(primals)), options=options)
 
     return jax.jvp(of, [primals[i] for i in moving], [tangents[i] for i in moving])
 

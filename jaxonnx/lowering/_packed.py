@@ -131,14 +131,14 @@ class _Form:
         count, (rows, columns) = self.apart, self.size
         if count == 1:
             return self.in_parts(x, *arrays)
-        own = replace(self, size=(rows // count, columns), apart=1)
+        part = replace(self, size=(rows // count, columns), apart=1)
         groups = [g.reshape(count, -1, *g.shape[1:]) for g in arrays[: self.count]]
         axes = [*(0 for _ in groups), *(None for _ in arrays[self.count :])]
         if self.transposed:
-            y = jax.vmap(own.in_parts, (None, *axes), -2)(x, *groups, *arrays[self.count :])
+            y = jax.vmap(part.in_parts, (None, *axes), -2)(x, *groups, *arrays[self.count :])
             return y.reshape(*x.shape[:-1], rows)
         x = x.reshape(*x.shape[:-1], count, rows // count)
-        return jax.vmap(own.in_parts, (-2, *axes))(x, *groups, *arrays[self.count :]).sum(0)
+        return jax.vmap(part.in_parts, (-2, *axes))(x, *groups, *arrays[self.count :]).sum(0)
 
     def in_parts(self, x, *arrays):
         """Multiply by a few groups of rows at a time, in a loop."""

@@ -59,7 +59,7 @@ def _(function, values, tangents):
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def recur(
-    step: Step, reverse: bool, own: int, x, w, r, bias, extra, valid, states
+    step: Step, reverse: bool, lone: int, x, w, r, bias, extra, valid, states
 ) -> tuple[Any, Any]:
     """Return the first state after every step, and all states after the last.
 
@@ -69,28 +69,28 @@ def recur(
     Args:
       step: a function that closes over no array.
       reverse: whether to begin with the last element of the sequence.
-      own: the number of gates that the state has alone, the last rows of r.
+      lone: the number of gates that the state has alone, the last rows of r.
       x: (steps, batch, features).
-      w: (gates - own, features).
+      w: (gates - lone, features).
       r: (at most gates, hidden), or None for a step that multiplies the state itself.
       bias: (gates,) or None.
       extra: a pytree of further arrays for every step, or None.
       valid: bool (steps, batch, 1), the states stay where it is false; or None.
       states: before the first step, a tuple of (batch, hidden).
     """
-    return _scan(step, reverse, own, None, x, w, r, bias, extra, valid, states)
+    return _scan(step, reverse, lone, None, x, w, r, bias, extra, valid, states)
 
 
 @partial(recur.defjvp, symbolic_zeros=True)
-def _(step, reverse, own, primals, tangents):
+def _(step, reverse, lone, primals, tangents):
     x, w, r, bias, extra, valid, states = primals
     dx, dw, dr, dbias, dextra, _, dstates = tangents
     dextra, dstates = jax.tree.map(_array, (dextra, dstates), is_leaf=_is_zero)
     kind = jnp.float32 if is_half(x) else x.dtype
-    gates = jnp.zeros((*x.shape[:2], len(w) + own), kind)
+    gates = jnp.zeros((*x.shape[:2], len(w) + lone), kind)
 
     def scan(gates, extra, states):
-        return _scan(step, reverse, own, gates, x, w, r, bias, extra, valid, states)
+        return _scan(step, reverse, lone, gates, x, w, r, bias, extra, valid, states)
 
     # The reference, a scan differentiated step by step, accumulates dw += x_t.T @ dgates_t in every
     # step. Here the loop is linearized in the gates only; the tangents of x, w, r and bias enter
@@ -101,17 +101,17 @@ def _(step, reverse, own, primals, tangents):
     before = jnp.concatenate(ends)[1:] if reverse else jnp.concatenate(ends[::-1])[: len(x)]
     before = lax.platform_dependent(before, tpu=_steps_outside, default=lambda h: h)
     if not _is_zero(dx):
-        gates += _apart(_by_rows(dx, w), len(w), own)
+        gates += _apart(_by_rows(dx, w), len(w), gates.shape[-1])
     if not _is_zero(dw):
-        gates += _apart(_at_once(x, transpose_weight(dw)), len(w), own)
+        gates += _apart(_at_once(x, transpose_weight(dw)), len(w), gates.shape[-1])
     if not (dr is None or _is_zero(dr)):
-        gates += _apart(_at_once(before, transpose_weight(dr)), len(r) - own, len(w) + own - len(r))
+        gates += _apart(_at_once(before, transpose_weight(dr)), len(r) - lone, gates.shape[-1])
     if not (dbias is None or _is_zero(dbias)):
         gates += dbias
     return (hidden, last), linear(gates, dextra, dstates)
 
 
-def _scan(step: Step, reverse: bool, own: int, added, x, w, r, bias, extra, valid, states):
+def _scan(step: Step, reverse: bool, lone: int, added, x, w, r, bias, extra, valid, states):
     """Run `recur`, with an array through which tangents can enter the gates.
 
     If `added` (steps, batch, gates) is not None, its tangents are added to those of the gates; its
@@ -124,16 +124,16 @@ def _scan(step: Step, reverse: bool, own: int, added, x, w, r, bias, extra, vali
     w_t, r_t = (None if a is None else transpose_weight(a) for a in (w, r))
     of_input, of_state = (None, None) if bias is None else jnp.split(bias, [len(w)])
 
-    def gates(given, h):
-        return given if r is None else _add_gates(given, state_product(h, r, r_t), own, of_state)
+    def gates(from_x, h):
+        return from_x if r is None else _add_gates(from_x, state_product(h, r, r_t), lone, of_state)
 
-    def scan(gates_of, given, count=1):
+    def scan(gates_of, from_x, count=1):
         """Scan with the gates `gates_of(given, h)` of each group of hidden units."""
         split = partial(_groups, width=width, count=count)
 
         def body(groups, inputs):
-            given, valid, added = inputs
-            gates = gates_of(given, _join_groups([group[0] for group in groups]))
+            from_x, valid, added = inputs
+            gates = gates_of(from_x, _join_groups([group[0] for group in groups]))
             if added is not None:
                 gates = map(_with_tangent, gates, split(added))
             new = [
@@ -142,7 +142,7 @@ def _scan(step: Step, reverse: bool, own: int, added, x, w, r, bias, extra, vali
             ]
             return new, _join_groups([group[0] for group in new])
 
-        last, hidden = lax.scan(body, split(states), (given, valid, added), reverse=reverse)
+        last, hidden = lax.scan(body, split(states), (from_x, valid, added), reverse=reverse)
         return jax.tree.map(lambda *groups: _join_groups(groups), *last), hidden
 
     def at_once(x):
@@ -150,7 +150,7 @@ def _scan(step: Step, reverse: bool, own: int, added, x, w, r, bias, extra, vali
 
     def step_by_step(x):
         few = isinstance(x.shape[1], int) and x.shape[1] < FEW
-        whole = few or own or width % GROUPS
+        whole = few or lone or width % GROUPS
         if r is not None and len(r) == len(w) and LARGE <= r.size <= VAST and not whole:
             split = partial(_groups, width=width, count=GROUPS, axis=0)
             both = map(transpose_weight, split(jnp.concatenate([w, r], 1)))
@@ -196,30 +196,30 @@ def _groups(tree: Any, width: int, count: int, axis: int = -1) -> list:
     return [jax.tree.map(partial(share, i), tree) for i in range(count)]
 
 
-def _add_gates(given, product, own: int, bias):
+def _add_gates(from_x, product, lone: int, bias):
     """Add the shares of the input and the state in the gates.
 
     Args:
-      given: of the input; its last gates, beyond those of the state, are the input's alone.
-      product: of the state; its last `own` gates are the state's alone.
-      own: see `recur`.
+      from_x: of the input; its last gates, beyond those of the state, are the input's alone.
+      product: of the state; its last `lone` gates are the state's alone.
+      lone: see `recur`.
       bias: of the state's own gates, or None.
 
     Returns:
       The common gates, then the input's own, then the state's own.
     """
-    shared = product.shape[-1] - own
-    if shared == given.shape[-1] and not own:
-        return given + product
-    both, alone = given[..., :shared] + product[..., :shared], product[..., shared:]
+    shared = product.shape[-1] - lone
+    if shared == from_x.shape[-1] and not lone:
+        return from_x + product
+    both, alone = from_x[..., :shared] + product[..., :shared], product[..., shared:]
     alone = alone if bias is None else alone + bias
-    return jnp.concatenate([both, given[..., shared:], alone], -1)
+    return jnp.concatenate([both, from_x[..., shared:], alone], -1)
 
 
-def _apart(gates, first: int, count: int):
-    """Insert `count` zeros after the first `first` gates, where a tangent has no share."""
-    zeros = jnp.zeros((*gates.shape[:-1], count), gates.dtype)
-    return jnp.concatenate([gates[..., :first], zeros, gates[..., first:]], -1) if count else gates
+def _apart(gates, first: int, size: int):
+    """Insert zeros after the first `first` of `size` gates, where a tangent has no share."""
+    gap = jnp.zeros((*gates.shape[:-1], size - gates.shape[-1]), gates.dtype)
+    return jnp.concatenate([gates[..., :first], gap, gates[..., first:]], -1) if gap.size else gates
 
 
 def _join_groups(groups):

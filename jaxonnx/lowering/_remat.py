@@ -29,8 +29,8 @@ def _forward(function, weights, values):
     return function(weights, values), (weights, values)
 
 
-def _backward(function, kept, cotangents):
-    weights, values = kept
+def _backward(function, saved, cotangents):
+    weights, values = saved
     real = (x for x in jax.tree.leaves(cotangents) if x.size and x.dtype != jax.dtypes.float0)
     first = next(real, None)
     if first is not None:

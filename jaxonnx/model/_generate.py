@@ -377,8 +377,8 @@ class Generator:
         """
         assert self._caches is not None
         caches, pads_left = self._caches, side == "before"
-        kept = {self._logits_output, *caches.pairs.values()}
-        program = self._program.enter(Outputs.among(self._program.graph, kept))
+        names = {self._logits_output, *caches.pairs.values()}
+        program = self._program.enter(Outputs.among(self._program.graph, names))
         first = program.enter(EmptyCaches.of(program.graph, caches))
         batch, width = tokens.shape
         size, lengths, tokens = width + count, jnp.asarray(lengths), jnp.asarray(tokens)

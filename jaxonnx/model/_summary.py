@@ -127,7 +127,7 @@ def summary(model: Network, reasons: Mapping[str, str]) -> Summary:
       reasons: why tensors that stand where weights do are constants, by name.
     """
     tensors, graph = model.tensors, model.graph
-    values, known = _infer_values(model)
+    values, constants = _infer_values(model)
     origins = {name: node for node in model.proto.graph.node for name in node.output}
     meanings = weights(graph, tensors)
     stored = {name: weight.storage for name, weight in meanings.items() if weight.storage}
@@ -144,7 +144,7 @@ def summary(model: Network, reasons: Mapping[str, str]) -> Summary:
         # a tensor that a subgraph returns unchanged has no use within it, but is read by the node
         read = [*readings.get(node.index, ()), *(name for name in node.reads if name in tensors)]
         first = node.outputs[0] if node.outputs else ""
-        if not node.op.view and node.index not in views and first not in known:
+        if not node.op.view and node.index not in views and first not in constants:
             origin, value = origins.get(first), values.get(first)
             weights_of = list(dict.fromkeys(read))
             places.append(_origin(model, node, origin, weights_of))
@@ -171,12 +171,12 @@ def _infer_values(model: Network) -> tuple[dict[str, Value], frozenset[str]]:
     Where shapes cannot be evaluated they are inferred, and integer values count as known.
     """
     shapes = evaluate_shapes(model.proto, model.graph, model.tensors)
-    values, known = ({}, frozenset()) if shapes is None else (shapes.values, shapes.known)
+    values, constants = ({}, frozenset()) if shapes is None else (shapes.values, shapes.known)
     names = [n for node in model.graph.nodes for n in node.outputs if n and n not in values]
     kinds = infer_types(model.proto, model.tensors, names) if names else {}
     inferred = {n: to_value(ValueInfoProto(name=n, type=kind)) for n, kind in kinds.items()}
     whole = [n for n, v in inferred.items() if v.dtype is not None and v.dtype.kind in "iub"]
-    return {**inferred, **values}, known.union(whole)
+    return {**inferred, **values}, constants.union(whole)
 
 
 def _layer(
@@ -195,8 +195,8 @@ def _layer(
     new = [w for w in learned if w not in counted]
     trained = [w for w in new if w in model.params]
     ends = ("A", "B", "magnitude")
-    own = [f"{w}.lora_{end}" for w in adapted if w in new for end in ends]
-    trained += [name for name in own if name in model.params]
+    factors = [f"{w}.lora_{end}" for w in adapted if w in new for end in ends]
+    trained += [name for name in factors if name in model.params]
     notes = [f"adapters of rank {tensors[f'{w}.lora_A'].shape[-2]}" for w in adapted[:1]]
     notes += [f"{w}: {form}" for w in learned if (form := stored.get(w))]
     if node.op.normalizes:
@@ -237,8 +237,8 @@ def _ratio(model: Network, node: Node) -> float:
         return view.ratios[node.outputs[0]]
     if len(node.inputs) < 2 or not node.inputs[1]:
         return node.attributes.get("ratio", 0.5)
-    known = {**model.graph.initializers, **model.program.constants}
-    ratio = known.get(node.inputs[1])
+    constants = {**model.graph.initializers, **model.program.constants}
+    ratio = constants.get(node.inputs[1])
     if ratio is None or ratio.size != 1 or ratio.dtype == object:
         return float("nan")
     return float(ratio.reshape(()))

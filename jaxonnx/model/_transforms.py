@@ -83,8 +83,8 @@ def with_any_batch(model: M, *, prove: bool = False) -> M:
       prove: compare it with the given one on random numbers whatever was changed.
     """
     refuse_change(model, "the batch size")
-    given = model.proto, model.program, model.params, model.state
-    proto, added = free_batch(*given, prove=prove)
+    network = model.proto, model.program, model.params, model.state
+    proto, added = free_batch(*network, prove=prove)
     if proto is model.proto:
         return model
     net = with_file(model, proto, added)
@@ -176,13 +176,13 @@ def with_file(model: M, proto: ModelProto, added: Mapping[str, np.ndarray] | Non
     tensors = {**model.params, **model.state, **constants}
     graph = fuse_integer_products(bind(proto, proto.graph, tensors.keys()), tensors)
     graph = pass_rounding(graph, tensors)
-    kept = {*graph_tensors(graph)}
+    read = {*graph_tensors(graph)}
     params, state, constants = (
-        {name: value for name, value in group.items() if name in kept}
+        {name: value for name, value in group.items() if name in read}
         for group in (model.params, model.state, constants)
     )
     program = model.program.replace_file(graph, constants)
-    heads = tuple(head for head in model.heads if kept.issuperset(head.tensors))
+    heads = tuple(head for head in model.heads if read.issuperset(head.tensors))
     return dataclasses.replace(
         model, params=params, state=state, proto=proto, program=program, heads=heads
     )

@@ -182,16 +182,16 @@ def _prune(graph: GraphProto, results: Iterable[str], nodes: int = 0, tensors: i
       results: the names that are needed.
       nodes, tensors: the first node and initializer to consider.
     """
-    needed, kept = {*results}, []
+    needed, reached = {*results}, []
     for node in reversed(graph.node[nodes:]):
         if needed.intersection(node.output):
             for inner in subgraphs(node):
                 _prune(inner, [value.name for value in inner.output])
             needed.update(reads(node))
-            kept.append(node)
+            reached.append(node)
     weights = [tensor for tensor in graph.initializer[tensors:] if tensor.name in needed]
     del graph.node[nodes:]
-    graph.node.extend(reversed(kept))
+    graph.node.extend(reversed(reached))
     del graph.initializer[tensors:]
     graph.initializer.extend(weights)
 

@@ -105,8 +105,8 @@ class Tensor(str):
             tensor.shape,
             tensor.dtype,
         )
-        for kept in KEPT:
-            setattr(tensor, kept, getattr(name, kept, None) if same else None)
+        for attribute in KEPT:
+            setattr(tensor, attribute, getattr(name, attribute, None) if same else None)
         return tensor
 
     @property

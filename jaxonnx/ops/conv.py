@@ -131,8 +131,8 @@ def conv_transpose(
 
 def _or_none(zero_point):
     """Return a zero point, or None if it is known to be 0."""
-    known = zero_point is not None and is_known(zero_point) and not zero_point.any()
-    return None if known else zero_point
+    all_zero = zero_point is not None and is_known(zero_point) and not zero_point.any()
+    return None if all_zero else zero_point
 
 
 @op("ConvInteger", since=10, like="Conv", accepts=KERNELS, shapes=INTEGER)
@@ -158,7 +158,7 @@ def conv_integer(
     return lowering.integer_convolution(x, w, windows, group, x_zero_point, w_zero_point, channels)
 
 
-QUANTIZED = scaled("x", "w", storage=along(lambda own: 0))
+QUANTIZED = scaled("x", "w", storage=along(lambda attributes: 0))
 
 
 @op(

@@ -148,8 +148,8 @@ def power(x, y):
     m = xp(x, y)
     if is_integer(x) and is_integer(y):
         magnitude = m.power(x, abs(y).astype(x.dtype))
-        one = m.ones((), x.dtype)
-        return m.where(y < 0, div(one, magnitude), magnitude)
+        unit = m.ones((), x.dtype)
+        return m.where(y < 0, div(unit, magnitude), magnitude)
     wide = canonical(np.float64 if is_integer(x) else jnp.promote_types(x.dtype, y.dtype))
     function = np.power if m is np else _float_power
     return function(x.astype(wide), y.astype(wide)).astype(x.dtype)

@@ -236,8 +236,8 @@ def mean_variance_normalization(x, *, axes=(0, 2, 3)):
 
 def _dropout(x, ratio, active, key, mask_type=np.bool_):
     """Return (x / (1 - ratio) where kept, kept); `ratio` and `active` may be traced."""
-    known = isinstance(active, bool | np.bool_) and isinstance(ratio, int | float)
-    if known and (not active or ratio == 0):
+    constant = isinstance(active, bool | np.bool_) and isinstance(ratio, int | float)
+    if constant and (not active or ratio == 0):
         return x, jnp.ones(x.shape, mask_type)
     active = active & (ratio > 0)
     ratio = jnp.where(active, jnp.asarray(ratio, np.float32), 0)

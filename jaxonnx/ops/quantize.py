@@ -21,7 +21,9 @@ from jaxonnx.ops.cast import convert
 from jaxonnx.ops.common import axis_of, divide, element_dtype
 from jaxonnx.registry import PerAxis, is_known, op, xp
 
-ALONG_AXIS = Quantized("scale", "zero_point", storage=along(lambda own: own.get("axis", 1)))
+ALONG_AXIS = Quantized(
+    "scale", "zero_point", storage=along(lambda attributes: attributes.get("axis", 1))
+)
 """Codes with scales along the attribute `axis`."""
 
 

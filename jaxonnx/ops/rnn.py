@@ -96,12 +96,12 @@ def scan_over(cell, x, hidden, bias, sequence_lens, initial, direction, layout):
         return state[:, d] if layout else state[d]
 
     def one_direction(d, reverse):
-        step, own, weight, recurrent, extra = cell(d)
+        step, apart, weight, recurrent, extra = cell(d)
         first, *others = (start(state, d) for state in initial)
         # states that no product reads (the cell of an LSTM) are float32, and rounded at the end
         states = first, *map(widen, others)
         added = None if bias is None else bias[d]
-        y, last = recur(step, reverse, own, x, weight, recurrent, added, extra, valid, states)
+        y, last = recur(step, reverse, apart, x, weight, recurrent, added, extra, valid, states)
         last = [state.astype(x.dtype) for state in last]
         return y if valid is None else jnp.where(valid, y, 0), last
 
@@ -183,8 +183,8 @@ def gru(
         of_input, of_state = jnp.split(b, 2, axis=1)
         bias = of_input + of_state
         if linear_before_reset:
-            own = of_input[:, 2 * hidden :], of_state[:, 2 * hidden :]
-            bias = jnp.concatenate([bias[:, : 2 * hidden], *own], axis=1)
+            new_gate = of_input[:, 2 * hidden :], of_state[:, 2 * hidden :]
+            bias = jnp.concatenate([bias[:, : 2 * hidden], *new_gate], axis=1)
 
     def cell(d):
         f, g = functions[d]

@@ -75,9 +75,9 @@ def from_cutlass(values: np.ndarray, metadata: np.ndarray, *, axis: int = 1) -> 
         )
     ordered = _restore(metadata.view(word)).astype(word.newbyteorder("<"))
     shape = (rows, 2 * half) if axis % 2 else (2 * half, rows)
-    kept, places = values.reshape(rows, -1, 2), np.ascontiguousarray(ordered).view(np.uint8)
-    packed = Packed(kept, places.reshape(-1), shape, axis % 2, Pattern(2, 4, False))
-    if damage := packed.pattern.damage(kept, places.reshape(-1), shape, axis % 2):
+    pairs, places = values.reshape(rows, -1, 2), np.ascontiguousarray(ordered).view(np.uint8)
+    packed = Packed(pairs, places.reshape(-1), shape, axis % 2, Pattern(2, 4, False))
+    if damage := packed.pattern.damage(pairs, places.reshape(-1), shape, axis % 2):
         raise SparsityError(f"metadata: {damage}")
     return packed
 

@@ -31,7 +31,7 @@ def search(w: jax.Array, axes: Axes, interpret: bool = False) -> list[jax.Array]
 
     rows, columns = sorted(axes)
 
-    def kernel(w, codes, whole, kept, wide, *transposed):
+    def kernel(w, codes, whole, selected, wide, *transposed):
         # transposed[r] holds rows r, r + 4, ... of the tile as columns, so that a second strided
         # read along its first axis gives one cell of all 128 x 128 blocks, without a short axis
         for lanes in _SLABS:
@@ -48,7 +48,7 @@ def search(w: jax.Array, axes: Axes, interpret: bool = False) -> list[jax.Array]
         inside &= column < shape[columns] // 4 - pl.program_id(2) * LANES
         ones = [jnp.where((code >> (15 - i)) & 1 == 1, x, 0) for i, x in enumerate(cells)]
         # partial sums of 8 x 128, the smallest tile that a TPU writes; the caller adds them up
-        for sums, parts in (whole, cells), (kept, ones):
+        for sums, parts in (whole, cells), (selected, ones):
             sums[...] = jnp.where(inside, sum(parts), 0).reshape(-1, 8, LANES).sum(0)
 
     shape = w.shape

@@ -45,12 +45,12 @@ def metrics(opt_state: Any) -> dict[str, Any]:
     names = sorted(state.masks)
     sizes = np.array([state.pruned[n].size for n in names])
     ones = np.array([np.bitwise_count(to_host(state.masks[n])).sum() for n in names])
-    flips, kept = np.asarray(state.flips, float), np.asarray(state.kept, float)
+    flips, shares = np.asarray(state.flips, float), np.asarray(state.kept, float)
     return {
         "phase": int(state.phase),
         "sparsity": 1 - float(ones.sum() / sizes.sum()),
         "flip_rate": float(flips @ sizes / sizes.sum()),
-        "kept": float(kept @ sizes / sizes.sum()),
+        "kept": float(shares @ sizes / sizes.sum()),
         "flips": dict(zip(names, flips.tolist(), strict=True)),
-        "kept_by_layer": dict(zip(names, kept.tolist(), strict=True)),
+        "kept_by_layer": dict(zip(names, shares.tolist(), strict=True)),
     }

@@ -52,39 +52,39 @@ class Pattern(SparsityPattern):
             return transposable(w, self.n, self.m, axes)
         return one_axis(w, self.n, self.m, axes[1])
 
-    def expand(self, found: Any, axes: Axes) -> jax.Array:
-        return _search.expand(found, axes) if self._has_templates else found
+    def expand(self, best: Any, axes: Axes) -> jax.Array:
+        return _search.expand(best, axes) if self._has_templates else best
 
-    def share(self, w: jax.Array, found: Any, axes: Axes) -> jax.Array:
+    def share(self, w: jax.Array, best: Any, axes: Axes) -> jax.Array:
         if self._has_templates:
-            return ratio(found.kept.sum(), found.whole.sum())
-        return super().share(w, found, axes)
+            return ratio(best.kept.sum(), best.whole.sum())
+        return super().share(w, best, axes)
 
-    def groups(self, kept: np.ndarray, axes: Axes, along: int) -> tuple[np.ndarray, np.ndarray]:
-        if kept.shape[along] % self.m:  # the free axis of a one-axis pattern
-            return np.full(kept.shape, -1, np.int32), np.ones(kept.shape, bool)
-        full = group_sums(kept, self.m, along) > self.n
+    def groups(self, nonzero: np.ndarray, axes: Axes, along: int) -> tuple[np.ndarray, np.ndarray]:
+        if nonzero.shape[along] % self.m:  # the free axis of a one-axis pattern
+            return np.full(nonzero.shape, -1, np.int32), np.ones(nonzero.shape, bool)
+        full = group_sums(nonzero, self.m, along) > self.n
         numbers = np.arange(full.size, dtype=np.int32).reshape(full.shape)
         return np.repeat(numbers, self.m, along), np.repeat(full, self.m, along)
 
     def holds(self, mask: jax.Array | np.ndarray, axes: Axes) -> bool:
-        kept = np.asarray(mask) != 0
+        nonzero = np.asarray(mask) != 0
         wanted = axes if self.transposable else axes[1:]
-        return all(int(group_sums(kept, self.m, a).max(initial=0)) <= self.n for a in wanted)
+        return all(int(group_sums(nonzero, self.m, a).max(initial=0)) <= self.n for a in wanted)
 
-    def pack(self, w: np.ndarray, kept: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
+    def pack(self, w: np.ndarray, nonzero: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
         if w.shape[axis] % self.m:
             raise SparsityError(
                 f"axis {axis} of the weight must be a multiple of {self.m}, got {w.shape[axis]}"
             )
-        w, kept = (_split_groups(np.moveaxis(x, axis, -1), self.m, -1) for x in (w, kept))
-        if (most := int(kept.sum(-1).max(initial=0))) > self.n:
+        w, nonzero = (_split_groups(np.moveaxis(x, axis, -1), self.m, -1) for x in (w, nonzero))
+        if (most := int(nonzero.sum(-1).max(initial=0))) > self.n:
             raise SparsityError(
                 f"a group along axis {axis} keeps {most} of {self.m}, not at most {self.n}"
             )
         # kept places first (a stable sort of ~kept), then as many of the others as are missing to
         # N; ascending order is what `damage` checks and what the hardware reads
-        places = np.sort(np.argsort(~kept, axis=-1, kind="stable")[..., : self.n], axis=-1)
+        places = np.sort(np.argsort(~nonzero, axis=-1, kind="stable")[..., : self.n], axis=-1)
         return np.take_along_axis(w, places, -1), _to_bits(places, _width(self.m))
 
     def unpack(

@@ -92,12 +92,12 @@ def pack(
     w = np.asarray(w)
     require("w", w, w.ndim > 0, "an array of one axis or more", SparsityError)
     axis = (default_axes(w.ndim)[1] if axis is None else axis) % w.ndim
-    kept = w != 0 if mask is None else np.asarray(mask) != 0
-    if kept.shape != w.shape:
-        raise SparsityError(f"a mask of shape {kept.shape} for a weight of shape {w.shape}")
-    if (w[~kept] != 0).any():
+    nonzero = w != 0 if mask is None else np.asarray(mask) != 0
+    if nonzero.shape != w.shape:
+        raise SparsityError(f"a mask of shape {nonzero.shape} for a weight of shape {w.shape}")
+    if (w[~nonzero] != 0).any():
         raise SparsityError("the weight is not zero outside its mask: packing would lose weights")
-    return Packed(*pattern.pack(w, kept, axis), w.shape, axis, pattern)
+    return Packed(*pattern.pack(w, nonzero, axis), w.shape, axis, pattern)
 
 
 def unpack(packed: Any) -> Any:

@@ -43,16 +43,16 @@ class SparsityPattern(Protocol):
     def search(self, w: jax.Array, axes: Axes) -> Any:
         """Find the best mask of a weight, under a trace, in the form that `expand` takes."""
 
-    def expand(self, found: Any, axes: Axes) -> jax.Array:
+    def expand(self, best: Any, axes: Axes) -> jax.Array:
         """Return the boolean mask from the result of `search`."""
-        return found
+        return best
 
-    def share(self, w: jax.Array, found: Any, axes: Axes) -> jax.Array:
+    def share(self, w: jax.Array, best: Any, axes: Axes) -> jax.Array:
         """Return the share of sum |w| that the result of `search` keeps; 1 if the sum is 0."""
-        return kept_share(w, self.expand(found, axes))
+        return kept_share(w, self.expand(best, axes))
 
     @abstractmethod
-    def groups(self, kept: np.ndarray, axes: Axes, along: int) -> tuple[np.ndarray, np.ndarray]:
+    def groups(self, nonzero: np.ndarray, axes: Axes, along: int) -> tuple[np.ndarray, np.ndarray]:
         """Number the groups that a product over the axis `along` must sum as a whole.
 
         Returns:
@@ -62,28 +62,28 @@ class SparsityPattern(Protocol):
 
     def holds(self, mask: jax.Array | np.ndarray, axes: Axes) -> bool:
         """Check whether the nonzero entries have the pattern."""
-        kept = np.asarray(mask) != 0
+        nonzero = np.asarray(mask) != 0
         wanted = axes if self.transposable else axes[1:]
-        return not any(self.groups(kept, axes, along)[1].any() for along in wanted)
+        return not any(self.groups(nonzero, axes, along)[1].any() for along in wanted)
 
-    def pack(self, w: np.ndarray, kept: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
+    def pack(self, w: np.ndarray, nonzero: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the kept weights, and their places as `uint8`: by default one bit per weight.
 
         Raises:
           SparsityError: the weight does not have the pattern along this axis.
         """
-        return w[kept], np.packbits(kept.reshape(-1), bitorder="little")
+        return w[nonzero], np.packbits(nonzero.reshape(-1), bitorder="little")
 
     def unpack(
         self, values: jax.Array, indices: jax.Array, shape: tuple[int, ...], axis: int
     ) -> jax.Array:
         """Return the dense weight from the results of `pack`, under a trace."""
-        kept = jnp.unpackbits(indices, count=math.prod(shape), bitorder="little") != 0
+        nonzero = jnp.unpackbits(indices, count=math.prod(shape), bitorder="little") != 0
         # boolean indexing has no static shape: gather instead, from the running count of kept
         # weights, and from a 0 behind the values for those that are not kept
         padded = jnp.append(values, jnp.zeros(1, values.dtype))
-        places = jnp.cumsum(kept, dtype=jnp.int32) - 1
-        return padded[jnp.where(kept, places, len(values))].reshape(shape)
+        places = jnp.cumsum(nonzero, dtype=jnp.int32) - 1
+        return padded[jnp.where(nonzero, places, len(values))].reshape(shape)
 
     def damage(
         self, values: np.ndarray, indices: np.ndarray, shape: tuple[int, ...], axis: int

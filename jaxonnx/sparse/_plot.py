@@ -42,9 +42,11 @@ def plot_masks(source: Any, layers: Iterable[Layer] | None = None) -> Any:
     for panel in axes.flat[len(wanted) :]:
         panel.set_axis_off()
     for panel, (name, goal) in zip(axes.flat, wanted.items(), strict=False):
-        kept = np.moveaxis(np.asarray(weights[name]) != 0, goal.axes, (-2, -1))
-        panel.imshow(kept.reshape(-1, *kept.shape[-2:])[0], cmap="Greys", interpolation="nearest")
-        title = f"{aliases.get(name, name)}\n{goal.pattern}, {kept.mean():.0%} kept"
+        nonzero = np.moveaxis(np.asarray(weights[name]) != 0, goal.axes, (-2, -1))
+        panel.imshow(
+            nonzero.reshape(-1, *nonzero.shape[-2:])[0], cmap="Greys", interpolation="nearest"
+        )
+        title = f"{aliases.get(name, name)}\n{goal.pattern}, {nonzero.mean():.0%} kept"
         panel.set_title(title, fontsize=8)
         panel.set(xlabel="input", ylabel="output")
     return figure

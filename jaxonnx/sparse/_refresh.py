@@ -40,8 +40,8 @@ def renew_masks(true, total, old, where):
         jnp.sum(jnp.bitwise_count(new ^ old[n]), dtype=jnp.float32) / total[n].size
         for n, new in bits.items()
     ]
-    kept = [where[n].pattern.share(total[n], b, where[n].axes) for n, b in best.items()]
-    return bits, jnp.stack(flips), jnp.stack(kept)
+    shares = [where[n].pattern.share(total[n], b, where[n].axes) for n, b in best.items()]
+    return bits, jnp.stack(flips), jnp.stack(shares)
 
 
 def refresh_body(is_refresh, w, where, reset):
@@ -64,13 +64,13 @@ def refresh_body(is_refresh, w, where, reset):
         # `reset` they are dropped).
         stray = {n: jnp.where(from_bits(old[n], x.shape), 0, x) for n, x in w.items()}
         total = {n: (w[n] - stray[n] + x).astype(w[n].dtype) for n, x in v.items()}
-        masks, flips, kept = renew_masks(is_refresh, total, old, where)
+        masks, flips, shares = renew_masks(is_refresh, total, old, where)
         hidden = {n: 0 if reset else x for n, x in total.items()}
         v = {
             n: jnp.where(from_bits(masks[n], x.shape), x - stray[n], hidden[n]).astype(x.dtype)
             for n, x in v.items()
         }
-        return v, masks, flips, kept
+        return v, masks, flips, shares
 
     return refresh
 

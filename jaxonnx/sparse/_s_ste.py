@@ -108,10 +108,10 @@ def s_ste(
             jnp.sum(jnp.bitwise_count(bits ^ phases.masks[n]), dtype=jnp.float32) / dense[n].size
             for n, bits in masks.items()
         ]
-        kept = [kept_share(w, used[n] != 0) for n, w in dense.items()]
+        shares = [kept_share(w, used[n] != 0) for n, w in dense.items()]
         count = jnp.asarray(optax.safe_increment(phases.count))
         phases = ThreePhaseState(
-            count, phases.phase, inner_state, dense, masks, jnp.stack(changed), jnp.stack(kept)
+            count, phases.phase, inner_state, dense, masks, jnp.stack(changed), jnp.stack(shares)
         )
         shown = pick(params, shrink)
         # for a weight that becomes hidden this is -x, so that apply_updates gives exactly 0

@@ -37,9 +37,9 @@ def search(w: jax.Array, axes: Axes) -> BestTemplates:
     return BestTemplates(*_search_p.bind(jax.lax.stop_gradient(w), axes=_positive(w, axes)))
 
 
-def expand(found: BestTemplates, axes: Axes) -> jax.Array:
+def expand(best: BestTemplates, axes: Axes) -> jax.Array:
     """Expand templates to the boolean mask, as `_templates.expand` does."""
-    return _expand_p.bind(found.codes, axes=_positive(found.codes, axes))[0]
+    return _expand_p.bind(best.codes, axes=_positive(best.codes, axes))[0]
 
 
 def _positive(x: jax.Array, axes: Axes) -> Axes:

@@ -170,7 +170,7 @@ def three_phase(
             n: jnp.where(expand_mask(state.masks, n), -0.0, state.pruned[n]) + x
             for n, x in u.items()
         }
-        v, masks, flips, kept = run_if(
+        v, masks, flips, shares = run_if(
             is_refresh,
             refresh_body(is_refresh, w, where, reset),
             (v, state.masks, state.flips, state.kept),
@@ -184,7 +184,7 @@ def three_phase(
         u = {n: jnp.where(expand_mask(masks, n), x, -w[n]) for n, x in v.items()}
         pruned = {n: x.astype(w[n].dtype) for n, x in v.items()}
         return replace(updates, u), ThreePhaseState(
-            count, phase(count), inner_state, pruned, masks, flips, kept
+            count, phase(count), inner_state, pruned, masks, flips, shares
         )
 
     return optax.GradientTransformationExtraArgs(init, make_update("three_phase", move))

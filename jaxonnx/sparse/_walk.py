@@ -135,12 +135,12 @@ class Walk:
         elif name == "optimization_barrier":
             return operands
         elif name in _KEEPS:
-            kept = [x for x in operands[: 2 if name == "mul" else 1] if x is not None]
-            return [np.broadcast_to(x, _shape(eqn.outvars[0])) for x in kept[:1]]
+            sources = [x for x in operands[: 2 if name == "mul" else 1] if x is not None]
+            return [np.broadcast_to(x, _shape(eqn.outvars[0])) for x in sources[:1]]
         elif name in _BOUNDS:
-            kept = [x for x in operands if not _is_bound(x, _BOUNDS[name])]
-            if len(kept) == 1 and kept[0] is not None:
-                return [np.broadcast_to(kept[0], _shape(eqn.outvars[0]))]
+            sources = [x for x in operands if not _is_bound(x, _BOUNDS[name])]
+            if len(sources) == 1 and sources[0] is not None:
+                return [np.broadcast_to(sources[0], _shape(eqn.outvars[0]))]
         elif name in ("add", "add_any", "sub", "select_n"):
             return [_merge(operands[name == "select_n" :], _shape(eqn.outvars[0]))]
         elif name in ("concatenate", "stack"):

@@ -71,22 +71,22 @@ _SHOWN = 8
 @cache
 def _named_losses() -> dict[str, Callable[..., Any]]:
     """Return the losses of optax that need predictions and targets and nothing else, and ONNX's."""
-    found = {}
+    losses = {}
     for name in dir(optax.losses):
         function = getattr(optax.losses, name)
         if callable(function) and name not in ("smooth_labels", "ntxent"):
             parameters = inspect.signature(function).parameters.values()
             needed = [p for p in parameters if p.default is p.empty or p.name == "targets"]
             if len(needed) == 2:
-                found[name] = function
-    found["absolute_error"] = lambda outputs, targets: jnp.abs(outputs - targets)
-    found["causal_lm"] = causal_lm()
-    found["contrastive"] = contrastive()
-    found["in_batch_negatives"] = in_batch_negatives()
-    found["seq2seq_lm"] = seq2seq_lm()
-    found["SoftmaxCrossEntropyLoss"] = cross_entropy()
-    found["NegativeLogLikelihoodLoss"] = negative_log_likelihood()
-    return found
+                losses[name] = function
+    losses["absolute_error"] = lambda outputs, targets: jnp.abs(outputs - targets)
+    losses["causal_lm"] = causal_lm()
+    losses["contrastive"] = contrastive()
+    losses["in_batch_negatives"] = in_batch_negatives()
+    losses["seq2seq_lm"] = seq2seq_lm()
+    losses["SoftmaxCrossEntropyLoss"] = cross_entropy()
+    losses["NegativeLogLikelihoodLoss"] = negative_log_likelihood()
+    return losses
 
 
 @dataclass(frozen=True)

@@ -70,8 +70,8 @@ def round_products(function: Callable[..., Any], dtype: Any) -> Callable[..., An
 
     def run_rounded(*args):
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
-        found = run(closed, *jax.tree.leaves(args))
-        return jax.tree.unflatten(jax.tree.structure(shape), found)
+        results = run(closed, *jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shape), results)
 
     return run_rounded
 

@@ -251,14 +251,14 @@ def _text(value: Any) -> str:
 
 
 def _versions() -> list[tuple[str, str]]:
-    found = [("python", platform.python_version()), ("machine", platform.platform())]
-    found.append(("device", f"{jax.device_count()} x {jax.devices()[0].device_kind}"))
+    versions = [("python", platform.python_version()), ("machine", platform.platform())]
+    versions.append(("device", f"{jax.device_count()} x {jax.devices()[0].device_kind}"))
     for name in _PACKAGES:
         try:
-            found.append((name, version(name)))
+            versions.append((name, version(name)))
         except PackageNotFoundError:  # not installed, but on the path
             continue
-    return found
+    return versions
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> Iterator[str]:

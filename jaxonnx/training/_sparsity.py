@@ -56,11 +56,11 @@ def sparsify(
     methods = {"three_phase": sparse.three_phase, "sr_ste": sparse.sr_ste,
                "s_ste": sparse.s_ste, "one_shot": sparse.fixed_mask}  # fmt: skip
     require_choice("the method of sparsity", method, [*methods], TrainingError)
-    known = [*dict.fromkeys([*_CHOICE, *_options(method), "products"])]
-    if not isinstance(sparsity, str | Mapping) or options.keys() - {*known}:
+    accepted = [*dict.fromkeys([*_CHOICE, *_options(method), "products"])]
+    if not isinstance(sparsity, str | Mapping) or options.keys() - {*accepted}:
         raise TrainingError(
             f"sparsity is a pattern like '2:4', or a dict of method and its options, for {method} "
-            f"any of {', '.join(known)}; not {sparsity!r}"
+            f"any of {', '.join(accepted)}; not {sparsity!r}"
         )
     if method == "three_phase":
         options = _share_out(options, epochs)

@@ -253,15 +253,15 @@ def finite(tree: Any) -> jax.Array:
 
 def _join_small(rows: Sequence[tuple[jax.Array, ...]]) -> list[tuple[jax.Array, ...]]:
     """Concatenate small arrays of one dtype: a loop for each would take longer."""
-    kept, small = [], defaultdict(list)
+    large, small = [], defaultdict(list)
     for row in rows:
         split = any(axis is not None for x in row for axis in jax.typeof(x).sharding.spec)
         if split or row[0].size > SMALL:
-            kept.append(row)
+            large.append(row)
         else:
             small[tuple(x.dtype for x in row)].append([x.reshape(-1) for x in row])
     columns = (zip(*group, strict=True) for group in small.values())
-    return [*kept, *(tuple(jnp.concatenate(column) for column in row) for row in columns)]
+    return [*large, *(tuple(jnp.concatenate(column) for column in row) for row in columns)]
 
 
 def copy(tree: Any) -> Any:

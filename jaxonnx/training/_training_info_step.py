@@ -34,8 +34,8 @@ class TrainingInfoStep(Step):
         self._goal = goal
         self.settings = settings
         self._inputs = [value.name for value in model.inputs]
-        known = dict.fromkeys(name for names in self._training.inputs for name in names)
-        self._targets = [name for name in known if name not in self._inputs]
+        names_read = dict.fromkeys(name for names in self._training.inputs for name in names)
+        self._targets = [name for name in names_read if name not in self._inputs]
 
     def init(self, params: Any = None) -> State:
         params = copy(self._training.state if params is None else dict(params))

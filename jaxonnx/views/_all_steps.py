@@ -27,10 +27,12 @@ class AllSteps(CallView):
     stays: ClassVar[bool] = False
 
     def enter(self, graph: Graph, constants: Mapping[str, np.ndarray]) -> Graph:
-        known, producers = {**graph.initializers, **constants}, graph.producers
+        tensors, producers = {**graph.initializers, **constants}, graph.producers
         read = ancestors(graph.nodes, [self.output])
         for node in reversed(graph.nodes):
-            source = None if read.isdisjoint(node.outputs) else _find_source(node, known, producers)
+            source = (
+                None if read.isdisjoint(node.outputs) else _find_source(node, tensors, producers)
+            )
             if source is not None:
                 new = {node.outputs[0]: source}
                 nodes = tuple(_rename_inputs(n, new) for n in graph.nodes)
@@ -39,24 +41,24 @@ class AllSteps(CallView):
 
 
 def _find_source(
-    node: Node, known: Mapping[str, np.ndarray], producers: Mapping[str, Node]
+    node: Node, constants: Mapping[str, np.ndarray], producers: Mapping[str, Node]
 ) -> str | None:
     """Return the value that a node selects the last step of; None if it does something else."""
     if node.op.name == "Unsqueeze" and len(node.inputs) == 2:
         source, axes = node.inputs
-        if _is(known.get(axes), 1) and source in producers:
-            return _find_gathered(producers[source], known, ())
-    return _find_gathered(node, known, (1,))
+        if _is(constants.get(axes), 1) and source in producers:
+            return _find_gathered(producers[source], constants, ())
+    return _find_gathered(node, constants, (1,))
 
 
 def _find_gathered(
-    node: Node, known: Mapping[str, np.ndarray], shape: tuple[int, ...]
+    node: Node, constants: Mapping[str, np.ndarray], shape: tuple[int, ...]
 ) -> str | None:
     """Return the data of a Gather of index -1 along axis 1, if the index has this shape."""
     if node.op.name != "Gather" or node.attributes.get("axis") != 1:
         return None
     source, index = node.inputs
-    return source if _is(known.get(index), -1) and np.shape(known[index]) == shape else None
+    return source if _is(constants.get(index), -1) and np.shape(constants[index]) == shape else None
 
 
 def _is(value: np.ndarray | None, number: int) -> bool:

@@ -34,9 +34,10 @@ class EmptyCaches(CallView):
 
     def supply(self, inputs: Mapping[str, Any], measure: Measure) -> dict[str, Any]:
         batch = np.shape(inputs[self.first])[0]
-        known = {**self.caches.empty_of_known_size(batch), **inputs}
+        inputs_known = {**self.caches.empty_of_known_size(batch), **inputs}
         sizes = {
-            size: measure(value, known)[axis] for size, (value, axis) in self.caches.joined.items()
+            size: measure(value, inputs_known)[axis]
+            for size, (value, axis) in self.caches.joined.items()
         }
         return {**self.caches.empty(batch, sizes), **inputs}
 

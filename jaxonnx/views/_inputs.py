@@ -52,7 +52,7 @@ class FixedInputs(CallView):
         return self.values.keys()
 
 
-def fix_inputs(values: Iterable[Value], given: Mapping[str, Any]) -> FixedInputs:
+def fix_inputs(values: Iterable[Value], fixed_values: Mapping[str, Any]) -> FixedInputs:
     """Convert the values of fixed inputs to the types of the file.
 
     A value with one axis less than its input, which has a symbolic dimension, is the value of each
@@ -61,10 +61,10 @@ def fix_inputs(values: Iterable[Value], given: Mapping[str, Any]) -> FixedInputs
     Raises:
       InputError: there is no such input, or a value does not fit it.
     """
-    require("fixed", given, isinstance(given, Mapping), "a dict by input name")
+    require("fixed", fixed_values, isinstance(fixed_values, Mapping), "a dict by input name")
     declared, fixed = {value.name: value for value in values}, {}
-    others = [v for v in declared.values() if v.name not in given and not v.whole]
-    for name, array in given.items():
+    others = [v for v in declared.values() if v.name not in fixed_values and not v.whole]
+    for name, array in fixed_values.items():
         if name not in declared:
             raise InputError(
                 f"fixed={{{name!r}: ...}}: the model has no input '{name}'; it has "

@@ -205,7 +205,7 @@ def _chain_in_blocks(
         helper.make_node("Constant", [], [unused_name("sizes", used)], value_ints=values)
         for values in (rows, [*shape], *([[1]] if ranked else []))
     ]
-    into, back, *one = (node.output[0] for node in sizes)  # sizes of blocks, of arrays, [1]
+    into, back, *unit = (node.output[0] for node in sizes)  # sizes of blocks, of arrays, [1]
     rows_of = {name: unused_name(f"{name}.rows", used) for name in (*whole, *results)}
     names = (
         {name: unused_name(f"{name}.block", used) for name in rows_of} if scanned else {**rows_of}
@@ -227,7 +227,7 @@ def _chain_in_blocks(
         copy.input[:] = [names.get(name, name) for name in node.input]
         copy.output[:] = [names.get(name, name) for name in node.output]
     before = [reshape_node(name, into, rows_of[name]) for name in whole]
-    before += [reshape_node(name, one[0], names[name]) for name in ranked]
+    before += [reshape_node(name, unit[0], names[name]) for name in ranked]
     after = [reshape_node(rows_of[name], back, name) for name in results]
     if not scanned:
         return [*sizes, *before, *body.node, *after]

@@ -67,22 +67,22 @@ def _hoist_reshapes(branches: list[_Branch], name: str, result: int) -> tuple[in
     if sorted(keeps) != [False, True]:
         return None
     # in the branch `one`: name -> Reshape (into) -> Scan -> Reshape (back) -> Identity (end)
-    one, other = (branches[keeps.index(side)] for side in (False, True))
-    end, (into, *more) = ends[keeps.index(False)], one.readers.get(name, [None])
-    back = one.makers.get(end.input[0]) if end.op_type == "Identity" else None
+    first, other = (branches[keeps.index(side)] for side in (False, True))
+    end, (into, *more) = ends[keeps.index(False)], first.readers.get(name, [None])
+    back = first.makers.get(end.input[0]) if end.op_type == "Identity" else None
     if more or into is None or back is None or len(other.readers[name]) != 1:
         return None
-    if not into.op_type == back.op_type == "Reshape" or one.readers[back.output[0]] != [end]:
+    if not into.op_type == back.op_type == "Reshape" or first.readers[back.output[0]] != [end]:
         return None
-    scan, sizes = one.makers.get(back.input[0]), one.makers.get(into.input[1])
+    scan, sizes = first.makers.get(back.input[0]), first.makers.get(into.input[1])
     if scan is None or scan.op_type != "Scan" or sizes is None:
         return None
     places = [i for i, read in enumerate(scan.input) if read == into.output[0]]
     if len(places) != 1:
         return None
     scan.input[places[0]], end.input[0] = name, back.input[0]
-    one.graph.node.remove(into)
-    one.graph.node.remove(back)
+    first.graph.node.remove(into)
+    first.graph.node.remove(back)
     shape = tuple(helper.get_node_attr_value(sizes, "value_ints"))
     for branch in branches:
         _declare(branch.graph.output[result], shape)

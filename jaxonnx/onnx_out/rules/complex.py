@@ -129,8 +129,8 @@ def pow_(a, b):
     b = b if isinstance(b, Pair) else Pair(b, jnp.zeros_like(b))
     zero = (a.re == 0) & (a.im == 0)
     z = exp(mul(log(Pair(jnp.where(zero, 1, a.re), a.im)), b))
-    one = ((b.re == 0) & (b.im == 0)).astype(z.re.dtype)
-    return Pair(jnp.where(zero, one, z.re), jnp.where(zero, 0, z.im))
+    unit = ((b.re == 0) & (b.im == 0)).astype(z.re.dtype)
+    return Pair(jnp.where(zero, unit, z.re), jnp.where(zero, 0, z.im))
 
 
 @complex_rule("eq")

@@ -73,10 +73,10 @@ def causal_conv_with_state(
 
     def state(count):
         """Return the state after `count` steps, zeros if there are none."""
-        kept = whole[:, :, count : count + held] if count > 0 else jnp.zeros_like(before)
+        last = whole[:, :, count : count + held] if count > 0 else jnp.zeros_like(before)
         if channels_last:
-            kept = jnp.moveaxis(kept, 1, 2).reshape(batch, held, *shape[2:])
-        return kept
+            last = jnp.moveaxis(last, 1, 2).reshape(batch, held, *shape[2:])
+        return last
 
     if channels_last:
         y = jnp.moveaxis(y, 1, 2).reshape(shape)

@@ -92,8 +92,8 @@ def _mix(x, shares, experts, read, *, activation_type, swiglu_fusion, gate):
         return y if b is None else y + b
 
     @jax.checkpoint
-    def add(total, one):
-        share, arrays = one
+    def add(total, expert):
+        share, arrays = expert
         w1, b1, w2, b2, w3, b3 = read(arrays)
         y = affine(tokens, w1, b1)
         if not gated:
@@ -354,7 +354,7 @@ def _scannable(layers):
     small = np.dtype(ml_dtypes.float8_e8m0fnu)
 
     def taken(array):
-        known = isinstance(array, np.ndarray) and array.dtype == small
-        return array.astype(np.float32) if known else array
+        widens = isinstance(array, np.ndarray) and array.dtype == small
+        return array.astype(np.float32) if widens else array
 
     return [tuple(map(taken, layer)) for layer in layers]

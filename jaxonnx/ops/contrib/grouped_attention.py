@@ -84,8 +84,8 @@ def _append_to_cache(past, new, start, length):
     at = np.arange(length)
     old = jnp.zeros((*new.shape[:2], length, new.shape[3]), new.dtype)
     if past is not None:
-        kept = min(length, past.shape[2])
-        old = old.at[:, :, :kept].set(past[:, :, :kept])
+        steps_before = min(length, past.shape[2])
+        old = old.at[:, :, :steps_before].set(past[:, :, :steps_before])
     index = (at - start[:, None])[:, None, :, None]
     inside = (index >= 0) & (index < new.shape[2])
     moved = jnp.take_along_axis(new, jnp.clip(index, 0, new.shape[2] - 1), axis=2, mode="clip")
@@ -122,7 +122,7 @@ def _slide_window(pasts, news, start, lengths, window):
     before = _count_resident(start, capacity, window)[:, None]
     after = _count_resident(lengths, capacity, window)[:, None]
     start, lengths = start[:, None], lengths[:, None]
-    old, new, kept = (np.arange(n) for n in (held, steps, capacity))
+    old, new, places = (np.arange(n) for n in (held, steps, capacity))
     positions = jnp.concatenate(
         [
             jnp.where(old < before, start - before + old, -1),
@@ -131,14 +131,14 @@ def _slide_window(pasts, news, start, lengths, window):
         axis=1,
     )
     # the step of each row of the new caches, and from it the row of [past, new] to read it from
-    place = lengths - after + kept
+    place = lengths - after + places
     place = jnp.where(place < start, place - start + before, place - start + held)
     place = jnp.clip(place, 0, held + steps - 1)[:, None, :, None]
     # what a cache holds beyond its steps is not specified, and may be NaN
     pasts = [jnp.where((old < before)[:, None, :, None], past, 0) for past in pasts]
     rows = [jnp.concatenate(pair, axis=2) for pair in zip(pasts, news, strict=True)]
     caches = (jnp.take_along_axis(x, place, axis=2, mode="clip") for x in rows)
-    return rows, positions, [jnp.where((kept < after)[:, None, :, None], x, 0) for x in caches]
+    return rows, positions, [jnp.where((places < after)[:, None, :, None], x, 0) for x in caches]
 
 
 def _count_keys(total_sequence_length, past_key, steps):

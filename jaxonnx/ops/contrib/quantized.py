@@ -124,10 +124,10 @@ def _scaled_product(a, a_scale, a_zero_point, b, b_scale, b_zero_point, bias, x=
     before rounding. An adapter of b (`LowRank`) is multiplied by `x`, which is a before
     quantization, or else by the dequantized a.
     """
-    one, (stored, changed) = np.ones((), np.float32), lowering.split_change(b)
+    unit, (stored, changed) = np.ones((), np.float32), lowering.split_change(b)
     real = matmul(
-        dequantize_linear(a, one, _row(a_zero_point), axis=-1),
-        dequantize_linear_13(stored, one, _row(b_zero_point), axis=-1),
+        dequantize_linear(a, unit, _row(a_zero_point), axis=-1),
+        dequantize_linear_13(stored, unit, _row(b_zero_point), axis=-1),
     )
     exact = matmul_integer(
         lowering.to_array(a), lowering.to_array(stored), _row(a_zero_point), _row(b_zero_point)

@@ -161,7 +161,9 @@ def _matrix(x, scale, zero):
     since=1,
     domain=DOMAIN,
     like="Gemm",
-    quantized=scaled("a", "b", storage=along(lambda own: 0 if own.get("transB") else 1)),
+    quantized=scaled(
+        "a", "b", storage=along(lambda attributes: 0 if attributes.get("transB") else 1)
+    ),
     result="y_scale",
     bias="c",
     accepts={"a": RoundedArray, "b": RoundedArray},

@@ -104,11 +104,11 @@ def sparse_products(function: Callable[..., Any], weights: Collection[str]) -> C
     def run(params, *args):
         params, packed = _take_packed(params)
         closed, shape = jax.make_jaxpr(function, return_shape=True)(params, *args)
-        found = {name: x for name, x in by_name(params).items() if name in weights}
-        sparse = {id(x): _Matrix(x, x, packed=packed.get(name)) for name, x in found.items()}
+        matrices = {name: x for name, x in by_name(params).items() if name in weights}
+        sparse = {id(x): _Matrix(x, x, packed=packed.get(name)) for name, x in matrices.items()}
         leaves = jax.tree.leaves((params, *args))
-        found = interpret(closed, partial(_step, sparse), leaves, enter=_inner_call)
-        return jax.tree.unflatten(jax.tree.structure(shape), found)
+        matrices = interpret(closed, partial(_step, sparse), leaves, enter=_inner_call)
+        return jax.tree.unflatten(jax.tree.structure(shape), matrices)
 
     return run
 

@@ -146,9 +146,9 @@ def _pack(w: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """
     inputs, outputs = w.shape
     w = jnp.pad(w, ((0, 0), (0, -outputs % _TILE))).reshape(inputs // 4, 4, -1)
-    kept = w != 0
-    first, last = jnp.argmax(kept, 1), 3 - jnp.argmax(kept[:, ::-1], 1)
-    count = kept.sum(1)
+    nonzero = w != 0
+    first, last = jnp.argmax(nonzero, 1), 3 - jnp.argmax(nonzero[:, ::-1], 1)
+    count = nonzero.sum(1)
     ends = jnp.stack([first, jnp.where(count > 1, last, first)], 1)
     values = jnp.take_along_axis(w, ends, 1)
     values = values.at[:, 1].multiply(count > 1).reshape(inputs // 4, 2, -1, _TILE)
