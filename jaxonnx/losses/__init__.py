@@ -1,17 +1,19 @@
 """Losses that optax lacks, as callables `(outputs, targets)` for `train(..., loss=)`.
 
 `cross_entropy` and `negative_log_likelihood` are those of ONNX's operators, `causal_lm` and
-`seq2seq_lm` those of language models. `distill` learns from another model, `dpo` from preferences,
+`seq2seq_lm` those of language models. `distill` learns from another model, `dpo` and `orpo` from
+preferences,
 `in_batch_negatives` and `contrastive` from pairs. Losses of optax are chosen by name.
 """
 
-from jaxonnx.losses._distill import distill
+from jaxonnx.losses._distill import Distillation, distill
 from jaxonnx.losses._groups import (
     GroupLoss,
     contrastive,
     dpo,
     in_batch_negatives,
     log_likelihoods,
+    orpo,
 )
 from jaxonnx.losses._labels import (
     ClassLoss,
@@ -24,6 +26,7 @@ from jaxonnx.losses._labels import (
 
 __all__ = [
     "ClassLoss",
+    "Distillation",
     "GroupLoss",
     "causal_lm",
     "contrastive",
@@ -33,6 +36,7 @@ __all__ = [
     "in_batch_negatives",
     "log_likelihoods",
     "negative_log_likelihood",
+    "orpo",
     "seq2seq_lm",
     "shift_right",
 ]

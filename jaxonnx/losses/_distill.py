@@ -1,28 +1,96 @@
 """Knowledge distillation: the loss against the outputs of another model."""
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxonnx._require import check_arguments
+from jaxonnx._require import check_arguments, require, require_integer
 from jaxonnx.errors import TrainingError
 
 
+@dataclass(frozen=True, eq=False)
+class Distillation:
+    """A loss of logits and of another model's, called with `(outputs, targets)`; see `distill`."""
+
+    temperature: float
+    soft: float
+    ignore_index: int
+    teacher: Any
+    top: int | None
+    shift: bool
+    """Whether labels are tokens, which the logits at the place before score."""
+
+    def shorten(self, logits: jax.Array) -> Any:
+        """Select all logits of the teacher, or the greatest ones.
+
+        Those are the logarithms of their probabilities, and their classes, both (N, ..., top).
+        """
+        if self.top is None or self.top >= logits.shape[-1]:
+            return logits
+        scores = jax.nn.log_softmax(logits.astype(jnp.float32) / self.temperature)
+        return jax.lax.top_k(scores, self.top)
+
+    def __call__(self, outputs: jax.Array, targets: Any) -> jax.Array:
+        teacher, labels = targets if isinstance(targets, tuple | list) else (targets, None)
+        if not (hasattr(teacher, "astype") or isinstance(teacher, tuple | list)):
+            raise TrainingError(
+                "distill: targets must be the teacher's logits, or a pair of these and labels, got "
+                f"{type(teacher).__name__}"
+            )
+        values = self.temperature**2 * self._diverge(outputs, teacher)
+        if labels is None:
+            return values.reshape(len(values), -1).mean(1)
+        if self.shift:
+            last = jnp.full_like(labels[:, :1], self.ignore_index)
+            labels = jnp.concatenate([labels[:, 1:], last], axis=1)
+        counts = labels != self.ignore_index
+        scores = jax.nn.log_softmax(outputs.astype(jnp.float32))
+        taken = jnp.take_along_axis(scores, jnp.where(counts, labels, 0)[..., None], -1)[..., 0]
+        values = jnp.where(counts, self.soft * values - (1 - self.soft) * taken, 0)
+        values, counts = (x.reshape(len(x), -1).sum(1) for x in (values, counts))
+        return values / jnp.maximum(counts, 1)
+
+    def _diverge(self, outputs: jax.Array, teacher: Any) -> jax.Array:
+        """Return KL(teacher || student) at each place, of the classes that the teacher has."""
+        student = jax.nn.log_softmax(outputs.astype(jnp.float32) / self.temperature)
+        if isinstance(teacher, tuple | list):
+            teacher, classes = teacher
+            student = jnp.take_along_axis(student, classes, -1)
+            # all other classes together are one more
+            rest, others = (jnp.maximum(1 - jnp.exp(x).sum(-1), 1e-7) for x in (teacher, student))
+            more = rest * (jnp.log(rest) - jnp.log(others))
+        else:
+            if teacher.shape[-1] != outputs.shape[-1]:
+                raise TrainingError(
+                    f"distill: the teacher has {teacher.shape[-1]} classes, the student "
+                    f"{outputs.shape[-1]}: they must be the same"
+                )
+            teacher = jax.nn.log_softmax(teacher.astype(jnp.float32) / self.temperature)
+            more = 0.0
+        return (jnp.exp(teacher) * (teacher - student)).sum(-1) + more
+
+
 def distill(
-    *, temperature: float = 2.0, soft: float = 1.0, ignore_index: int = -100
-) -> Callable[[jax.Array, Any], jax.Array]:
+    *,
+    temperature: float = 2.0,
+    soft: float = 1.0,
+    ignore_index: int = -100,
+    teacher: Any = None,
+    top: int | None = None,
+    next_token: bool = False,
+) -> Distillation:
     """Return the loss of a model that learns the outputs of another one.
 
     It is `temperature ** 2` times the divergence KL(teacher || student) of the softmaxes of logits
     (N, ..., classes) divided by the temperature, one mean for each example. Hinton, Vinyals and
     Dean, "Distilling the Knowledge in a Neural Network", 2015 (arXiv:1503.02531).
 
-    Targets are the teacher's logits; or a pair of these and labels (N, ...), of which those of
+    With `teacher`, `train` evaluates that model on each batch, and data has labels as usual.
+    Without, targets are the teacher's logits; or a pair of these and labels (N, ...). Labels of
     `ignore_index` mark places that do not count, and the others are learned as well if `soft` is
-    below 1. Labels of tokens are those of the next place: `tokens[:, 1:]` with one ignored at the
-    end.
+    below 1.
 
     >>> loss = distill(temperature=1.0)
     >>> print(loss(jnp.zeros((1, 2)), jnp.log(jnp.array([[0.25, 0.75]]))).round(4))
@@ -31,6 +99,15 @@ def distill(
     Args:
       temperature: above 0.
       soft: the share of the divergence, from 0 to 1; the rest is cross entropy of the labels.
+      ignore_index: the label of places that do not count.
+      teacher: a Model, or anything that `jaxonnx.load` accepts, with the inputs and classes of the
+        model that is trained.
+      top: the number of the teacher's classes that are compared at each place, those of the
+        greatest probability. All others together count as one class. It is for large vocabularies:
+        the memory of a batch of logits is then that of the student's alone, and the divergence a
+        lower bound of that of all classes.
+      next_token: labels are tokens, and those at each place are scored by the logits at the place
+        before it, as in `causal_lm`. Otherwise labels of tokens are those of the next place.
 
     Raises:
       TrainingError: an argument is out of its range.
@@ -40,24 +117,9 @@ def distill(
         raise TrainingError(
             f"distill: temperature is above 0 and soft from 0 to 1; they are {temperature}, {soft}"
         )
-
-    def loss(outputs: jax.Array, targets: Any) -> jax.Array:
-        teacher, labels = targets if isinstance(targets, tuple | list) else (targets, None)
-        if not hasattr(teacher, "astype"):
-            raise TrainingError(
-                "distill: targets must be the teacher's logits, or a pair of these and labels, got "
-                f"{type(teacher).__name__}"
-            )
-        student = jax.nn.log_softmax(outputs.astype(jnp.float32) / temperature)
-        teacher = jax.nn.log_softmax(teacher.astype(jnp.float32) / temperature)
-        values = temperature**2 * (jnp.exp(teacher) * (teacher - student)).sum(-1)
-        if labels is None:
-            return values.reshape(len(values), -1).mean(1)
-        counts = labels != ignore_index
-        scores = jax.nn.log_softmax(outputs.astype(jnp.float32))
-        taken = jnp.take_along_axis(scores, jnp.where(counts, labels, 0)[..., None], -1)[..., 0]
-        values = jnp.where(counts, soft * values - (1 - soft) * taken, 0)
-        values, counts = (x.reshape(len(x), -1).sum(1) for x in (values, counts))
-        return values / jnp.maximum(counts, 1)
-
-    return loss
+    if top is not None:
+        require_integer("distill: top", top, error=TrainingError)
+        require(
+            "distill: top", top, teacher is not None, "left out without teacher=", TrainingError
+        )
+    return Distillation(temperature, soft, ignore_index, teacher, top, next_token)

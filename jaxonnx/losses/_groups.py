@@ -28,6 +28,14 @@ class GroupLoss:
     """The rows of a group, which follow one another."""
     targets: bool = True
     """Whether the loss takes any."""
+    shift: bool = False
+    """Whether labels are tokens, which the logits at the place before score."""
+    ignore_index: int = -100
+    """The label of tokens that do not count."""
+    reference: bool = False
+    """Whether it takes log-likelihoods by the model before the training, as `train` adds them."""
+    metrics: tuple[Callable[[Any, Any], jax.Array], ...] = ()
+    """The metrics of validation data by default."""
 
     def __call__(self, outputs: Any, targets: Any = None, weight: Any = None) -> jax.Array:
         return self.function(outputs, targets, weight)
@@ -37,12 +45,16 @@ def dpo(*, beta: float = 0.1, ignore_index: int = -100) -> GroupLoss:
     """Return the loss of direct preference optimization, of pairs of answers to one prompt.
 
     The rows of a batch come in pairs: each answer that was chosen, and behind it the one that was
-    rejected. Targets are a dict of "labels" (N, length), the tokens with those of prompt and
-    padding ignored, and "reference" (N,), their `log_likelihoods` by the model before the training,
-    computed once. Both rows of a pair have its loss, -log sigmoid(beta * (r_chosen - r_rejected))
-    with r the log-likelihood less the reference. `train` keeps the pairs of data in one piece
-    together; an iterable of batches has whole ones. Rafailov et al., "Direct Preference
-    Optimization", 2023 (arXiv:2305.18290).
+    rejected. Targets are labels (N, length), the tokens with those of prompt and padding ignored.
+    Both rows of a pair have its loss, -log sigmoid(beta * (r_chosen - r_rejected)) with r the
+    log-likelihood less that by the model before the training. `train` evaluates that model on each
+    batch, without adapters. Otherwise, targets are a dict of "labels" and "reference" (N,), these
+    `log_likelihoods`. `train` keeps the pairs of data in one piece together; an iterable of
+    batches has whole ones. Rafailov et al., "Direct Preference Optimization", 2023
+    (arXiv:2305.18290).
+
+    Metrics of validation data are "accuracy", the share of pairs with r_chosen > r_rejected, and
+    "margin", the mean of beta * (r_chosen - r_rejected).
 
     >>> labels, reference = jnp.array([[0, 1], [0, 0]]), jnp.full(2, -jnp.log(2))
     >>> loss = dpo(beta=0.1)
@@ -58,15 +70,83 @@ def dpo(*, beta: float = 0.1, ignore_index: int = -100) -> GroupLoss:
     check_arguments(dpo, locals(), TrainingError)
     require("dpo: beta", beta, beta > 0, "above 0", TrainingError)
 
-    def loss(outputs: jax.Array, targets: Any, weight: Any) -> jax.Array:
+    def margin(outputs: jax.Array, targets: Any) -> jax.Array:
         if not isinstance(targets, dict) or targets.keys() != {"labels", "reference"}:
             raise TrainingError("dpo takes targets in a dict of 'labels' and 'reference'")
-        if len(outputs) % 2:
-            raise TrainingError(f"dpo takes pairs of rows, and a batch has {len(outputs)} rows")
-        rewards = log_likelihoods(outputs, targets["labels"], ignore_index) - targets["reference"]
-        return jnp.repeat(-jax.nn.log_sigmoid(beta * (rewards[::2] - rewards[1::2])), 2)
+        scores = log_likelihoods(outputs, targets["labels"], ignore_index)
+        chosen, rejected = _split_pairs("dpo", scores - targets["reference"])
+        return jnp.repeat(beta * (chosen - rejected), 2)
 
-    return GroupLoss("dpo", loss, rows=2)
+    def accuracy(outputs: jax.Array, targets: Any) -> jax.Array:
+        return margin(outputs, targets) > 0
+
+    def loss(outputs: jax.Array, targets: Any, weight: Any) -> jax.Array:
+        return -jax.nn.log_sigmoid(margin(outputs, targets))
+
+    return GroupLoss(
+        "dpo",
+        loss,
+        rows=2,
+        shift=True,
+        ignore_index=ignore_index,
+        reference=True,
+        metrics=(accuracy, margin),
+    )
+
+
+def orpo(*, beta: float = 0.1, ignore_index: int = -100) -> GroupLoss:
+    """Return the loss of odds ratio preference optimization, which needs no reference.
+
+    Rows and labels are those of `dpo`. With P the geometric mean of the probabilities of an
+    answer's tokens, the loss of a pair is -log P_chosen - beta * log sigmoid(log odds_chosen -
+    log odds_rejected), where odds = P / (1 - P). Hong, Lee and Thorne, "ORPO: Monolithic Preference
+    Optimization without Reference Model", 2024 (arXiv:2403.07691). TRL takes the first term over
+    the tokens of all answers in a batch, and of the prompt; here, as in the paper, it is of each
+    answer.
+
+    >>> labels = jnp.array([[0, 1], [0, 0]])
+    >>> print(orpo(beta=0.1)(jnp.zeros((2, 2, 2)), labels).round(4))  # log 2 + 0.1 * log 2
+    [0.7625 0.7625]
+
+    Metrics of validation data are "accuracy", the share of pairs with P_chosen > P_rejected, and
+    "margin", the mean of beta * (log P_chosen - log P_rejected).
+
+    Args:
+      beta: above 0, the weight of the second term.
+
+    Raises:
+      TrainingError: `beta` is not; or a batch has an odd number of rows.
+    """
+    check_arguments(orpo, locals(), TrainingError)
+    require("orpo: beta", beta, beta > 0, "above 0", TrainingError)
+
+    def means(outputs: jax.Array, labels: Any) -> tuple[jax.Array, jax.Array]:
+        counts = (labels[:, 1:] != ignore_index).sum(1)
+        scores = log_likelihoods(outputs, labels, ignore_index) / jnp.maximum(counts, 1)
+        return _split_pairs("orpo", scores)
+
+    def margin(outputs: jax.Array, labels: Any) -> jax.Array:
+        chosen, rejected = means(outputs, labels)
+        return jnp.repeat(beta * (chosen - rejected), 2)
+
+    def accuracy(outputs: jax.Array, labels: Any) -> jax.Array:
+        return margin(outputs, labels) > 0
+
+    def loss(outputs: jax.Array, labels: Any, weight: Any) -> jax.Array:
+        chosen, rejected = means(outputs, labels)
+        odds = (x - jnp.log(-jnp.expm1(jnp.minimum(x, -1e-7))) for x in (chosen, rejected))
+        first, second = odds
+        return jnp.repeat(-chosen - beta * jax.nn.log_sigmoid(first - second), 2)
+
+    metrics = accuracy, margin
+    return GroupLoss("orpo", loss, rows=2, shift=True, ignore_index=ignore_index, metrics=metrics)
+
+
+def _split_pairs(name: str, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the values of answers chosen and of answers rejected."""
+    if len(values) % 2:
+        raise TrainingError(f"{name} takes pairs of rows, and a batch has {len(values)} rows")
+    return values[::2], values[1::2]
 
 
 def log_likelihoods(logits: jax.Array, labels: jax.Array, ignore_index: int = -100) -> jax.Array:

@@ -23,8 +23,10 @@ from jaxonnx.losses import (
     causal_lm,
     contrastive,
     cross_entropy,
+    dpo,
     in_batch_negatives,
     negative_log_likelihood,
+    orpo,
     seq2seq_lm,
 )
 
@@ -82,6 +84,8 @@ def _named_losses() -> dict[str, Callable[..., Any]]:
     losses["absolute_error"] = lambda outputs, targets: jnp.abs(outputs - targets)
     losses["causal_lm"] = causal_lm()
     losses["contrastive"] = contrastive()
+    losses["dpo"] = dpo()
+    losses["orpo"] = orpo()
     losses["in_batch_negatives"] = in_batch_negatives()
     losses["seq2seq_lm"] = seq2seq_lm()
     losses["SoftmaxCrossEntropyLoss"] = cross_entropy()
@@ -108,12 +112,12 @@ class Loss:
     @property
     def ignore_index(self) -> int | None:
         """The label that the loss ignores."""
-        return self.function.ignore_index if isinstance(self.function, ClassLoss) else None
+        return getattr(self.function, "ignore_index", None)
 
     @property
     def next_token(self) -> bool:
         """Whether outputs are scored by the label at the next place."""
-        return isinstance(self.function, ClassLoss) and self.function.shift
+        return getattr(self.function, "shift", False)
 
     @property
     def forcing(self) -> bool:
@@ -124,6 +128,13 @@ class Loss:
     def rows(self) -> int:
         """The number of examples that stay together in data that is shuffled."""
         return self.function.rows if isinstance(self.function, GroupLoss) else 1
+
+    @property
+    def metrics(self) -> Sequence[Any]:
+        """The metrics of validation data by default."""
+        if isinstance(self.function, GroupLoss):
+            return self.function.metrics
+        return () if self.class_axis is None else ("accuracy",)
 
     @property
     def takes_targets(self) -> bool:
@@ -370,6 +381,8 @@ def _takes(name: str) -> str:
     """Describe the targets that a loss takes."""
     if name in _CLASSES:
         return "integer labels: the index of the class"
+    if name in ("dpo", "orpo"):
+        return "pairs of answers, chosen and rejected"
     if isinstance(_named_losses()[name], GroupLoss):
         return "no targets"
     if name in ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"):

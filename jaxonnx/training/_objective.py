@@ -328,7 +328,7 @@ def _measures(
     elif wanted is not None:
         listed = [(None, metric) for metric in _list(wanted)]
     else:
-        listed = [(t.output, "accuracy") for t in terms if t.loss.class_axis is not None]
+        listed = [(t.output, metric) for t in terms for metric in t.loss.metrics]
     measures: dict[str, Measure] = {}
     for output, argument in listed:
         node = _find_ending(model, names[0] if output is None else output)

@@ -19,6 +19,7 @@ from jaxonnx.training._loop import run
 from jaxonnx.training._memory import explain_memory_errors
 from jaxonnx.training._mesh_step import automatic
 from jaxonnx.training._result import Result, to_result
+from jaxonnx.training._second_model import add_second_model
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._stopping import Interrupt
 
@@ -125,7 +126,8 @@ def train(
         settings = settings.with_length(examples.steps)
         step = build_step(net, settings, settings.epochs, examples.steps, examples)
         changed = augment_examples(examples, settings.augment, settings.seed)
-        trained, history = run(step, changed, held_out, settings, interrupt, processes)
+        first, second = add_second_model(net, settings.loss, [changed, held_out])
+        trained, history = run(step, first, second, settings, interrupt, processes)
         history.notes += [*notes_on_splits, *notes, *notes_on_texts]
         history.notes += notes_on_images(examples, held_out)
         if history.stopped and not history.early:

@@ -1,0 +1,187 @@
+"""Preferences and teachers: losses for which `train` evaluates a second model."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxonnx
+from jaxonnx import losses
+from tests.support.paths import DATA
+from tests.support.tiny_networks import examples, mlp, same, text, train, weights
+
+GENAI = DATA / "llm" / "qwen3-genai"
+RNG = np.random.default_rng(0)
+IDS = RNG.integers(0, 7, (16, 6))
+LABELS = np.where(np.arange(6) < 2, -100, IDS)
+LABELS[5, 4:] = -100
+PAIRS = {"input_ids": IDS, "labels": LABELS}
+
+
+def scores(model):
+    """Log-likelihoods of the answers in float64."""
+    logits = np.asarray(model(IDS, np.ones_like(IDS)), np.float64)[:, :-1]
+    logs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    labels = LABELS[:, 1:]
+    taken = np.take_along_axis(logs, np.maximum(labels, 0)[..., None], -1)[..., 0]
+    return (taken * (labels >= 0)).sum(1), (labels >= 0).sum(1)
+
+
+def sigmoid_loss(x):
+    return np.log1p(np.exp(-x))
+
+
+@pytest.mark.parametrize("lora", [None, jaxonnx.LoRA(rank=2)])
+def test_references_are_computed_by_train(lora):
+    settings = {"lora": lora, "batch_size": 4, "epochs": 3, "optimizer": optax.adam(0.05)}
+    settings |= {"validation": PAIRS, "validate_first": True}
+    model = jaxonnx.load(text())
+    result = train(model, PAIRS, loss="dpo", **settings)
+    before, after = scores(model)[0], scores(result.model)[0]
+    margins = 0.1 * ((after - before)[::2] - (after - before)[1::2])
+    first, *_, last = result.history.epochs
+    assert first["validation_loss"] == pytest.approx(np.log(2), rel=1e-6)
+    assert (first["validation_margin"], first["validation_accuracy"]) == (0, 0)
+    assert last["validation_loss"] == pytest.approx(sigmoid_loss(margins).mean(), rel=1e-4)
+    assert last["validation_margin"] == pytest.approx(margins.mean(), rel=1e-3)
+    assert last["validation_accuracy"] == pytest.approx((margins > 0).mean())
+    assert margins.mean() > 0.1
+    # as with references that a user computes before
+    reference = before.astype(np.float32)
+    table = {"input_ids": IDS}, {"labels": LABELS, "reference": reference}
+    by_hand = train(model, table, loss=losses.dpo(), **{**settings, "validation": table})
+    for name, value in weights(result).items():
+        np.testing.assert_allclose(weights(by_hand)[name], value, rtol=1e-3, atol=1e-4)
+
+
+def test_a_run_of_preferences_resumes(tmp_path):
+    settings = {"loss": losses.dpo(beta=0.3), "batch_size": 4, "lora": jaxonnx.LoRA(rank=2)}
+    whole = train(text(), PAIRS, epochs=2, **settings)
+    train(text(), PAIRS, max_steps=6, checkpoint_dir=tmp_path, **settings)
+    again = {"checkpoint_dir": tmp_path, "resume": True}
+    assert same(whole, train(text(), PAIRS, epochs=2, **settings, **again))
+    batches = [(({"input_ids": IDS[i : i + 4]}), LABELS[i : i + 4]) for i in range(0, 16, 4)]
+    streamed = train(text(), batches, **{**settings, "batch_size": None})
+    assert streamed.history.losses[0] == pytest.approx(np.log(2), rel=1e-6)
+
+
+def test_answers_in_texts_are_pairs():
+    row = {"prompt": "one two", "chosen": " three", "rejected": " four"}
+    result = jaxonnx.train(
+        GENAI,
+        [row, {**row, "chosen": " five"}],
+        loss="dpo",
+        lora=jaxonnx.LoRA(rank=2, where="attention"),
+        learning_rate=1e-2,
+        epochs=3,
+    )
+    assert result.history.losses[0] == pytest.approx(np.log(2), abs=1e-5)
+    assert result.history.losses[-1] < result.history.losses[0]
+
+
+def orpo_of_trl(chosen, rejected, beta):
+    """`ORPOTrainer.odds_ratio_loss` of mean log-likelihoods, and the first term of the paper."""
+    odds = (chosen - rejected) - (np.log1p(-np.exp(chosen)) - np.log1p(-np.exp(rejected)))
+    return -chosen + beta * sigmoid_loss(odds)
+
+
+def test_orpo_is_that_of_its_paper():
+    model = jaxonnx.load(text())
+    total, count = scores(model)
+    means = total / count
+    wanted = orpo_of_trl(means[::2], means[1::2], 0.2)
+    logits = jnp.asarray(model(IDS, np.ones_like(IDS)))
+    np.testing.assert_allclose(
+        losses.orpo(beta=0.2)(logits, LABELS), np.repeat(wanted, 2), rtol=1e-5
+    )
+    result = train(
+        model, PAIRS, loss="orpo", validation=PAIRS, epochs=8, optimizer=optax.adam(0.05)
+    )
+    total, count = scores(result.model)
+    means = total / count
+    last = result.history.epochs[-1]
+    assert last["validation_loss"] == pytest.approx(
+        orpo_of_trl(means[::2], means[1::2], 0.1).mean(), rel=1e-4
+    )
+    assert last["validation_accuracy"] == pytest.approx((means[::2] > means[1::2]).mean())
+    assert last["validation_margin"] == pytest.approx(0.1 * (means[::2] - means[1::2]).mean())
+    gradient = jax.grad(lambda x: losses.orpo()(x, LABELS).sum())(50 * jax.nn.one_hot(IDS, 7))
+    assert np.isfinite(gradient).all()
+
+
+def test_preferences_are_those_of_trl():
+    torch = pytest.importorskip("torch")
+    trl = pytest.importorskip("trl.experimental.orpo.orpo_trainer")
+    chosen, rejected = -RNG.random(4), -RNG.random(4)
+    pair = torch.tensor(chosen), torch.tensor(rejected)
+    holder = SimpleNamespace(beta=0.2, accelerator=SimpleNamespace(device="cpu"))
+    theirs, *_ = trl.ORPOTrainer.odds_ratio_loss(holder, *pair)
+    np.testing.assert_allclose(
+        -chosen - theirs.numpy(), orpo_of_trl(chosen, rejected, 0.2), rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("top", [None, 4, 3])
+def test_a_teacher_is_evaluated_batch_by_batch(top):
+    x, y = examples()
+    teacher = train(epochs=5).model
+    loss = losses.distill(teacher=teacher, soft=0.7, temperature=1.5, top=top)
+    settings = {"batch_size": 8, "epochs": 2, "validation": (x, y)}
+    taught = train(mlp(hidden=4), (x, y), loss=loss, **settings)
+    table = np.asarray(teacher.predict(x)), y
+    given = {**settings, "validation": (x, table)}
+    plain = losses.distill(soft=0.7, temperature=1.5)
+    by_hand = train(mlp(hidden=4), (x, table), loss=plain, **given)
+    ends = [r.history.epochs[-1]["validation_loss"] for r in (taught, by_hand)]
+    if top == 3:
+        assert ends[0] == pytest.approx(ends[1], rel=0.05)
+        return
+    assert ends[0] == pytest.approx(ends[1], rel=1e-5)
+    for name, value in weights(by_hand).items():
+        np.testing.assert_allclose(weights(taught)[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_the_greatest_logits_and_the_rest_bound_the_divergence():
+    student, teacher = (jnp.asarray(RNG.normal(size=(5, 3, 40)) * 2, jnp.float32) for _ in "12")
+    exact = np.asarray(losses.distill(temperature=1.0)(student, teacher))
+    bounds = []
+    for top in (1, 5, 20, 39):
+        loss = losses.distill(temperature=1.0, teacher=object(), top=top)
+        targets = loss.shorten(teacher), np.zeros((5, 3), np.int32)
+        found = np.asarray(loss(student, targets))
+        log_q = np.asarray(jax.nn.log_softmax(student), np.float64)
+        log_p = np.asarray(jax.nn.log_softmax(teacher), np.float64)
+        order = np.argsort(-log_p)[..., :top]
+        p, q = (np.take_along_axis(np.exp(a), order, -1) for a in (log_p, log_q))
+        rest = 1 - p.sum(-1), 1 - q.sum(-1)
+        wanted = (p * np.log(p / q)).sum(-1) + rest[0] * np.log(rest[0] / rest[1])
+        np.testing.assert_allclose(found, wanted.mean(1), rtol=1e-3)
+        bounds.append(found)
+    assert (np.diff([*bounds, exact], axis=0) > -1e-5).all()
+
+
+def test_a_teacher_of_tokens():
+    model, teacher = jaxonnx.load(text()), jaxonnx.load(text(outputs="float[n, t, 7] logits"))
+    teacher = teacher.replace(params={n: 2 * x for n, x in teacher.params.items()})
+    loss = losses.distill(teacher=teacher, temperature=1.0, next_token=True)
+    result = train(model, PAIRS, loss=loss, batch_size=16)
+    logs = [jax.nn.log_softmax(net(IDS, np.ones_like(IDS))) for net in (teacher, model)]
+    each = (jnp.exp(logs[0]) * (logs[0] - logs[1])).sum(-1)[:, :-1]
+    counts = LABELS[:, 1:] >= 0
+    wanted = ((each * counts).sum(1) / counts.sum(1)).mean()
+    assert result.history.losses[0] == pytest.approx(float(wanted), rel=1e-4)
+
+
+def test_what_does_not_fit():
+    with pytest.raises(jaxonnx.TrainingError, match="beta must be above 0"):
+        losses.orpo(beta=-1)
+    with pytest.raises(jaxonnx.TrainingError, match="top must be left out without teacher="):
+        losses.distill(top=3)
+    other = jaxonnx.load(mlp()).with_head(3)
+    with pytest.raises(jaxonnx.TrainingError, match="the teacher has 3 classes, the student 4"):
+        train(loss=losses.distill(teacher=other))
+    with pytest.raises(jaxonnx.TrainingError, match="they need inputs of the same names"):
+        train(text(), PAIRS, loss=losses.distill(teacher=mlp(), next_token=True))
