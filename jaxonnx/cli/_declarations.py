@@ -15,6 +15,7 @@ import jaxonnx
 
 SCHEME = ("quantization/_scheme.py", "Quantization")
 QUANTIZE = ("quantization/_quantize.py", "quantize")
+FIND_RATE = ("training/_find_rate.py", "find_rate")
 SENSITIVITY = ("quantization/_sensitivity.py", "sensitivity")
 
 

@@ -11,7 +11,7 @@ from jaxonnx._arguments import (
     RunArguments,
     StepArguments,
 )
-from jaxonnx.cli._declarations import QUANTIZE, SCHEME, SENSITIVITY
+from jaxonnx.cli._declarations import FIND_RATE, QUANTIZE, SCHEME, SENSITIVITY
 from jaxonnx.cli._flag_groups import PICTURES, TEXTS
 from jaxonnx.cli._flag_types import (
     COUNT,
@@ -171,6 +171,26 @@ VERBS: Mapping[str, Verb] = {
         "--schedule cosine --warmup 0.1 --clip 1 --explain\n"
         "jaxonnx train --config run.toml --rate 3e-4",
         _training([*declared_flags(ModelArguments), _LORA_WHERE, _ADAPTERS]),
+    ),
+    "find-rate": Verb(
+        "show the loss while the learning rate rises, to choose one for train",
+        "jaxonnx find-rate net.onnx data.npz --optimizer adamw --most 0.1 --plot rates.png",
+        {
+            "": [
+                *_EXAMPLES,
+                *read_flags(*FIND_RATE, ("least", "most", "steps")),
+                Flag("--plot", "a file for a plot: .png or .svg", FILE),
+            ],
+            "loss and optimizer": [
+                *declared_flags(LossArguments),
+                *declared_flags(OptimizerArguments, names=("clip", "weight_decay")),
+            ],
+            "model": [*declared_flags(ModelArguments, without=("quantize",)), _LORA_WHERE],
+            "step": declared_flags(StepArguments, without=("mesh", "sharding", "metrics")),
+            "data": declared_flags(DataArguments),
+            **_READING,
+            **PICTURES,
+        },
     ),
     "evaluate": Verb(
         "compute the loss and metrics of a model over a data set",

@@ -24,6 +24,7 @@ _VERBS = {
     "verify": verbs.verify,
     "run": verbs.run,
     "train": training.train,
+    "find-rate": training.find_rate,
     "evaluate": verbs.evaluate,
     "sparsify": training.sparsify,
     "quantize": verbs.quantize,

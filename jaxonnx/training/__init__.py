@@ -11,6 +11,7 @@ from jaxonnx.training._build_step import build_step, step  # noqa: F401
 from jaxonnx.training._classification import ConfusionMatrix, Curve, Curves, PerClass
 from jaxonnx.training._data import open_data, read_data  # noqa: F401
 from jaxonnx.training._evaluate import evaluate
+from jaxonnx.training._find_rate import RateCurve, find_rate
 from jaxonnx.training._head import with_heads  # noqa: F401
 from jaxonnx.training._history import History
 from jaxonnx.training._losses import find  # noqa: F401
@@ -30,11 +31,13 @@ __all__ = [
     "Curves",
     "History",
     "PerClass",
+    "RateCurve",
     "Result",
     "State",
     "Step",
     "TrainingCheckpoint",
     "evaluate",
+    "find_rate",
     "optimizer",
     "read_training_checkpoint",
     "restore_checkpoint",

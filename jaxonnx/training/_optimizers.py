@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from numbers import Real
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ DECAYING = ("adamw", "lion")
 
 def optimizer(
     name: str = "adam",
-    rate: float = RATE,
+    rate: float | Callable[[Any], Any] = RATE,
     steps: int | None = None,
     *,
     schedule: Literal["constant", "linear", "cosine"] = "constant",
@@ -43,7 +43,7 @@ def optimizer(
 
     Args:
       name: "adam", "adamw", "adagrad", "lion", "rmsprop" or "sgd", with the settings of optax.
-      rate: the learning rate, with a schedule the greatest one.
+      rate: the learning rate, with a schedule the greatest one; or a schedule of optax itself.
       steps: the updates of the run. `train` knows them, and takes a function of them: `lambda
         steps: jaxonnx.training.optimizer("sgd", 0.1, steps, schedule="linear")`.
       schedule: after the warmup the rate is "constant", or falls to zero at the end of the run, on
@@ -63,7 +63,8 @@ def optimizer(
     check_arguments(optimizer, locals(), TrainingError)
     require_choice("optimizer", name, OPTIMIZERS, TrainingError)
     require_choice("schedule", schedule, SCHEDULES, TrainingError)
-    _positive("rate", rate)
+    if not callable(rate):
+        _positive("rate", rate)
     _positive("warmup", warmup, zero=True)
     if clip not in (None, math.inf):
         _positive("clip", clip)
@@ -120,10 +121,12 @@ def find_vectors(model: Model) -> set[str]:
     return set(filter(is_vector, free))
 
 
-def _rates(rate: float, steps: int | None, schedule: str, warmup: float) -> Any:
+def _rates(rate: Any, steps: int | None, schedule: str, warmup: float) -> Any:
     """Return the rate, or the rate of each update."""
     if schedule == "constant" and not warmup:
         return rate
+    if callable(rate):
+        raise TrainingError("rate is a schedule: leave schedule= and warmup= out")
     if steps is None and (schedule != "constant" or warmup < 1):
         what = f"the schedule {schedule!r}" if schedule != "constant" else f"warmup={warmup}"
         raise TrainingError(
