@@ -30,7 +30,7 @@ ORDER = (
     ),
     *("_data", "_mesh", "_network", "_rewrite", "_run", "views", "_graph", "_io"),
     *("ops", "registry", "_constraints", "lowering", "sparse", "optim"),
-    *("_jaxpr", "_axes", "_few_bits", "_arrays"),
+    *("_native", "_jaxpr", "_axes", "_few_bits", "_arrays"),
     *("_limits", "_safe_read", "_atomic_write", "_progress"),
     *("_text", "_figures", "_require", "errors"),
 )
@@ -43,9 +43,10 @@ ONLY = {
     "_limits": {"_safe_read", "errors"},
     "registry": {"_axes", "_few_bits", "_constraints"},
     "_constraints": {"errors"},
-    "lowering": {"_jaxpr", "_require"},
-    "sparse": {"_jaxpr", "_arrays", "_safe_read", "_atomic_write", "_figures"}
+    "lowering": {"_native", "_jaxpr", "_require"},
+    "sparse": {"_native", "_jaxpr", "_arrays", "_safe_read", "_atomic_write", "_figures"}
     | {"_require", "errors"},
+    "_native": {"errors"},
     "_safe_read": {"errors"},
     "_atomic_write": {"errors"},
     "_arrays": set(),
@@ -72,7 +73,7 @@ BUDGETS = {
     "onnx_out": (3300, "a rule for each JAX primitive, and what makes graphs quick in runtimes"),
     "_graph": (2830, "binding, and which tensor is a weight, by the habits of exporters"),
     "cli": (1860, "twelve commands; their flags are declared where the arguments are"),
-    "sparse": (2095, "patterns, the search of masks, training, packing, products and their proof"),
+    "sparse": (2025, "patterns, the search of masks, training, packing, products and their proof"),
     "lowering": (1920, "what XLA is quick with, with a row in a benchmark each; forms of arrays"),
     "_data": (2775, "arrays, files, pictures, sequences and loaders, read as one kind of source"),
     "_run": (1410, "the evaluator, and what keeps hostile files from taking the machine"),

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
+from jaxonnx._native import is_split
 from jaxonnx.sparse import _kernels, _templates
 from jaxonnx.sparse._templates import Axes
 
@@ -86,15 +87,6 @@ def _primitive(name: str, plain: Callable, on_tpu: Callable) -> Primitive:
     mlir.register_lowering(primitive, mlir.lower_fun(plain))
     mlir.register_lowering(primitive, lower_rule, platform="tpu")
     return primitive
-
-
-def is_split(context) -> bool:
-    """Check, in a lowering rule, whether XLA partitions the program over several devices."""
-    axes = context.module_context.axis_context
-    # under a shard_map XLA partitions over the mesh axes that are not manual
-    if (manual := getattr(axes, "manual_axes", None)) is not None:
-        return manual != frozenset(axes.mesh.axis_names)
-    return getattr(axes, "num_devices", 1) > 1
 
 
 def _expand_codes(code: jax.Array, axes: Axes) -> list[jax.Array]:

@@ -16,9 +16,11 @@ import pytest
 
 import jaxonnx
 from benchmarks.sparse.products import convolutions
-from jaxonnx import demo, sparse
+from jaxonnx import _native, demo, sparse
 from jaxonnx.sparse import _products
-from jaxonnx.sparse._products import _compile, _cpu
+from jaxonnx.sparse._products import _cpu
+
+SOURCE = Path(_cpu.__file__).with_name("cpu.cc")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -464,18 +466,18 @@ def cache(monkeypatch, tmp_path):
 
 
 def test_a_compiled_kernel_is_found_again_and_its_sources_are_its_name(cache, monkeypatch):
-    monkeypatch.setattr(_compile, "compile_library", lambda *args: args[-1].write_text("made"))
-    first = _compile.cached_library("cpu.cc", ["-O1"])
+    monkeypatch.setattr(_native, "compile_library", lambda *args: args[-1].write_text("made"))
+    first = _native.cached_library(SOURCE, ["-O1"])
     assert [*cache.iterdir()] == [first]
-    monkeypatch.setattr(_compile, "compile_library", None)
-    assert _compile.cached_library("cpu.cc", ["-O1"]) == first
-    monkeypatch.setattr(_compile, "compile_library", lambda *args: args[-1].write_text("made"))
+    monkeypatch.setattr(_native, "compile_library", None)
+    assert _native.cached_library(SOURCE, ["-O1"]) == first
+    monkeypatch.setattr(_native, "compile_library", lambda *args: args[-1].write_text("made"))
     others = [
-        _compile.cached_library("cpu.cc", ["-O2"]),
-        _compile.cached_library("cpu.cc", ["-O1"], ["kernel.inc"]),
+        _native.cached_library(SOURCE, ["-O2"]),
+        _native.cached_library(SOURCE, ["-O1"], [SOURCE.with_name("kernel.inc")]),
     ]
     monkeypatch.setenv("CXX", "other-compiler")
-    others.append(_compile.cached_library("cpu.cc", ["-O1"]))
+    others.append(_native.cached_library(SOURCE, ["-O1"]))
     assert len({first, *others}) == 4
 
 
@@ -497,12 +499,12 @@ def test_a_compiler_that_fails_is_quoted(cache, monkeypatch, tmp_path):
     compiler.write_text(f"#!/bin/sh\n{lines}exit 1\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
-    with pytest.raises(jaxonnx.SparsityError, match=r"cpu\.cc does not compile .*no such file$"):
-        _compile.cached_library("cpu.cc", [])
+    with pytest.raises(_native.CompilerError, match=r"cpu\.cc does not compile .*no such file$"):
+        _native.cached_library(SOURCE, [])
 
 
 def test_a_kernel_that_cannot_be_loaded_is_named(cache, monkeypatch):
-    monkeypatch.setattr(_compile, "compile_library", lambda *args: args[-1].write_text("made"))
+    monkeypatch.setattr(_native, "compile_library", lambda *args: args[-1].write_text("made"))
     _cpu._library.cache_clear()
     with pytest.raises(jaxonnx.SparsityError, match=r"cannot be loaded .* XDG_CACHE_HOME"):
         _cpu._library()
@@ -510,8 +512,8 @@ def test_a_kernel_that_cannot_be_loaded_is_named(cache, monkeypatch):
 
 def test_a_compiler_that_is_no_program_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", str(tmp_path))
-    with pytest.raises(jaxonnx.SparsityError, match=r"does not start \(Permission denied"):
-        _compile.compile_library("cpu.cc", [], tmp_path / "made.so")
+    with pytest.raises(_native.CompilerError, match=r"does not start \(Permission denied"):
+        _native.compile_library(SOURCE, [], tmp_path / "made.so")
 
 
 @pytest.mark.parametrize("cache", ["file", None], ids=["a file", "no home"])
@@ -521,9 +523,9 @@ def test_a_cache_that_cannot_be_written_is_told(monkeypatch, tmp_path, cache):
     if cache is None:
         monkeypatch.delenv("XDG_CACHE_HOME")
         monkeypatch.setattr("os.path.expanduser", str)
-    monkeypatch.setattr(_compile, "compile_library", lambda *args: args[-1].write_text("made"))
+    monkeypatch.setattr(_native, "compile_library", lambda *args: args[-1].write_text("made"))
     with pytest.warns(UserWarning, match="cannot be written"):
-        assert _compile.cached_library("cpu.cc", []).read_text() == "made"
+        assert _native.cached_library(SOURCE, []).read_text() == "made"
 
 
 @pytest.mark.deep
@@ -535,5 +537,10 @@ def test_the_compiler_of_ziglang_compiles_it(monkeypatch, tmp_path):
     without = [f for f in folders if not Path(f, "c++").exists()]
     monkeypatch.setenv("PATH", os.pathsep.join(without))
     assert shutil.which("c++") is None
-    assert _compile._compiler()[1:] == ["-m", "ziglang", "c++"]
-    assert _compile.cached_library("cpu.cc", _cpu._OPTIONS, ["kernel.inc"]).stat().st_size > 1000
+    assert _native._compiler()[1:] == ["-m", "ziglang", "c++"]
+    assert (
+        _native.cached_library(SOURCE, _native.OPTIONS, [SOURCE.with_name("kernel.inc")])
+        .stat()
+        .st_size
+        > 1000
+    )

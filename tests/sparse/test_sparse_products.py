@@ -4,6 +4,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ import jaxonnx
 from benchmarks import gpu
 from benchmarks.compiled.programs import ENVIRONMENT
 from jaxonnx import demo, sparse
-from jaxonnx.sparse._products import _compile, _cusparselt
+from jaxonnx.sparse._products import _cusparselt
 from jaxonnx.training._weight_layout import WeightLayout
 
 RNG = np.random.default_rng(0)
@@ -148,7 +149,9 @@ def test_what_is_missing_is_named(monkeypatch):
     with pytest.raises(jaxonnx.SparsityError, match=r"pip install 'jaxonnx\[sparse-cuda\]'"):
         sparse.register_products("gpu")
     monkeypatch.setattr(
-        _cusparselt, "_find_wheels", lambda: ([], _compile.FOLDER / "cusparselt.cc")
+        _cusparselt,
+        "_find_wheels",
+        lambda: ([], Path(_cusparselt.__file__).with_name("cusparselt.cc")),
     )
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(jaxonnx.SparsityError, match="no-such-compiler, which is not there"):
@@ -162,7 +165,7 @@ COMPILED = """
 import jax, jax.numpy as jnp
 from benchmarks.compiled.programs import compiled, device
 from jaxonnx import sparse
-from jaxonnx.sparse._products import _compile, _cusparselt
+from jaxonnx.sparse._products import _cusparselt
 
 sparse.register_products("gpu")  # it compiles, is linked, and JAX takes it
 params = {name: jnp.zeros((1024, 1024), jnp.bfloat16) for name in "ab"}

@@ -16,10 +16,10 @@ from jax.extend.core import JaxprEqn, Primitive, primitives
 from jax.interpreters import ad, batching, mlir
 
 from jaxonnx._jaxpr import Program, inner_program, interpret, retrace_params
+from jaxonnx._native import is_split
 from jaxonnx.errors import SparsityError
 from jaxonnx.sparse._layers import by_name, name_of
 from jaxonnx.sparse._products import _cpu, _cusparselt
-from jaxonnx.sparse._search import is_split
 
 _SAME = {"convert_element_type", "copy", "copy_p", "pcast", "pvary"}
 """Primitives whose result has the pattern of their operand, along both axes."""

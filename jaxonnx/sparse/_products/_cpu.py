@@ -6,14 +6,15 @@ XLA's threads. It is compiled at the first use, once for a user.
 
 import ctypes
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxonnx._native import CompilerError, load_library
 from jaxonnx.errors import SparsityError
-from jaxonnx.sparse._products._compile import cached_library
 
 TARGET = "jaxonnx_sparse_product_cpu"
 PACKED_TARGET = "jaxonnx_packed_product_cpu"
@@ -32,7 +33,7 @@ _TILE = 16
 _DTYPES = ("float32", "bfloat16", "float16")
 """The dtypes of weights and x; the narrower ones are widened to float32, which is exact."""
 
-_OPTIONS = ("-O3", "-ffp-contract=fast", "-w", "-pthread")
+_FOLDER = Path(__file__).parent
 _is_registered = False
 
 
@@ -60,14 +61,10 @@ def is_registered() -> bool:
 
 @cache
 def _library() -> ctypes.CDLL:
-    library = cached_library("cpu.cc", _OPTIONS, ["kernel.inc"])
     try:
-        return ctypes.CDLL(str(library))
-    except OSError as error:  # a folder whose files may not be executed, a damaged file
-        raise SparsityError(
-            f"the kernel of sparse products cannot be loaded ({error}): delete {library}, or name "
-            "another folder in XDG_CACHE_HOME"
-        ) from None
+        return load_library(_FOLDER / "cpu.cc", [_FOLDER / "kernel.inc"])
+    except CompilerError as missing:
+        raise SparsityError(f"sparse products: {missing}") from None
 
 
 def variants() -> list[str]:

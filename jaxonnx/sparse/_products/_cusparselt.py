@@ -13,8 +13,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from jaxonnx._native import CompilerError, compile_library
 from jaxonnx.errors import SparsityError
-from jaxonnx.sparse._products._compile import compile_library
 
 TARGET = "jaxonnx_sparse_product"
 TILE = 16
@@ -36,7 +36,10 @@ def register() -> None:
     options += ["-O1", str(library), f"-Wl,-rpath,{library.parent}"]
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder, "products.so")
-        compile_library("cusparselt.cc", options, made)
+        try:
+            compile_library(Path(__file__).with_name("cusparselt.cc"), options, made)
+        except CompilerError as missing:
+            raise SparsityError(f"sparse products: {missing}") from None
         symbol = ctypes.CDLL(str(made)).JaxonnxSparseProduct
     jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(symbol), platform="CUDA")
 

@@ -14,24 +14,15 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
-#include <condition_variable>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <utility>
 
-#if defined(__x86_64__)
-#include <cpuid.h>
-#include <immintrin.h>
-#endif
-
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
+#include "common.h"
 
 namespace {
 
@@ -56,53 +47,8 @@ struct Kernels {
                       float*, const Ahead&);
 };
 
-#if defined(__x86_64__)
-#define VARIANT avx512
-#define LANES 16
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")))
-#include "kernel.inc"
-#undef VARIANT
-#undef LANES
-#undef TARGET
-#define VARIANT avx2
-#define LANES 8
-#define TARGET __attribute__((target("avx2,fma")))
-#include "kernel.inc"
-#undef VARIANT
-#undef LANES
-#undef TARGET
-#endif
-// SSE2, NEON, or whatever every processor of the family has
-#define VARIANT common
-#define LANES 4
-#define TARGET
-#include "kernel.inc"
-
-#if defined(__x86_64__)
-// Whether the processor and the system have the registers and instructions of a variant.
-// __builtin_cpu_supports would say so, but not in what zig links.
-bool HasVectors(bool wide) {
-  unsigned eax, ebx, ecx, edx, low, high;
-  if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx)) return false;
-  constexpr unsigned kFma = 1u << 12, kSaved = 1u << 27;
-  if ((ecx & (kFma | kSaved)) != (kFma | kSaved)) return false;
-  asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
-  const unsigned registers = wide ? 0xe6 : 0x06;
-  if ((low & registers) != registers) return false;
-  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
-  constexpr unsigned kAvx2 = 1u << 5, kAvx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;
-  const unsigned wanted = wide ? kAvx2 | kAvx512 : kAvx2;
-  return (ebx & wanted) == wanted;
-}
-#endif
-
-const Kernels* Variant(int64_t number) {
-#if defined(__x86_64__)
-  if (number == 0) return HasVectors(true) ? &avx512::kKernels : nullptr;
-  if (number == 1) return HasVectors(false) ? &avx2::kKernels : nullptr;
-#endif
-  return number == 2 ? &common::kKernels : nullptr;
-}
+#define KERNEL "kernel.inc"
+#include "variants.h"
 
 constexpr int64_t kRows = 512;         // that use a packed block of the weight
 constexpr int64_t kOutputs = 256;      // of a block
@@ -115,32 +61,6 @@ struct alignas(64) Buffers {
   float values[kOutputs * kInputs / 2];
   int32_t places[kOutputs * kInputs / 4];
 };
-
-// Calls `work(i)` for i in [0, count) in the threads of the pool and in this one, which waits only
-// for what has begun: a pool whose threads all wait here does not hang.
-template <typename Work>
-void Parallel(ffi::ThreadPool& pool, int64_t threads, int64_t count, const Work& work) {
-  struct Shared {
-    std::atomic<int64_t> next{0}, done{0};
-    std::mutex guard;
-    std::condition_variable finished;
-  };
-  auto shared = std::make_shared<Shared>();
-  auto run = [shared, count, &work] {
-    int64_t mine = 0;
-    for (int64_t i; (i = shared->next++) < count; ++mine) work(i);
-    if (mine > 0 && (shared->done += mine) == count) {
-      std::lock_guard<std::mutex> lock(shared->guard);
-      shared->finished.notify_all();
-    }
-  };
-  for (int64_t i = 1; i < std::min(threads, count); ++i) pool.Schedule(decltype(run)(run));
-  run();
-  std::unique_lock<std::mutex> lock(shared->guard);
-  shared->finished.wait(lock, [&] { return shared->done == count; });
-}
-
-int64_t Divided(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 struct Product {
   const Kernels& kernels;
@@ -235,17 +155,6 @@ struct Product {
     return ffi::Error::Success();
   }
 };
-
-// The kernels of a variant, or (-1) of the first that there is.
-const Kernels* Choose(int64_t variant) {
-  const Kernels* kernels = Variant(std::max<int64_t>(variant, 0));
-  for (int64_t i = 1; variant < 0 && kernels == nullptr; ++i) kernels = Variant(i);
-  return kernels;
-}
-
-ffi::Error NoVariant() {
-  return ffi::Error::InvalidArgument("this processor lacks the variant of a sparse product");
-}
 
 ffi::Error MultiplyPacked(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
                           ffi::Buffer<ffi::F32> values, ffi::Buffer<ffi::U32> places,
