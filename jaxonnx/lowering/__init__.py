@@ -32,7 +32,15 @@ from jaxonnx.lowering._normalized import normalize
 from jaxonnx.lowering._packed import BATCH_AXIS, SMALL, Packed
 from jaxonnx.lowering._pool import Choice, first_max, first_winner, max_pool, window_sum
 from jaxonnx.lowering._product import is_half, merges, product, product_rounded, rows
-from jaxonnx.lowering._recurrence import elementwise, recur, state_product, transpose_weight
+from jaxonnx.lowering._recurrence import (
+    LOOPS,
+    elementwise,
+    gru_cell,
+    lstm_cell,
+    recur,
+    state_product,
+    transpose_weight,
+)
 from jaxonnx.lowering._remat import remat
 from jaxonnx.lowering._rounded import Dot, Rounded
 from jaxonnx.lowering._rounded_array import RoundedArray, to_float32, with_gradient_of
@@ -41,6 +49,7 @@ from jaxonnx.lowering._stored_array import ChannelsLast, KernelFirst, StoredArra
 __all__ = [
     "BATCH_AXIS",
     "FAST_INT8",
+    "LOOPS",
     "SMALL",
     "ChangedWeight",
     "ChannelsLast",
@@ -62,6 +71,7 @@ __all__ = [
     "elementwise",
     "first_max",
     "first_winner",
+    "gru_cell",
     "integer_convolution",
     "integer_product",
     "is_elementwise",
@@ -69,6 +79,7 @@ __all__ = [
     "is_in_memory",
     "kernel_first",
     "kernels_first",
+    "lstm_cell",
     "map_changed",
     "map_rows",
     "max_pool",

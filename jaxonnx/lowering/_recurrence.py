@@ -6,10 +6,15 @@ all steps at once, outside of the loop, to which only the part remains that real
 step before. JAX derives the rest, and this rule as well: forward mode and all orders work.
 
 Half precision is multiplied as it is, and gives gates in float32.
+
+The usual LSTM and GRU in float32 are a `Cell`. Their loops are primitives that a kernel computes on
+CPU (`_recurrence_kernel`); their plain forms are those of other steps, but for partial derivatives
+that are computed in the forward pass, as the kernel keeps them.
 """
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,8 +22,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
+from jax.interpreters import ad
 
-from jaxonnx.lowering._product import is_half, product, rows
+from jaxonnx.lowering import _recurrence_kernel as kernel
+from jaxonnx.lowering._product import is_half, merges, product, rows
 
 Step = Callable[..., tuple]
 
@@ -35,6 +42,64 @@ VAST = 2**20
 
 FEW = 4
 """The fewest examples of a batch with which groups are faster."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A step whose loop has a kernel: of an LSTM, or of a GRU with `linear_before_reset`.
+
+    Attributes:
+      name: "lstm" or "gru".
+      step: see `recur`.
+      partials: the partial derivatives of the step, of gates and states.
+      count: how many these are.
+      move: `move(partials, gates, *states)` gives the tangents of the states after a step, linear
+        in those of the gates and the states before it.
+    """
+
+    name: str
+    step: Step
+    partials: Callable
+    count: int
+    move: Callable
+
+    def __call__(self, gates, extra, *states):
+        return self.step(gates, extra, *states)
+
+
+def _lstm_partials(gates, h, c):
+    i, o, f, new = jnp.split(gates, 4, -1)
+    i, o, f, new = *map(jax.nn.sigmoid, (i, o, f)), jnp.tanh(new)
+    held = jnp.tanh(f * c + i * new)
+    of_gates = new * i * (1 - i), held * o * (1 - o), c * f * (1 - f), i * (1 - new * new)
+    return *of_gates, f, o * (1 - held * held)
+
+
+def _lstm_move(partials, gates, h, c):
+    i, o, f, new = jnp.split(gates, 4, -1)
+    of_i, of_o, of_f, of_new, of_c, of_held = partials
+    c = of_f * f + of_i * i + of_new * new + of_c * c
+    return of_o * o + of_held * c, c
+
+
+def _gru_partials(gates, h):
+    z, reset, new, share = jnp.split(gates, 4, -1)
+    z, reset = jax.nn.sigmoid(z), jax.nn.sigmoid(reset)
+    new = jnp.tanh(new + reset * share)
+    rest = (1 - z) * (1 - new * new)
+    return (h - new) * z * (1 - z), rest * share * reset * (1 - reset), rest, rest * reset, z
+
+
+def _gru_move(partials, gates, h):
+    parts = zip(partials, (*jnp.split(gates, 4, -1), h), strict=True)
+    return (sum(part * tangent for part, tangent in parts),)
+
+
+lstm_cell = partial(Cell, "lstm", partials=_lstm_partials, count=6, move=_lstm_move)
+"""Returns the cell of an LSTM whose step, with gates i, o, f and c, is given."""
+gru_cell = partial(Cell, "gru", partials=_gru_partials, count=5, move=_gru_move)
+"""Returns the cell of a GRU whose step, with gates z, r, h of the input and h of the state, is
+given."""
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -67,7 +132,7 @@ def recur(
     `states[0] @ r.T`, then what the input, then what the state has alone, all with the bias added.
 
     Args:
-      step: a function that closes over no array.
+      step: a function that closes over no array, or a `Cell`.
       reverse: whether to begin with the last element of the sequence.
       lone: the number of gates that the state has alone, the last rows of r.
       x: (steps, batch, features).
@@ -78,7 +143,25 @@ def recur(
       valid: bool (steps, batch, 1), the states stay where it is false; or None.
       states: before the first step, a tuple of (batch, hidden).
     """
-    return _scan(step, reverse, lone, None, x, w, r, bias, extra, valid, states)
+    if _has_kernel(step, x, w, r, *states):
+        operands = r, valid, x, w, bias, states
+        return _bind(_forward_p, *operands, cell=step, reverse=reverse, keeps=False)[:2]
+    hidden, last, _ = _scan(step, reverse, lone, None, x, w, r, bias, extra, valid, states)
+    return hidden, last
+
+
+def _has_kernel(step: Step, x, w, r, *states) -> bool:
+    if not isinstance(step, Cell) or any(a.dtype != jnp.float32 for a in (x, w, r, *states)):
+        return False
+    return merges() and kernel.is_faster(x.shape, r.shape)  # not under a mesh
+
+
+def _bind(primitive, *operands, **params):
+    """Return the results of a primitive for a loop: an array for all steps, states, others."""
+    leaves, tree = jax.tree.flatten(operands)
+    first, *others = primitive.bind(*leaves, tree=tree, **params)
+    count = 2 if params["cell"].name == "lstm" else 1
+    return first, tuple(others[:count]), tuple(others[count:])
 
 
 @partial(recur.defjvp, symbolic_zeros=True)
@@ -90,13 +173,21 @@ def _(step, reverse, lone, primals, tangents):
     gates = jnp.zeros((*x.shape[:2], len(w) + lone), kind)
 
     def scan(gates, extra, states):
-        return _scan(step, reverse, lone, gates, x, w, r, bias, extra, valid, states)
+        return _scan(step, reverse, lone, gates, x, w, r, bias, extra, valid, states)[:2]
 
     # The reference, a scan differentiated step by step, accumulates dw += x_t.T @ dgates_t in every
     # step. Here the loop is linearized in the gates only; the tangents of x, w, r and bias enter
     # through the gates of all steps at once, and transposing those products gives dw as one product
     # over (steps * batch). `before` is the state that each step multiplied by r.
-    (hidden, last), linear = jax.linearize(scan, gates, extra, states)
+    if _has_kernel(step, x, w, r, *states):
+        operands, like = (r, valid, x, w, bias, states), {"cell": step, "reverse": reverse}
+        hidden, last, partials = _bind(_forward_p, *operands, **like, keeps=True)
+
+        def linear(gates, _, dstates):
+            return _bind(_linear_p, r, valid, gates, dstates, partials, **like)[:2]
+
+    else:
+        (hidden, last), linear = jax.linearize(scan, gates, extra, states)
     ends = [hidden, states[0][None]]
     before = jnp.concatenate(ends)[1:] if reverse else jnp.concatenate(ends[::-1])[: len(x)]
     before = lax.platform_dependent(before, tpu=_steps_outside, default=lambda h: h)
@@ -111,11 +202,24 @@ def _(step, reverse, lone, primals, tangents):
     return (hidden, last), linear(gates, dextra, dstates)
 
 
-def _scan(step: Step, reverse: bool, lone: int, added, x, w, r, bias, extra, valid, states):
+def _scan(
+    step: Step,
+    reverse: bool,
+    lone: int,
+    added,
+    x,
+    w,
+    r,
+    bias,
+    extra,
+    valid,
+    states,
+    keep: Callable | None = None,
+):
     """Run `recur`, with an array through which tangents can enter the gates.
 
     If `added` (steps, batch, gates) is not None, its tangents are added to those of the gates; its
-    values are not used.
+    values are not used. The third result is what `keep(gates, *states)` gives for each step, or ().
 
     Accelerators multiply the input of all steps at once; a CPU does it step by step, since it would
     have to fetch the product from memory again.
@@ -128,7 +232,7 @@ def _scan(step: Step, reverse: bool, lone: int, added, x, w, r, bias, extra, val
         return from_x if r is None else _add_gates(from_x, state_product(h, r, r_t), lone, of_state)
 
     def scan(gates_of, from_x, count=1):
-        """Scan with the gates `gates_of(given, h)` of each group of hidden units."""
+        """Scan with the gates `gates_of(from_x, h)` of each group of hidden units."""
         split = partial(_groups, width=width, count=count)
 
         def body(groups, inputs):
@@ -136,21 +240,20 @@ def _scan(step: Step, reverse: bool, lone: int, added, x, w, r, bias, extra, val
             gates = gates_of(from_x, _join_groups([group[0] for group in groups]))
             if added is not None:
                 gates = map(_with_tangent, gates, split(added))
-            new = [
-                _next(step, *group, valid)
-                for group in zip(gates, split(extra), groups, strict=True)
-            ]
-            return new, _join_groups([group[0] for group in new])
+            each = [*zip(gates, split(extra), groups, strict=True)]
+            new = [_stay(step(gates, extra, *h), h, valid) for gates, extra, h in each]
+            parts = keep(each[0][0], *groups[0]) if keep else ()
+            return new, (_join_groups([group[0] for group in new]), parts)
 
-        last, hidden = lax.scan(body, split(states), (from_x, valid, added), reverse=reverse)
-        return jax.tree.map(lambda *groups: _join_groups(groups), *last), hidden
+        last, results = lax.scan(body, split(states), (from_x, valid, added), reverse=reverse)
+        return jax.tree.map(lambda *groups: _join_groups(groups), *last), *results
 
     def at_once(x):
         return scan(lambda x, h: [gates(x, h)], _at_once(x, w_t, of_input))
 
     def step_by_step(x):
         few = isinstance(x.shape[1], int) and x.shape[1] < FEW
-        whole = few or lone or width % GROUPS
+        whole = few or lone or width % GROUPS or keep
         if r is not None and len(r) == len(w) and LARGE <= r.size <= VAST and not whole:
             split = partial(_groups, width=width, count=GROUPS, axis=0)
             both = map(transpose_weight, split(jnp.concatenate([w, r], 1)))
@@ -158,13 +261,62 @@ def _scan(step: Step, reverse: bool, lone: int, added, x, w, r, bias, extra, val
             return scan(lambda x, h: [_both_products(x, h, *group) for group in weights], x, GROUPS)
         return scan(lambda x, h: [gates(_affine(x, w_t, of_input), h)], x)
 
-    last, hidden = lax.platform_dependent(x, cpu=step_by_step, default=at_once)
+    last, hidden, parts = lax.platform_dependent(x, cpu=step_by_step, default=at_once)
+    return hidden, last, parts
+
+
+def _forward(r, valid, x, w, bias, states, *, cell: Cell, reverse: bool, keeps: bool):
+    """Run the loop of a cell; the third result are partial derivatives, () unless `keeps`."""
+    lone = 4 * r.shape[1] - len(w)
+    keep = cell.partials if keeps else None
+    return _scan(cell, reverse, lone, None, x, w, r, bias, None, valid, states, keep)
+
+
+def _linear(r, valid, gates, states, partials, *, cell: Cell, reverse: bool):
+    """Compute the tangents of `recur` from those of the gates of all steps and of the states."""
+
+    def body(states, inputs):
+        gates, valid, partials = inputs
+        # a GRU's hidden gate of the input, the third, reads no state
+        product = _apart(_by_rows(states[0], r), 2 * r.shape[1], gates.shape[-1])
+        new = _stay(cell.move(partials, gates + product, *states), states, valid)
+        return new, new[0]
+
+    last, hidden = lax.scan(body, states, (gates, valid, partials), reverse=reverse)
     return hidden, last
 
 
-def _next(step: Step, gates, extra, states, valid) -> tuple:
+def _back(r, valid, hidden, states, partials, *, cell: Cell, reverse: bool):
+    """Transpose `_linear`: cotangents of its results to those of the gates and the states."""
+    gates = jax.ShapeDtypeStruct((*hidden.shape[:2], 4 * hidden.shape[2]), hidden.dtype)
+
+    def linear(gates, states):
+        return _linear(r, valid, gates, states, partials, cell=cell, reverse=reverse)
+
+    return jax.linear_transpose(linear, gates, states)((hidden, states))
+
+
+_forward_p = kernel.loop_primitive("recurrence", _forward, kernel.forward)
+_linear_p = kernel.loop_primitive("recurrence_tangent", _linear)
+_back_p = kernel.loop_primitive("recurrence_cotangent", _back, kernel.back)
+LOOPS = _forward_p, _linear_p, _back_p
+"""The primitives for loops of a `Cell`."""
+
+
+def _transpose(cotangents, *leaves, tree, **params):
+    cotangents = [*map(ad.instantiate_zeros, cotangents)]
+    r, valid, *_, partials = tree.unflatten(leaves)
+    states = tuple(cotangents[1:])
+    dgates, dstates, _ = _bind(_back_p, r, valid, cotangents[0], states, partials, **params)
+    moved = jax.tree.leaves((r, valid))
+    return [*[None] * len(moved), dgates, *dstates, *[None] * len(partials)]
+
+
+ad.primitive_transposes[_linear_p] = _transpose
+
+
+def _stay(new, states, valid) -> tuple:
     """Return the states after a step; where `valid` is false they stay as they were."""
-    new = step(gates, extra, *states)
     new = tuple(n.astype(s.dtype) for n, s in zip(new, states, strict=True))
     if valid is None:
         return new
@@ -219,7 +371,8 @@ def _add_gates(from_x, product, lone: int, bias):
 def _apart(gates, first: int, size: int):
     """Insert zeros after the first `first` of `size` gates, where a tangent has no share."""
     gap = jnp.zeros((*gates.shape[:-1], size - gates.shape[-1]), gates.dtype)
-    return jnp.concatenate([gates[..., :first], gap, gates[..., first:]], -1) if gap.size else gates
+    parts = [gates[..., :first], gap, gates[..., first:]]
+    return jnp.concatenate(parts, -1) if gap.shape[-1] else gates
 
 
 def _join_groups(groups):

@@ -13,7 +13,14 @@ import jax.numpy as jnp
 from jaxonnx._axes import recurrent
 from jaxonnx._constraints import NotNegative
 from jaxonnx.errors import NodeError
-from jaxonnx.lowering import elementwise, recur, state_product, transpose_weight
+from jaxonnx.lowering import (
+    elementwise,
+    gru_cell,
+    lstm_cell,
+    recur,
+    state_product,
+    transpose_weight,
+)
 from jaxonnx.ops.common import widen
 from jaxonnx.registry import op
 
@@ -62,7 +69,7 @@ def activations_of(default, names, alphas, betas, clip, direction):
         apply, *defaults = _ACTIVATIONS[name.lower()]
         parameters = [next(g, d) for g, d in zip(remaining, defaults, strict=False)]
         if clip is None:
-            return lambda x: apply(x, *parameters)
+            return (lambda x: apply(x, *parameters)) if parameters else apply
         return lambda x: apply(jnp.clip(x, -clip, clip), *parameters)
 
     functions = [function(name) for name in names]
@@ -189,7 +196,8 @@ def gru(
     def cell(d):
         f, g = functions[d]
         if linear_before_reset:
-            return gru_step(f, g), hidden, w[d], r[d], None
+            step = GRU if (f, g) == USUAL[:2] else gru_step(f, g)
+            return step, hidden, w[d], r[d], None
         r_zr, r_h = jnp.split(r[d], [2 * hidden])
         return reset_first(f, g), 0, w[d], r_zr, (r_h, transpose_weight(r_h))
 
@@ -295,7 +303,9 @@ def lstm(
 
     def cell(d):
         f, g, h = functions[d]
-        return lstm_step(f, g, h, input_forget), 0, w[d], r[d], None if p is None else p[d]
+        usual = (f, g, h) == USUAL and p is None and not input_forget
+        step = LSTM if usual else lstm_step(f, g, h, input_forget)
+        return step, 0, w[d], r[d], None if p is None else p[d]
 
     initial = initial_h, initial_c
     bias = sum_of_biases(b)
@@ -325,3 +335,8 @@ def lstm_step(f, g, h, input_forget):
         return (1 - i) * c + i * g(new)
 
     return step
+
+
+USUAL = (jax.nn.sigmoid, jnp.tanh, jnp.tanh)
+LSTM = lstm_cell(lstm_step(*USUAL, 0))
+GRU = gru_cell(gru_step(*USUAL[:2]))

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, primitives
 
 from jaxonnx._jaxpr import Program, inner_program, interpret, programs, retrace_params
-from jaxonnx.lowering import Dot, Rounded, contract, contract_p
+from jaxonnx.lowering import LOOPS, Dot, Rounded, contract, contract_p
 
 _PRODUCTS = (primitives.conv_general_dilated_p, primitives.dot_general_p, contract_p)
 """Primitives that are products of their two operands."""
@@ -83,8 +83,10 @@ def _run(dtype: Any, program: Program, *args: Any) -> list[Any]:
 
 
 def _has_derivative(equation: JaxprEqn) -> Program | None:
-    """Inline calls of custom_jvp and custom_vjp, which are differentiated by now; keep others."""
-    return inner_program(equation) if "call_jaxpr" in equation.params else None
+    """Inline calls of custom_jvp and custom_vjp, which are differentiated by now, and the loops of
+    recurrences, for their products; keep other calls."""
+    inlined = "call_jaxpr" in equation.params or equation.primitive in LOOPS
+    return inner_program(equation) if inlined else None
 
 
 def _transposed(program: Program) -> set[Any]:
