@@ -44,6 +44,11 @@ class Augmented(Source):
     def identity(self) -> dict[str, Any] | None:
         return self._source.identity
 
+    def apply(self, batch: Batch) -> Batch:
+        """Change a batch of the innermost source as if it were the first one."""
+        batch = self._source.apply(batch) if isinstance(self._source, Augmented) else batch
+        return self._change(self._key, np.uint32(0), np.uint32(0), batch)
+
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         for number, batch in enumerate(self._source.batches(epoch, start), start):
             yield self._change(self._key, np.uint32(epoch), np.uint32(number), batch)

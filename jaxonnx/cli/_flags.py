@@ -80,6 +80,9 @@ _OUTPUT = Flag(
     NEEDED,
 )
 _EXPLAIN = Flag("--explain", "print the equivalent Python program and exit", SWITCH)
+_DRY_RUN = Flag(
+    "--dry-run", "show the data, and the time and memory of one step; write nothing", SWITCH
+)
 _OPTIMIZER = [*declared_flags(LossArguments), *declared_flags(OptimizerArguments)]
 _DISTRIBUTED = Flag(
     "--distributed",
@@ -108,7 +111,7 @@ _REPORT = Flag(
 def _training(model: Sequence[Flag], without: Sequence[str] = ()) -> dict[str, Sequence[Flag]]:
     """Return the groups of flags of a command that trains, with those of the model."""
     return {
-        "": [*_EXAMPLES, _OUTPUT, _EXPLAIN],
+        "": [*_EXAMPLES, _OUTPUT, _EXPLAIN, _DRY_RUN],
         "loss and optimizer": _OPTIMIZER,
         "model": model,
         "step": [*declared_flags(StepArguments), _DISTRIBUTED],

@@ -35,7 +35,7 @@ from jaxonnx.training import Settings, open_data, read_data
 
 
 def train(options: argparse.Namespace, sparsity: Mapping[str, Any] | None = None) -> Report:
-    from jaxonnx.training import train
+    from jaxonnx.training import preview, train
 
     first = _connect_processes(options)
     model = reading.read(options)
@@ -55,6 +55,9 @@ def train(options: argparse.Namespace, sparsity: Mapping[str, Any] | None = None
     if not first:  # the files are those of one process
         settings.pop("on_log", None)
     made = {name: explain.evaluate_calls(value) for name, value in settings.items()}
+    if options.dry_run:
+        seen = preview(model, data, **{n: x for n, x in made.items() if n != "on_log"})
+        return Report(asdict(seen), seen)
     result = train(model, data, progress=progress, **made)
     history, trained = result.history, result.model
     stopped = bool(history.stopped) and not history.early

@@ -17,6 +17,7 @@ from jaxonnx.training._history import History
 from jaxonnx.training._losses import find  # noqa: F401
 from jaxonnx.training._optimizers import optimizer
 from jaxonnx.training._plot import shade  # noqa: F401
+from jaxonnx.training._preview import Preview, preview
 from jaxonnx.training._restore import restore_checkpoint
 from jaxonnx.training._result import Result
 from jaxonnx.training._settings import Settings  # noqa: F401
@@ -31,6 +32,7 @@ __all__ = [
     "Curves",
     "History",
     "PerClass",
+    "Preview",
     "RateCurve",
     "Result",
     "State",
@@ -39,6 +41,7 @@ __all__ = [
     "evaluate",
     "find_rate",
     "optimizer",
+    "preview",
     "read_training_checkpoint",
     "restore_checkpoint",
     "step",

@@ -22,7 +22,12 @@ class FitCheck:
     """Compiles an update for each shape of batch, and calls it if memory suffices.
 
     An update takes over the memory of the state: one that fails while it runs has lost the weights.
+
+    Attributes:
+      planned: the bytes that the program compiled last takes, as XLA plans, if it says.
     """
+
+    planned: int | None = None
 
     def __init__(self, update: Callable[..., tuple[State, jax.Array]]):
         self._update = jax.jit(update, donate_argnums=0)
@@ -37,6 +42,9 @@ class FitCheck:
                 compiled = traced.lower().compile()
             _check(compiled, jax.tree.leaves(compiled.output_shardings)[0].addressable_devices)
             self._compiled.add(kind)
+            if (used := compiled.memory_analysis()) is not None:
+                self.planned = used.argument_size_in_bytes + used.temp_size_in_bytes
+                self.planned += used.output_size_in_bytes - used.alias_size_in_bytes
         return self._update(state, batch, *others)
 
 

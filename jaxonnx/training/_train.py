@@ -7,19 +7,14 @@ from typing import Any, Unpack
 from onnx import ModelProto
 
 from jaxonnx._arguments import TrainArguments, check_names, documented
-from jaxonnx._data.augmented import augment_examples
 from jaxonnx._data.images.batches import notes_on_images
 from jaxonnx._mesh.processes import Processes
-from jaxonnx.model import Model, as_model
-from jaxonnx.training._build_step import build_step
-from jaxonnx.training._data import open_data, read_data
-from jaxonnx.training._fit_to_data import fit_to_data
-from jaxonnx.training._head import with_heads
+from jaxonnx.model import Model
 from jaxonnx.training._loop import run
 from jaxonnx.training._memory import explain_memory_errors
 from jaxonnx.training._mesh_step import automatic
+from jaxonnx.training._prepare import prepare_run
 from jaxonnx.training._result import Result, to_result
-from jaxonnx.training._second_model import add_second_model
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._stopping import Interrupt
 
@@ -119,17 +114,11 @@ def train(
         explain_memory_errors(settings),
         Interrupt() as interrupt,
     ):
-        net = with_heads(as_model(model, settings.mesh), settings)
-        data, settings, notes_on_splits = open_data(data, settings)
-        net, notes = fit_to_data(net, settings, data)
-        net, examples, held_out, notes_on_texts, _ = read_data(net, settings, data)
-        settings = settings.with_length(examples.steps)
-        step = build_step(net, settings, settings.epochs, examples.steps, examples)
-        changed = augment_examples(examples, settings.augment, settings.seed)
-        first, second = add_second_model(net, settings.loss, [changed, held_out])
-        trained, history = run(step, first, second, settings, interrupt, processes)
-        history.notes += [*notes_on_splits, *notes, *notes_on_texts]
-        history.notes += notes_on_images(examples, held_out)
+        made = prepare_run(model, data, settings)
+        trained, history = run(
+            made.step, made.sources[0], made.sources[1], made.settings, interrupt, processes
+        )
+        history.notes += [*made.notes, *notes_on_images(made.examples, made.held_out)]
         if history.stopped and not history.early:
             warnings.warn(history.stopped, stacklevel=2)
-        return to_result(step, processes.gather(trained), history, held_out)
+        return to_result(made.step, processes.gather(trained), history, made.held_out)

@@ -266,6 +266,7 @@ CALLS: dict[str, Call] = {
     "jaxonnx.LoRA": Call(lambda: jaxonnx.LoRA),
     "jaxonnx.Quantization": Call(lambda: jaxonnx.Quantization),
     "jaxonnx.training.optimizer": Call(lambda: training.optimizer),
+    "jaxonnx.training.preview": Call(lambda: training.preview, **RUN),
     "jaxonnx.training.step": Call(lambda: training.step, model=net, loss=LABELS, optimizer="adam"),
     "jaxonnx.training.read_training_checkpoint": Call(
         lambda: training.read_training_checkpoint, path="none"
