@@ -98,6 +98,7 @@ def named_optimizer(
         return optimizer(name, learning_rate, steps, **chosen, mask=mask)
 
     warmup = chosen.get("warmup", 0)
+    _positive("warmup", warmup, zero=True)
     plans = chosen.get("schedule", "constant") != "constant" or 0 < warmup < 1
     return planned if plans else planned(None)
 

@@ -265,6 +265,9 @@ CALLS: dict[str, Call] = {
     "jaxonnx.train": Call(lambda: jaxonnx.train, **RUN),
     "jaxonnx.LoRA": Call(lambda: jaxonnx.LoRA),
     "jaxonnx.Quantization": Call(lambda: jaxonnx.Quantization),
+    "jaxonnx.training.find_rate": Call(
+        lambda: training.find_rate, model=net, data=DATASET, steps=3, loss=LABELS
+    ),
     "jaxonnx.training.optimizer": Call(lambda: training.optimizer),
     "jaxonnx.training.preview": Call(lambda: training.preview, **RUN),
     "jaxonnx.training.step": Call(lambda: training.step, model=net, loss=LABELS, optimizer="adam"),
@@ -322,6 +325,7 @@ CALLS |= {
         "dpo",
         "in_batch_negatives",
         "negative_log_likelihood",
+        "orpo",
         "seq2seq_lm",
     )
 }
@@ -393,8 +397,10 @@ NOT_CALLED = {
     "jaxonnx.training.ConfusionMatrix.plot": PLOT,
     "jaxonnx.training.Curves.plot": PLOT,
     "jaxonnx.training.PerClass.plot": PLOT,
+    "jaxonnx.training.RateCurve.plot": PLOT,
     "jaxonnx.training.State.replace": "that of dataclasses",
     "jaxonnx.losses.ClassLoss": PROTOCOL,
+    "jaxonnx.losses.Distillation": PROTOCOL,
     "jaxonnx.losses.log_likelihoods": TRACED,
     "jaxonnx.optim.adam_rule": TRACED,
     "jaxonnx.optim.adagrad_rule": TRACED,
