@@ -90,7 +90,7 @@ class Network:
     def _defaults(self) -> frozenset[str]:
         """Inputs with an initializer as their default: they may be passed by name."""
         names = frozenset(v.name for v in self.proto.graph.input)
-        return names.difference(self.graph.inputs, *(v.closed for v in self.program.views))
+        return names.difference(self.graph.inputs, *(v.supplied_inputs for v in self.program.views))
 
     @cached_property
     def _input_names(self) -> frozenset[str]:

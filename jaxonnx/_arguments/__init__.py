@@ -11,9 +11,9 @@ from jaxonnx._arguments.declare import (  # noqa: F401
     Argument,
     Declared,
     check_names,
-    declared,
-    declared_in,
     documented,
+    list_arguments,
+    list_own_arguments,
 )
 from jaxonnx._arguments.model import (  # noqa: F401
     OPTIMIZERS,

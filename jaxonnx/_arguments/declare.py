@@ -63,7 +63,7 @@ def _texts() -> dict[str, dict[str, str]]:
     return texts
 
 
-def declared(*groups: type) -> dict[str, Declared]:
+def list_arguments(*groups: type) -> dict[str, Declared]:
     """Return the arguments of classes of declarations, those of their bases included."""
     texts = {name: text for doc in _texts().values() for name, text in doc.items()}
     arguments = {}
@@ -86,9 +86,10 @@ def _parse(annotation: str) -> tuple[Argument, str]:
     return Argument(*map(ast.literal_eval, argument.args), **named), ast.unparse(kind)
 
 
-def declared_in(group: type) -> dict[str, Declared]:
+def list_own_arguments(group: type) -> dict[str, Declared]:
     """Return the arguments of a class without those of its bases."""
-    return {name: x for name, x in declared(group).items() if name in _texts()[group.__name__]}
+    names = _texts()[group.__name__]
+    return {name: entry for name, entry in list_arguments(group).items() if name in names}
 
 
 def check_names(function: str, group: type, arguments: Mapping[str, Any]) -> None:
@@ -97,7 +98,7 @@ def check_names(function: str, group: type, arguments: Mapping[str, Any]) -> Non
     Raises:
       TypeError: with the name that is most like the wrong one.
     """
-    names = [*declared(group)]
+    names = [*list_arguments(group)]
     for name in arguments:
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1)
@@ -113,7 +114,7 @@ def documented(*groups: type) -> Callable[[F], F]:
     """
 
     def document(function: F) -> F:
-        arguments = declared(*groups)
+        arguments = list_arguments(*groups)
         signature = inspect.signature(function)
         named = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         kind = inspect.Parameter.KEYWORD_ONLY

@@ -198,7 +198,7 @@ def find_layers(
     facts.layers = {site.use.outer.index for site in weights}
     facts.layers |= {use.outer.index for use in integers if use.node.op.like in PRODUCTS}
     # a vector of Add or Mul makes no layer: it may normalize inputs
-    others = [site for site in sites if site.declared is None or site.is_table]
+    others = [site for site in sites if site.role is None or site.is_table]
     first = replace(facts)
-    operands = (replace(site, facts=first) for site in others if site.declared != "param")
+    operands = (replace(site, facts=first) for site in others if site.role != "param")
     facts.layers = facts.layers | {s.use.outer.index for s in operands if is_trained(s)}

@@ -80,37 +80,17 @@ def is_trained(site: Site) -> bool:
 
 def is_running_statistic(site: Site) -> bool:
     """Find the means and variances that BatchNormalization moves itself."""
-    return site.declared == "state"
+    return site.role == "state"
 
 
-def is_geometric(site: Site) -> bool:
-    """Find the frequencies of rotary positions (`inv_freq`) and the slopes of ALiBi."""
-    return site.tensor.description == "a geometric sequence"
+def recognize(kind: str, file: str) -> Rule:
+    """Return the rule for a kind of numbers (`Tensor.description`) that no training gives."""
 
+    def is_of_kind(site: Site) -> bool:
+        """Find these numbers."""
+        return site.tensor.description == kind
 
-def is_arithmetic(site: Site) -> bool:
-    """Find numbers whose mean is predicted: cents of pitch, bins of a detector's distances."""
-    return site.tensor.description == "an arithmetic sequence"
-
-
-def is_window(site: Site) -> bool:
-    """Find windows by which front ends for audio multiply frames: Hann, Hamming, Povey, Gauss."""
-    return site.tensor.description == "a window"
-
-
-def is_sinusoidal(site: Site) -> bool:
-    """Find bases of Fourier and cosine transforms (matrices, kernels), and tables of positions."""
-    return site.tensor.description == "rows of sinusoids"
-
-
-def is_filter_bank(site: Site) -> bool:
-    """Find the mel or ERB bank that follows a Fourier transform as a linear layer would."""
-    return site.tensor.description == "a bank of filters"
-
-
-def is_symmetric(site: Site) -> bool:
-    """Find blurs before downsampling and Sobel's kernels, which stand at a Conv."""
-    return site.tensor.description == "kernels with mirror symmetry"
+    return Rule(kind, CONSTANT, is_of_kind, file)
 
 
 # Normalizations written as arithmetic, by tf2onnx, Keras and older exporters of PyTorch
@@ -127,7 +107,7 @@ def is_affine(site: Site) -> bool:
     They have up to as many axes as the mean is over.
     """
     axes = site.facts.normalized.learned.get(site.name)
-    if axes is None or site.declared not in (None, "vector"):
+    if axes is None or site.role not in (None, "vector"):
         return False
     return len(site.tensor.long) <= axes
 
@@ -137,7 +117,7 @@ def is_affine(site: Site) -> bool:
 
 def is_mask(site: Site) -> bool:
     """Find masks of attention, which add -1e4 or -1e9, also with ALiBi folded into them."""
-    several = site.is_table or site.declared is None
+    several = site.is_table or site.role is None
     return site.meets_data and several and not site.tensor.largest < _LARGE
 
 
@@ -149,7 +129,7 @@ def standardizes(site: Site) -> bool:
     graph, node = site.facts.graph, site.node
     beside = [*graph.readers.get(node.outputs[0], ()), graph.producers.get(node.inputs[0])]
     partners = (n for n in beside if n is not None and n.op.name == partner)
-    return any(n.inputs[1] not in site.facts.fed for n in partners)
+    return any(n.inputs[1] not in site.facts.data for n in partners)
 
 
 def is_distance(site: Site) -> bool:
@@ -225,7 +205,7 @@ def is_shown(site: Site) -> bool:
     """Find a recorded motion whose rows a policy that imitates it gives out beside its actions."""
     facts, node = site.facts, site.node
     looked_up = site.in_main_graph and site.operator == "Gather" and site.use.position == 0
-    if not looked_up or facts.fed.isdisjoint(site.others):
+    if not looked_up or facts.data.isdisjoint(site.others):
         return False
     if not facts.behind_layers.isdisjoint(node.inputs):
         return False
@@ -260,7 +240,7 @@ def is_filler(site: Site) -> bool:
 
 def is_declared(site: Site) -> bool:
     """Find weights that operators declare: kernels, matrices, tables, biases."""
-    return site.declared == "param"
+    return site.role == "param"
 
 
 def is_bias_or_scale(site: Site) -> bool:
@@ -268,8 +248,8 @@ def is_bias_or_scale(site: Site) -> bool:
 
     A single number is a bias if it has an axis; a factor of sqrt(d) or an epsilon has none.
     """
-    if site.declared != "vector" or site.is_vector:
-        return site.declared == "vector"
+    if site.role != "vector" or site.is_vector:
+        return site.role == "vector"
     array = site.tensor.array
     return array.size == 1 and array.ndim > 0 and site.operator == "Add" and site.tensor.stored
 
@@ -306,7 +286,7 @@ def has_normalized_rows(site: Site) -> bool:
 def starts_recurrence(site: Site) -> bool:
     """Find learned initial states; those that an exporter writes for none are zeros."""
     start = site.in_main_graph and site.use.position in STARTS.get(site.operator, ())
-    return start and site.tensor.stored and site.tensor.irregular and site.tensor.varied
+    return start and site.tensor.stored and site.tensor.irregular and site.tensor.is_varied
 
 
 def biases_scores(site: Site) -> bool:
@@ -323,7 +303,7 @@ def is_varied_operand(site: Site) -> bool:
     Buffers do so as well, but their numbers repeat or count.
     """
     operand = site.meets_data and site.tensor.stored and bool(site.facts.layers)
-    return operand and site.tensor.irregular and site.tensor.varied
+    return operand and site.tensor.irregular and site.tensor.is_varied
 
 
 def gives_weight(site: Site) -> bool:
@@ -353,12 +333,18 @@ PLACES = (
 RULES = (
     Rule("a running statistic", STATE, is_running_statistic, "families/paddle_cnn.onnx"),
     # numbers that no training gives
-    Rule("a geometric sequence", CONSTANT, is_geometric, "llm/qwen3-optimum/model.onnx"),
-    Rule("an arithmetic sequence", CONSTANT, is_arithmetic, "rules/pitch.onnx"),
-    Rule("a window", CONSTANT, is_window, "rules/pitch.onnx"),
-    Rule("rows of sinusoids", CONSTANT, is_sinusoidal, "rules/pitch.onnx"),
-    Rule("a bank of filters", CONSTANT, is_filter_bank, "rules/pitch.onnx"),
-    Rule("kernels with mirror symmetry", CONSTANT, is_symmetric, "rules/patches.onnx"),
+    # frequencies of rotary positions (`inv_freq`), slopes of ALiBi
+    recognize("a geometric sequence", "llm/qwen3-optimum/model.onnx"),
+    # numbers whose mean is predicted: cents of pitch, bins of a detector's distances
+    recognize("an arithmetic sequence", "rules/pitch.onnx"),
+    # windows by which front ends for audio multiply frames: Hann, Hamming, Povey, Gauss
+    recognize("a window", "rules/pitch.onnx"),
+    # bases of Fourier and cosine transforms (matrices, kernels), tables of positions
+    recognize("rows of sinusoids", "rules/pitch.onnx"),
+    # the mel or ERB bank that follows a Fourier transform as a linear layer would
+    recognize("a bank of filters", "rules/pitch.onnx"),
+    # blurs before downsampling and Sobel's kernels, which stand at a Conv
+    recognize("kernels with mirror symmetry", "rules/patches.onnx"),
     # normalizations that are written as arithmetic
     Rule("a stored mean or variance", CONSTANT, is_stored_moment, "families/tf2onnx_cnn.onnx"),
     Rule("scales or shifts what is normalized", TRAINED, is_affine, "unfolded.attention.onnx"),

@@ -24,7 +24,7 @@ ARITHMETIC = ("Add", "Div", "Max", "Min", "Mul", "Sub", "Where")
 """Operators in which a network's own tensors meet data without being declared as weights."""
 _DELIMITER = re.compile(r"[./:]")
 _SAMPLE = 256
-"""The most numbers of a tensor that `Tensor.varied` compares."""
+"""The most numbers of a tensor that `Tensor.is_varied` compares."""
 _VARIED = 0.75
 """The least share of different numbers in a sample of a learned tensor, also in half precision."""
 _COMPARED = 4096
@@ -70,7 +70,7 @@ class Tensor:
         return several and not self.evenly_spaced
 
     @cached_property
-    def varied(self) -> bool:
+    def is_varied(self) -> bool:
         """Whether most numbers of a sample differ, as learned and random ones do."""
         flat = self.value.reshape(-1)
         flat = flat[flat != 0] if flat.size > _SAMPLE else flat
@@ -122,7 +122,7 @@ class Facts:
     """Whether some weights are initializers; then Constant nodes hold none."""
 
     @cached_property
-    def fed(self) -> set[str]:
+    def data(self) -> set[str]:
         """The values that depend on the graph's inputs."""
         return behind(self.graph.nodes, self.graph.inputs)
 
@@ -144,7 +144,7 @@ class Facts:
         return {node.index: node for node in self.graph.nodes if self._is_on_input(node)}
 
     def _is_on_input(self, node: Node) -> bool:
-        fed = [name for name in node.inputs if name in self.fed]
+        fed = [name for name in node.inputs if name in self.data]
         plain = node.op.name in ("Add", "Div", "Mul", "Sub") and not node.op.domain
         return plain and len(fed) == 1 and fed[0] not in self.behind_layers
 
@@ -190,7 +190,7 @@ class Site:
         return "" if self.node.op.domain else self.node.op.name
 
     @cached_property
-    def declared(self) -> str | None:
+    def role(self) -> str | None:
         """The role that the operator declares for this input: "param", "vector" or "state"."""
         return self.node.op.role(self.use.position)
 
@@ -208,12 +208,12 @@ class Site:
     def meets_data(self) -> bool:
         """Whether the tensor is an operand of arithmetic with values that depend on inputs."""
         arithmetic = self.in_main_graph and self.operator in ARITHMETIC
-        return arithmetic and not self.facts.fed.isdisjoint(self.others)
+        return arithmetic and not self.facts.data.isdisjoint(self.others)
 
     @property
     def meets_no_data(self) -> bool:
         """Whether the node computes with tensors only, and declares no weight here."""
-        return self.declared in (None, "vector") and self.facts.fed.isdisjoint(self.node.reads)
+        return self.role in (None, "vector") and self.facts.data.isdisjoint(self.node.reads)
 
     @property
     def is_outer_factor(self) -> bool:
@@ -224,7 +224,7 @@ class Site:
     @property
     def is_declared_weight(self) -> bool:
         """Whether the operator declares a weight here, whose numbers are no known constant."""
-        weight = self.declared == "param" and self.tensor.array.size > 1
+        weight = self.role == "param" and self.tensor.array.size > 1
         return weight and not self.is_outer_factor and not self.tensor.description
 
     @property

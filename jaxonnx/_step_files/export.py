@@ -277,7 +277,7 @@ class _Exporter:
         model = self._step.model
         renewed, apart = {*self.state.params, *self.state.state}, writes_apart(model)
         if not apart:
-            renewed.update(*(view.merged for view in model.program.views))
+            renewed.update(*(view.targets for view in model.program.views))
         before = model.tensors  # which may have earlier factors by the names of the new ones
         names = [
             n for n, x in file_tensors(model).items() if n in renewed or x is not before.get(n)

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxonnx._arguments import NAN_POLICIES, OPTIMIZERS, SCHEDULES, Declared, declared_in
+from jaxonnx._arguments import NAN_POLICIES, OPTIMIZERS, SCHEDULES, Declared, list_own_arguments
 from jaxonnx._mesh import AUTOMATIC
 from jaxonnx.cli._declarations import SCHEME, read_declarations
 
@@ -214,7 +214,7 @@ def declared_flags(
             _help(entry),
             _settings(name, entry),
         )
-        for name, entry in declared_in(group).items()
+        for name, entry in list_own_arguments(group).items()
         if entry.argument.form and name not in without and (names is None or name in names)
     ]
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxonnx import loggers, sparse
-from jaxonnx._arguments import OptimizerArguments, StepArguments, TrainArguments, declared
+from jaxonnx._arguments import OptimizerArguments, StepArguments, TrainArguments, list_arguments
 from jaxonnx._atomic_write import check_writable
 from jaxonnx._data.batches import Batch, Source
 from jaxonnx._data.images import preparation as images
@@ -119,7 +119,7 @@ def find_rate(options: argparse.Namespace) -> Report:
 
 def _complete_options(options: argparse.Namespace) -> argparse.Namespace:
     """Return the options of a command with those of training that it does not have, as None."""
-    for name in (*declared(TrainArguments), "adapters", "resume_anyway"):
+    for name in (*list_arguments(TrainArguments), "adapters", "resume_anyway"):
         vars(options).setdefault(name, None)
     return options
 
@@ -133,7 +133,7 @@ def export_step(options: argparse.Namespace) -> Report:
     made = {name: explain.evaluate_calls(value) for name, value in settings.items()}
     data = path if path.is_dir() else reading.data(path, model, options)[0]
     model, examples = _examples(data, model, settings, options.batch_size)
-    of_step = {"loss", "optimizer", *declared(StepArguments)}
+    of_step = {"loss", "optimizer", *list_arguments(StepArguments)}
     made = {name: value for name, value in made.items() if name in of_step}
     made |= {"epochs": options.epochs or 1, "steps_per_epoch": examples.steps}
     batches = [*examples.batches(0)] if options.web else [next(examples.batches(0))]
@@ -216,14 +216,14 @@ def _settings(
         raise InputError("--augment goes with a folder of pictures")
     head = _head(model, options)
     carried = bool(model.proto.training_info) and not (options.loss or options.optimizer or head)
-    flags = {n: x.argument.flag or n for n, x in declared(OptimizerArguments).items()}
+    flags = {n: x.argument.flag or n for n, x in list_arguments(OptimizerArguments).items()}
     passed = [flag for name, flag in flags.items() if getattr(options, name) is not None]
     if carried and passed:
         raise InputError(
             f"--{passed[0].replace('_', '-')} goes with --optimizer and --loss: '{options.model}' "
             "carries an algorithm of its own, which has its rate"
         )
-    settings = {name: getattr(options, name, None) for name in declared(TrainArguments)}
+    settings = {name: getattr(options, name, None) for name in list_arguments(TrainArguments)}
     settings |= {
         "loss": options.loss or (None if carried or head else LOSS),
         "head": head,

@@ -37,7 +37,7 @@ class Merge:
     """The share of the inputs of A that training drops."""
 
     @property
-    def merged(self) -> tuple[str, ...]:
+    def targets(self) -> tuple[str, ...]:
         return tuple(name for name in self.params if name not in self.stored)
 
     def factors(self, tensors: Mapping[str, Any]) -> dict[str, tuple[Matrix, Any, Any]]:

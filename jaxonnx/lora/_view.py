@@ -47,7 +47,7 @@ class Adaption(Merge, View):
                 "merge_adapters(requantize=True) and save(path, adapters='merged') round"
             )
         tensors = {**network.state, **network.params}
-        params = jax.jit(lambda t: {n: to_array(self.read(t)[n]) for n in self.merged})(tensors)
+        params = jax.jit(lambda t: {n: to_array(self.read(t)[n]) for n in self.targets})(tensors)
         rounded: dict[str, Any] = {}
         if self.stored:
             factors = self._arrays(network, tensors)

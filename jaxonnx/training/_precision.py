@@ -78,7 +78,7 @@ def round_products(function: Callable[..., Any], dtype: Any) -> Callable[..., An
 
 def _run(dtype: Any, program: Program, *args: Any) -> list[Any]:
     """Evaluate a program with its products in a type."""
-    rule = partial(_step, dtype, _transposed(program))
+    rule = partial(_step, dtype, _find_transposed(program))
     return interpret(program, rule, args, enter=_has_derivative)
 
 
@@ -89,7 +89,7 @@ def _has_derivative(equation: JaxprEqn) -> Program | None:
     return inner_program(equation) if inlined else None
 
 
-def _transposed(program: Program) -> set[Any]:
+def _find_transposed(program: Program) -> set[Any]:
     """Return the variables of matrices that are used once, by a transposition.
 
     So the derivative of a product leaves the gradient of its weight.
@@ -105,7 +105,7 @@ def _transposed(program: Program) -> set[Any]:
         and equation.params["permutation"] == (1, 0)
         and uses[id(equation.invars[0])] == 1
     }
-    return here.union(*map(_transposed, inner))
+    return here.union(*map(_find_transposed, inner))
 
 
 def _step(dtype: Any, transposed: set[Any], equation: JaxprEqn, inputs: list) -> list:

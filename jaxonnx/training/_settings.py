@@ -14,7 +14,7 @@ from jaxonnx._arguments import (
     Hook,
     OptimizerArguments,
     TrainArguments,
-    declared,
+    list_arguments,
 )
 from jaxonnx._data.ragged import Padding
 from jaxonnx._data.rows import check_columns
@@ -29,7 +29,7 @@ _VALUES: Any = make_dataclass(
     "_VALUES",
     [
         (name, entry.type, field(default=entry.argument.default))
-        for name, entry in declared(TrainArguments).items()
+        for name, entry in list_arguments(TrainArguments).items()
     ],
     frozen=True,
     kw_only=True,
@@ -186,7 +186,7 @@ class Settings(_VALUES):
     @property
     def resumable(self) -> dict[str, Any]:
         """The arguments that a run resumed from a checkpoint must share."""
-        arguments = declared(TrainArguments).items()
+        arguments = list_arguments(TrainArguments).items()
         same = {name: getattr(self, name) for name, entry in arguments if entry.argument.resume}
         padding = Padding.of(self.pad, self.length_buckets)
         same["pad"] = {name: float(x) for name, x in padding.pad.items()} or None
@@ -200,13 +200,13 @@ class Settings(_VALUES):
     @property
     def of_optimizer(self) -> dict[str, Any]:
         """The settings of an optimizer by name that have a value."""
-        values = {name: getattr(self, name) for name in declared(OptimizerArguments)}
+        values = {name: getattr(self, name) for name in list_arguments(OptimizerArguments)}
         return {name: value for name, value in values.items() if value is not None}
 
     @property
     def of_losses(self) -> list[str]:
         """The names of arguments with a value that only a loss and an optimizer give a meaning."""
-        arguments = [(n, entry.argument) for n, entry in declared(TrainArguments).items()]
+        arguments = [(n, entry.argument) for n, entry in list_arguments(TrainArguments).items()]
         named = [(n, getattr(self, n), entry.default) for n, entry in arguments if entry.needs_loss]
         return [name for name, value, default in named if value and value != default]
 

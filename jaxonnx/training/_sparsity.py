@@ -199,5 +199,5 @@ def remove_sparsity(model: Model) -> Model:
 
     proto = ModelProto()
     proto.CopyFrom(model.proto)
-    packed.without(proto, {*model.params}.union(*(view.merged for view in model.program.views)))
+    packed.without(proto, {*model.params}.union(*(view.targets for view in model.program.views)))
     return replace(model, proto=proto)

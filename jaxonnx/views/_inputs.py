@@ -48,7 +48,7 @@ class FixedInputs(CallView):
         return {**{name: x.repeat(inputs) for name, x in self.values.items()}, **inputs}
 
     @property
-    def closed(self) -> Collection[str]:
+    def supplied_inputs(self) -> Collection[str]:
         return self.values.keys()
 
 

@@ -101,12 +101,12 @@ class View:
         return network, []
 
     @property
-    def merged(self) -> Collection[str]:
+    def targets(self) -> Collection[str]:
         """The tensors that `merge` gives other values to."""
         return ()
 
     @property
-    def closed(self) -> Collection[str]:
+    def supplied_inputs(self) -> Collection[str]:
         """The inputs that are supplied and cannot be passed by name either."""
         return ()
 
