@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     )
     from jaxonnx.lora import Adapters, LoRA
     from jaxonnx.lowering import kernels_first
-    from jaxonnx.model import Model, Value, add_training, labels, load
+    from jaxonnx.model import Model, Value, add_training, labels, load, quantize, sensitivity
     from jaxonnx.onnx_out import to_onnx
-    from jaxonnx.quantization import Quantization, Sensitivity, quantize, sensitivity
+    from jaxonnx.quantization import Quantization, Sensitivity
     from jaxonnx.training import History, Result, evaluate, train
 
 __all__ = [
@@ -67,9 +67,12 @@ _MODULES = {
     "jaxonnx._step_files.load": ("import_step",),
     "jaxonnx.lora": ("Adapters", "LoRA"),
     "jaxonnx.lowering": ("kernels_first",),
-    "jaxonnx.model": ("Model", "Value", "add_training", "labels", "load"),
+    "jaxonnx.model": (
+        *("Model", "Value", "add_training", "labels", "load"),
+        *("quantize", "sensitivity"),
+    ),
     "jaxonnx.onnx_out": ("to_onnx",),
-    "jaxonnx.quantization": ("Quantization", "Sensitivity", "quantize", "sensitivity"),
+    "jaxonnx.quantization": ("Quantization", "Sensitivity"),
     "jaxonnx.training": ("History", "Result", "evaluate", "train"),
 }
 """Where public names are defined; errors and submodules aside."""

@@ -24,7 +24,8 @@ from benchmarks.systems import FOREVER, all_trained, train_step
 from jaxonnx._data.ragged import PLAIN
 from jaxonnx.cli.process import keep_pages
 from jaxonnx.model import read_inputs
-from jaxonnx.quantization import prepare
+from jaxonnx.training._quantize import prepare
+from jaxonnx.training._settings import Settings
 
 SCHEMES = (jaxonnx.Quantization(), jaxonnx.Quantization(learn=None))
 """The schemes of the quantized steps: with trained scales, the default, and with fixed ones."""
@@ -42,7 +43,10 @@ def compiled(network: Network) -> list[list[Any]]:
         source = read_inputs(model, x, None, PLAIN)
         models = [
             model,
-            *(prepare(model, scheme, source, FOREVER, 1)[0] for scheme in SCHEMES),
+            *(
+                prepare(model, Settings(quantize=scheme), source, FOREVER, 1)[0]
+                for scheme in SCHEMES
+            ),
         ]
     steps = []
     for model in models:

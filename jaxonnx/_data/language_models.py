@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from jaxonnx._data.ragged import derived_inputs
 from jaxonnx._io.folders import GENAI, ModelFolder
-from jaxonnx._network import Network
+from jaxonnx._rewrite.network import Network
 from jaxonnx.errors import TrainingError
 
 

@@ -15,7 +15,7 @@ from jaxonnx._data.ragged import DECODER_TOKENS, Padding
 from jaxonnx._data.rows import Rows, open_rows
 from jaxonnx._data.text_examples import Reader, TextSettings
 from jaxonnx._data.tokenizer import Tokenizer
-from jaxonnx._network import Network
+from jaxonnx._rewrite.network import Network
 from jaxonnx.errors import TrainingError
 from jaxonnx.views import PackedRows
 

@@ -1,8 +1,9 @@
 """Ancestors and descendants of values in a graph."""
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 
-from jaxonnx._graph.bind import Node
+from jaxonnx._graph.bind import Graph, Node
 
 
 def behind(nodes: Sequence[Node], names: Iterable[str], without: Collection[str] = ()) -> set[str]:
@@ -32,3 +33,10 @@ def find_between(nodes: Sequence[Node], names: Iterable[str], targets: Iterable[
     below = [node for node in nodes if not affected.isdisjoint(node.reads)]
     path = ancestors(below, {*targets} - names, names)
     return [node for node in below if not path.isdisjoint(node.outputs)]
+
+
+def select_part(graph: Graph, names: Sequence[str]) -> Graph:
+    """Return the part of a graph that computes values from its tensors alone, as its outputs."""
+    needed = ancestors(graph.nodes, names)
+    nodes = tuple(node for node in graph.nodes if needed.issuperset(node.outputs))
+    return replace(graph, nodes=nodes, outputs=(*names,))

@@ -13,7 +13,7 @@ SPARSITY = "jaxonnx.sparsity"
 """Which weights are sparse, and how (`jaxonnx._io.packed`)."""
 
 QUANTIZATION = "jaxonnx.quantization"
-"""Which tensors are rounded, and what is written as integers (`jaxonnx._rewrite.quantize`)."""
+"""Which tensors are rounded, and what is written as integers (`jaxonnx.quantization`)."""
 
 ADAPTERS = "jaxonnx.adapters"
 """The names of tensors that are factors of adapters (`jaxonnx.lora`)."""

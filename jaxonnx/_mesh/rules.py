@@ -24,8 +24,8 @@ from jaxonnx._graph.pairs import pairs
 from jaxonnx._graph.select import matching, near
 from jaxonnx._graph.stored import StoredMatrix, stored_matrices
 from jaxonnx._mesh import AUTOMATIC
-from jaxonnx._network import Network
 from jaxonnx._require import is_one_of, require
+from jaxonnx._rewrite.network import Network
 from jaxonnx.errors import InputError
 from jaxonnx.lowering import BATCH_AXIS
 

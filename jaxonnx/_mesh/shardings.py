@@ -26,7 +26,7 @@ from jaxonnx._mesh.rules import (
     mesh_of,
     specs,
 )
-from jaxonnx._network import Network
+from jaxonnx._rewrite.network import Network
 from jaxonnx._text import Rendered
 
 

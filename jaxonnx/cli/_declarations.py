@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import jaxonnx
 
 SCHEME = ("quantization/_scheme.py", "Quantization")
-QUANTIZE = ("quantization/_quantize.py", "quantize")
+QUANTIZE = ("model/_quantize.py", "quantize")
 FIND_RATE = ("training/_find_rate.py", "find_rate")
-SENSITIVITY = ("quantization/_sensitivity.py", "sensitivity")
+SENSITIVITY = ("model/_quantize.py", "sensitivity")
 
 
 class Declaration(NamedTuple):

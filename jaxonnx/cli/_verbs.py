@@ -153,7 +153,7 @@ def evaluate(options: argparse.Namespace) -> Report:
 
 
 def quantize(options: argparse.Namespace) -> Report:
-    from jaxonnx.quantization import Quantization, quantize
+    from jaxonnx import Quantization, quantize
 
     scheme = Quantization(**collect_values(options, "Quantization"))
     model, where = reading.read(options), reading.examples(options)
@@ -171,7 +171,7 @@ def quantize(options: argparse.Namespace) -> Report:
 
 
 def sensitivity(options: argparse.Namespace) -> Report:
-    from jaxonnx.quantization import sensitivity
+    from jaxonnx import sensitivity
 
     model, where = reading.read(options), reading.examples(options)
     if options.plot is not None:

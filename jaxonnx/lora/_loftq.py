@@ -12,11 +12,11 @@ import numpy as np
 
 from jaxonnx._axes import Matrix
 from jaxonnx._graph.uses import weights
-from jaxonnx._rewrite.requantize import dequantize
 from jaxonnx.errors import InputError
 from jaxonnx.lora._merge import is_float, pair
 from jaxonnx.lora._nodes import module_name
 from jaxonnx.model import Model
+from jaxonnx.quantization import dequantize
 
 _SUFFIX = re.compile(r"_(quantized|Q\d\w*|Bnb4|DQ_Q\d)$")
 """What quantizers of onnxruntime append to the name of a weight."""

@@ -17,7 +17,6 @@ from jaxonnx._graph.select import Select, select
 from jaxonnx._graph.stored import check_stored
 from jaxonnx._graph.uses import Weight, weights
 from jaxonnx._require import check_arguments, require
-from jaxonnx._rewrite.requantize import dequantize
 from jaxonnx.errors import InputError
 from jaxonnx.lora._adapters import Adapters
 from jaxonnx.lora._loftq import approximate_errors
@@ -25,6 +24,7 @@ from jaxonnx.lora._merge import check_magnitudes, check_scale, is_float, magnitu
 from jaxonnx.lora._view import drop_inputs
 from jaxonnx.lowering import norms, unfold_change
 from jaxonnx.model import Model
+from jaxonnx.quantization import dequantize
 
 
 @dataclass(frozen=True)

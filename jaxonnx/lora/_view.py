@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from onnx import ModelProto
 
+from jaxonnx import quantization
 from jaxonnx._graph.uses import weights
-from jaxonnx._network import Network
-from jaxonnx._rewrite import requantize as rounding
+from jaxonnx._rewrite.network import Network
 from jaxonnx._text import format_count, list_some
 from jaxonnx.errors import InputError
 from jaxonnx.lora._merge import Merge
@@ -54,7 +54,7 @@ class Adaption(Merge, View):
             changes = {name: factors[name].change() for name in self.stored}
             scaled = self._scaled_matrices(network).items()
             changes |= {n: factors[n].change_of(matrix) for n, matrix in scaled if n in changes}
-            rounded, losses = rounding.requantize(network.graph, network.tensors, changes)
+            rounded, losses = quantization.requantize(network.graph, network.tensors, changes)
             warnings.warn(_describe_losses(losses), stacklevel=2)
         state = {n: v for n, v in tensors.items() if n in network.state and n not in params}
         state |= {name: jnp.asarray(value) for name, value in rounded.items()}
@@ -97,7 +97,7 @@ class Adaption(Merge, View):
     def _scaled_matrices(self, network: Network) -> dict[str, np.ndarray]:
         """Return the weights in float32, dequantized, whose outputs are scaled to norms (DoRA)."""
         names = self.magnitudes(network.tensors)
-        return rounding.dequantize(network.graph, network.tensors, names)
+        return quantization.dequantize(network.graph, network.tensors, names)
 
 
 def drop_inputs(model: M, ratio: float) -> M:
@@ -145,7 +145,7 @@ def file_tensors(model: Network) -> dict[str, Any]:
     return {**view.without_factors(tensors), **factors}
 
 
-def _describe_losses(losses: Mapping[str, rounding.Loss]) -> str:
+def _describe_losses(losses: Mapping[str, quantization.Loss]) -> str:
     """Describe the error of rounding with adapters, the worst matrices first."""
     worst = sorted(losses, key=lambda name: -losses[name].matrix)
     lines = [f"{n} {losses[n].matrix:.2g} ({losses[n].change:.2g})" for n in worst]

@@ -9,12 +9,7 @@ from jaxonnx.model._generate import Generator, stop_tokens  # noqa: F401
 from jaxonnx.model._load import as_model, load  # noqa: F401
 from jaxonnx.model._model import Model, Trainable
 from jaxonnx.model._predict import hide_caches, read_inputs  # noqa: F401
-from jaxonnx.model._quantized import (  # noqa: F401
-    is_quantized,
-    open_quantized,
-    with_computed,
-    without_schedule,
-)
+from jaxonnx.model._quantize import insert_rounding, quantize, sensitivity  # noqa: F401
 from jaxonnx.model._save import to_proto  # noqa: F401
 from jaxonnx.model._show import operator_name  # noqa: F401
 from jaxonnx.model._statistics import (  # noqa: F401
@@ -25,6 +20,15 @@ from jaxonnx.model._statistics import (  # noqa: F401
     pool_batch,
     zero_totals,
 )
-from jaxonnx.model._transforms import with_any_batch, with_file, with_whole_inputs  # noqa: F401
+from jaxonnx.model._transforms import with_any_batch, with_whole_inputs  # noqa: F401
 
-__all__ = ["Model", "Trainable", "Value", "add_training", "labels", "load"]
+__all__ = [
+    "Model",
+    "Trainable",
+    "Value",
+    "add_training",
+    "labels",
+    "load",
+    "quantize",
+    "sensitivity",
+]

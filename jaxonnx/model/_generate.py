@@ -28,8 +28,8 @@ from jaxonnx._data.tokenizer import Tokenizer
 from jaxonnx._graph.caches import Caches, find_caches
 from jaxonnx._graph.values import Value
 from jaxonnx._io.folders import GENAI
-from jaxonnx._network import Network
 from jaxonnx._require import require, require_integer
+from jaxonnx._rewrite.network import Network
 from jaxonnx._run.program import Program
 from jaxonnx.errors import InputError
 from jaxonnx.views import CallView, EmptyCaches, Outputs, omit_caches

@@ -30,12 +30,11 @@ from jaxonnx._io.ties import find_duplicates, is_shared, replace_duplicates, sou
 from jaxonnx._mesh.rules import Sharding
 from jaxonnx._mesh.shardings import model_shardings
 from jaxonnx._require import check_arguments, require_integer
-from jaxonnx._rewrite.dequantize import dequantize_weights
-from jaxonnx._rewrite.quantized_attention import restore_attention
 from jaxonnx._run.program import Program
 from jaxonnx._text import list_some
 from jaxonnx.errors import InputError
 from jaxonnx.model._model import Model, Trainable
+from jaxonnx.quantization import dequantize_weights, recorded_views, restore_attention
 
 TRIM_LIMIT = 1 << 26
 """Bytes; reading weights above it leaves gaps in memory that are worth giving back."""
@@ -163,7 +162,7 @@ def load(
         if tensors[name].dtype != jax.dtypes.canonicalize_dtype(tensors[name].dtype)
     }
     tensors.clear()  # so that each array is freed as soon as it is copied
-    program = Program(graph, constants, limit=limit)
+    program = Program(graph, constants, recorded_views(proto), limit)
     placement = {}
     if mesh is not None:
         placement = model_shardings(Model(params, state, proto, program, originals), mesh, sharding)

@@ -23,9 +23,10 @@ from jaxonnx._graph.select import Select
 from jaxonnx._graph.values import arguments, data, list_values
 from jaxonnx._mesh.rules import Sharding
 from jaxonnx._mesh.shardings import Shardings, shardings
-from jaxonnx._network import Network, enter, leave
 from jaxonnx._require import check_arguments
+from jaxonnx._rewrite import network
 from jaxonnx._rewrite.head import Classes
+from jaxonnx._rewrite.network import Network, enter, leave
 from jaxonnx._run.call_form import CallForm, prepare_calls
 from jaxonnx._run.failures import FOREIGN
 from jaxonnx._text import Rendered, format_count
@@ -39,13 +40,14 @@ from jaxonnx.model._call_arguments import (
 )
 from jaxonnx.model._generate import Generator, generate
 from jaxonnx.model._predict import predictions, read_inputs
-from jaxonnx.model._quantized import is_quantized, open_quantized
 from jaxonnx.model._reinitialize import Initializer
-from jaxonnx.model._save import AdapterForm, file_values, merge, save, to_proto
+from jaxonnx.model._save import AdapterForm, merge, save, to_proto
 from jaxonnx.model._show import overview
 from jaxonnx.model._sparsity import options, with_products, with_record
 from jaxonnx.model._statistics import MOST, recompute
 from jaxonnx.model._summary import Summary, summary
+from jaxonnx.model._warnings import describe_file
+from jaxonnx.quantization import is_quantized, open_quantized
 from jaxonnx.training_info import Training
 from jaxonnx.views import Dropout, FrozenStatistics, Remat, drop
 
@@ -76,7 +78,16 @@ class Model(Network, Rendered):
     @cached_property
     def training(self) -> Training:
         """The `training_info` of the file as pure functions `init` and `step`."""
-        return Training(self.proto, file_values(self.merge_adapters()))
+        return Training(self.proto, self.merge_adapters()._file_values)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a user of the model should know: about the file, and about unrolled loops."""
+        return (*self._file_warnings, *self.program.notes)
+
+    @cached_property
+    def _file_warnings(self) -> tuple[str, ...]:
+        return (*describe_file(self),)
 
     # Calls: what the model computes.
 
@@ -385,7 +396,7 @@ class Model(Network, Rendered):
           InputError: a name is unknown; the message suggests similar ones.
         """
         check_arguments(Model.with_outputs, locals())
-        return transforms.with_outputs(self, outputs)
+        return network.with_outputs(self, outputs)
 
     def with_head(
         self,
@@ -464,7 +475,7 @@ class Model(Network, Rendered):
         decoder with its caches. `jaxonnx.train` calls this itself. A model without caches is
         returned unchanged.
         """
-        return transforms.without_cache(self)
+        return network.without_cache(self)
 
     def with_fixed_inputs(self, values: Mapping[str, Any]) -> Model:
         """Return a model in which some inputs have fixed values and are not passed.
@@ -525,7 +536,7 @@ class Model(Network, Rendered):
             message suggests similar ones.
         """
         check_arguments(Model.with_trainable, locals())
-        return transforms.with_params(self, trainable)
+        return network.with_params(self, trainable)
 
     def with_statistics(self, statistics: Literal["batch", "frozen"]) -> Model:
         """Return a model that uses batch or running statistics of BatchNormalization in training.
@@ -736,7 +747,7 @@ class Model(Network, Rendered):
         return f"Model({signature}; {format_count(len(self.params), 'trained tensor')})"
 
     def __rich__(self) -> Group:
-        return overview(self)
+        return overview(self, self.warnings)
 
 
 def _unpack_single(outputs: tuple) -> Any:

@@ -14,10 +14,9 @@ from jaxonnx._data.images.folder import Folder
 from jaxonnx._data.ragged import Padding
 from jaxonnx._data.sources import check_size, examples_of, size_of_batches
 from jaxonnx._graph.values import Value
-from jaxonnx._network import Network
 from jaxonnx._progress import track_batches
+from jaxonnx._rewrite.network import Network, without_cache
 from jaxonnx.errors import InputError
-from jaxonnx.model._transforms import without_cache
 
 M = TypeVar("M", bound=Network)
 

@@ -7,16 +7,13 @@ import warnings
 from functools import partial
 from typing import Any, Literal, TypeVar
 
-import numpy as np
 from onnx import ModelProto
 
 from jaxonnx._io import folders, formats
-from jaxonnx._io.save import in_file_types, to_onnx
-from jaxonnx._network import Network
+from jaxonnx._io.save import to_onnx
 from jaxonnx._require import require_choice
-from jaxonnx._rewrite.quantize import fold
+from jaxonnx._rewrite.network import Network
 from jaxonnx.errors import InputError
-from jaxonnx.model._quantized import without_schedule
 from jaxonnx.model._sparsity import describe_unrecorded
 from jaxonnx.views import Addition
 
@@ -24,36 +21,22 @@ N = TypeVar("N", bound=Network)
 AdapterForm = Literal["merged", "nodes", "inputs"]
 
 
-def file_values(model: Network) -> dict[str, np.ndarray]:
-    """Return all tensors of a model in the types of its file."""
-    values = in_file_types({**model.state, **model.params}, model.originals)
-    return {**model.program.constants, **values}
-
-
 def to_proto(
-    model: Network,
-    adapters: AdapterForm | None = None,
-    *,
-    repeat: bool = False,
-    folded: bool = True,
+    model: Network, adapters: AdapterForm | None = None, *, repeat: bool = False
 ) -> ModelProto:
     """Return the file of a model, as `Model.to_onnx` does.
 
     Args:
       repeat: write a parameter that equals another one a second time.
-      folded: of a model that is trained through rounding, write the integers of its weights, and
-        no ranges that move.
     """
     _check_form(model, adapters)
     additions: list[Addition] = []
     for view in reversed(model.program.views):
         model, added = view.leave(model, adapters)
-        additions += added
-    net = without_schedule(model) if folded else model
-    values, adapted = file_values(net), {name for a in additions for name in a.tensors}
-    proto = to_onnx(net.proto, values, net.params, net.state, repeat=repeat, adapted=adapted)
-    proto = fold(proto, net.graph, values) if folded else proto
-    for addition in additions:
+        additions = [*added, *additions]
+    values, adapted = model._file_values, {name for a in additions for name in a.tensors}
+    proto = to_onnx(model.proto, values, model.params, model.state, repeat=repeat, adapted=adapted)
+    for addition in additions:  # in the order in which the views entered
         proto = addition.write(proto)
     return proto
 
@@ -103,4 +86,4 @@ def save(
 def _merge(model: Network) -> dict[str, Any]:
     """Return parameters and state with adapters merged, for a file of weights alone."""
     net = merge(model)
-    return {n: w for n, w in file_values(net).items() if n in net.params or n in net.state}
+    return {n: w for n, w in net._file_values.items() if n in net.params or n in net.state}

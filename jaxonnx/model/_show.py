@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from onnx import TensorProto, TrainingInfoProto
 from rich.console import Group
@@ -14,7 +14,7 @@ from jaxonnx._graph.bind import Node
 from jaxonnx._graph.uses import weights
 from jaxonnx._io import protos
 from jaxonnx._io.tensors import to_array
-from jaxonnx._network import Network
+from jaxonnx._rewrite.network import Network
 from jaxonnx._text import format_count
 from jaxonnx.model._tie_notes import (
     describe_complements,
@@ -27,7 +27,7 @@ _ROWS = 60
 """Tensors listed one by one; the rest is counted."""
 
 
-def overview(model: Network) -> Group:
+def overview(model: Network, warnings: Sequence[str]) -> Group:
     """Return inputs, outputs, operators, tensors and warnings for rich to render."""
     opsets = ", ".join(f"{e.domain or 'ai.onnx'} {e.version}" for e in model.proto.opset_import)
     producer_fields = model.proto.producer_name, model.proto.producer_version
@@ -68,7 +68,7 @@ def overview(model: Network) -> Group:
         facts.add_row("training", Text(_training(info)))
     for head in model.heads:
         facts.add_row("head", Text(head.note))
-    for warning in model.warnings:
+    for warning in warnings:
         facts.add_row(Text("warning", "yellow"), Text(warning))
 
     table = Table()

@@ -14,7 +14,7 @@ from jaxonnx._graph.select import Select, matching, near
 from jaxonnx._graph.uses import weights
 from jaxonnx._graph.weight_names import Places
 from jaxonnx._io import records
-from jaxonnx._network import Network
+from jaxonnx._rewrite.network import Network
 from jaxonnx.errors import SparsityError
 
 if TYPE_CHECKING:  # only a model with sparse weights imports what reads and writes them

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxonnx._graph.bind import Graph
 from jaxonnx._graph.values import data
-from jaxonnx._network import Network
+from jaxonnx._rewrite.network import Network
 from jaxonnx.errors import InputError
 from jaxonnx.views import FrozenStatistics
 

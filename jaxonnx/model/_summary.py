@@ -17,7 +17,7 @@ from jaxonnx._graph.exporter_hints import is_folded
 from jaxonnx._graph.uses import uses, weights
 from jaxonnx._graph.values import Value, to_value
 from jaxonnx._io.protos import modules
-from jaxonnx._network import Network
+from jaxonnx._rewrite.network import Network
 from jaxonnx._run.shapes import evaluate_shapes, infer_types
 from jaxonnx._text import WIDTH, Rendered
 from jaxonnx.model._show import format_name, operator_name, traced_nodes

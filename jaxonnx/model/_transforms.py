@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from onnx import ModelProto
 
-from jaxonnx._graph.bind import bind
 from jaxonnx._graph.caches import find_caches
-from jaxonnx._graph.fake_quantization import pass_rounding
-from jaxonnx._graph.integer_groups import fuse_integer_products
-from jaxonnx._graph.roles import graph_tensors, running_statistics, split
-from jaxonnx._graph.select import Select, select
+from jaxonnx._graph.roles import running_statistics, split
+from jaxonnx._graph.select import Select
 from jaxonnx._graph.values import list_values, matching
-from jaxonnx._network import Network, enter, refuse_change
 from jaxonnx._rewrite.batch import free_batch
 from jaxonnx._rewrite.head import Classes, replace_head
-from jaxonnx._rewrite.outputs import cut
+from jaxonnx._rewrite.network import (
+    Network,
+    enter,
+    refuse_change,
+    with_file,
+    with_outputs,
+    with_params,
+    without_cache,
+)
 from jaxonnx.errors import InputError
 from jaxonnx.model._append_jax import append_function
 from jaxonnx.model._reinitialize import Initializer, reinitialize
-from jaxonnx.views import BatchAxis, EmptyCaches, WholeInputs, fix_inputs, omit_caches
+from jaxonnx.views import BatchAxis, EmptyCaches, WholeInputs, fix_inputs
 
 M = TypeVar("M", bound=Network)
 
@@ -37,19 +39,6 @@ def with_values(model: M, params: Mapping[str, Any] | None, state: Mapping[str, 
         params=matching("params", model.params, params),
         state=matching("state", model.state, state),
     )
-
-
-def with_outputs(model: M, outputs: str | Iterable[str]) -> M:
-    """Return the model of `Model.with_outputs`."""
-    return with_file(model, cut(model.proto, model.graph, model.tensors, outputs))
-
-
-def without_cache(model: M) -> M:
-    """Return the model of `Model.without_cache`."""
-    caches = find_caches(model.graph, model.inputs)
-    if caches is None:
-        return model
-    return enter(model, *omit_caches(model.graph, caches))
 
 
 def with_fixed_inputs(model: M, values: Mapping[str, Any]) -> M:
@@ -82,7 +71,6 @@ def with_any_batch(model: M, *, prove: bool = False) -> M:
     Args:
       prove: compare it with the given one on random numbers whatever was changed.
     """
-    refuse_change(model, "the batch size")
     network = model.proto, model.program, model.params, model.state
     proto, added = free_batch(*network, prove=prove)
     if proto is model.proto:
@@ -90,23 +78,6 @@ def with_any_batch(model: M, *, prove: bool = False) -> M:
     net = with_file(model, proto, added)
     # what the changes leave over is dropped; an algorithm of the file may read it
     return net if proto.training_info else with_outputs(net, net.graph.outputs)
-
-
-def with_params(model: M, wanted: Select) -> M:
-    """Return the model of `Model.with_trainable`."""
-    refuse_change(model, "trainable")
-    tensors = model.tensors
-    floats = {n: v for n, v in tensors.items() if jnp.issubdtype(v.dtype, jnp.floating)}
-    # a running statistic is renewed, not trained, unless it is asked for by its name
-    statistics = running_statistics(model.graph)
-    chosen = select(wanted, floats, "trainable", statistics, places=model._places)
-    constants = {n: v for n, v in model.program.constants.items() if n not in chosen}
-    return dataclasses.replace(
-        model,
-        params={name: jnp.asarray(tensors[name]) for name in tensors if name in chosen},
-        state={n: v for n, v in tensors.items() if n not in chosen and n not in constants},
-        program=dataclasses.replace(model.program, constants=constants),
-    )
 
 
 def with_new_values(model: M, rng: jax.Array, names: Select, initializer: Initializer) -> M:
@@ -163,26 +134,3 @@ def append_jax(model: M, function: Callable, outputs: Sequence[str] | None) -> M
     learned, _, _ = split(new.graph, new.tensors, proto.graph)
     new = with_params(new, [*model.params, *(name for name in learned if name in added)])
     return new if model.program.find(EmptyCaches) is None else without_cache(new)
-
-
-def with_file(model: M, proto: ModelProto, added: Mapping[str, np.ndarray] | None = None) -> M:
-    """Return the model of a changed file: tensors keep their roles, new ones are constants.
-
-    Raises:
-      InputError: a view does not fit another file.
-    """
-    refuse_change(model, "the graph")
-    constants = {**model.program.constants, **(added or {})}
-    tensors = {**model.params, **model.state, **constants}
-    graph = fuse_integer_products(bind(proto, proto.graph, tensors.keys()), tensors)
-    graph = pass_rounding(graph, tensors)
-    read = {*graph_tensors(graph)}
-    params, state, constants = (
-        {name: value for name, value in group.items() if name in read}
-        for group in (model.params, model.state, constants)
-    )
-    program = model.program.replace_file(graph, constants)
-    heads = tuple(head for head in model.heads if read.issuperset(head.tensors))
-    return dataclasses.replace(
-        model, params=params, state=state, proto=proto, program=program, heads=heads
-    )

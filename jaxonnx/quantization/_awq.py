@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxonnx._graph.bind import Graph, Node
 from jaxonnx._graph.uses import Use, uses
-from jaxonnx._network import Network
+from jaxonnx._rewrite.network import Network
 from jaxonnx.quantization._layer_inputs import Products, as_rows, find_products, from_rows, visit
 from jaxonnx.quantization._ranges import spread_scale, weight_parameters
 from jaxonnx.quantization._scheme import TYPES, Quantization

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._network import Network
+from jaxonnx._rewrite.network import Network
 from jaxonnx.quantization._layer_inputs import as_rows, find_products, from_rows, visit
 from jaxonnx.quantization._ranges import Parameters, spread_scale
 from jaxonnx.quantization._scheme import TYPES, Quantization

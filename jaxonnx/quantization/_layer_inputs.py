@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxonnx._graph.ancestors import ancestors
 from jaxonnx._graph.uses import Use, uses
-from jaxonnx._network import Network
+from jaxonnx._rewrite.network import Network
 from jaxonnx._run.scope import Context, Scope
 from jaxonnx.errors import InputError
 from jaxonnx.quantization._sites import PRODUCTS, WeightSite

@@ -11,11 +11,12 @@ import numpy as np
 from onnx import NodeProto
 
 from jaxonnx._figures import new_axes
-from jaxonnx._graph.ancestors import ancestors
+from jaxonnx._graph.ancestors import select_part
 from jaxonnx._graph.bind import Node
 from jaxonnx._io.protos import modules
-from jaxonnx._network import Network
+from jaxonnx._rewrite.network import Network
 from jaxonnx._run.scope import Context, run
+from jaxonnx.quantization._ranges import Parameters, spread_scale
 from jaxonnx.quantization._scheme import NumberType
 
 
@@ -114,10 +115,8 @@ def _measure(
     """
     tensors = model.tensors
     scales = [*dict.fromkeys(node.inputs[1] for node in quantizers.values())]
-    known = ancestors(model.graph.nodes, scales)
-    nodes = tuple(node for node in model.graph.nodes if known.issuperset(node.outputs))
-    alone = replace(model.graph, nodes=nodes, outputs=(*scales,))
-    values = dict(zip(scales, map(np.asarray, run(alone, {}, Context(tensors))), strict=True))
+    computed = run(select_part(model.graph, scales), {}, Context(tensors))
+    values = dict(zip(scales, map(np.asarray, computed), strict=True))
     limits, result = {}, {}
     for name, node in quantizers.items():
         value, factor, *rest = node.inputs
@@ -162,19 +161,14 @@ def _clipped(
     for name, node in quantizers.items():
         if node.inputs[0] in tensors:
             x = np.asarray(tensors[node.inputs[0]])
-            low, high = (_spread(limit, node, x) for limit in limits[name])
+            block = node.attributes.get("block_size", 0)
+            axis = int(node.attributes.get("axis", 1)) % max(x.ndim, 1)
+            low, high = (
+                spread_scale(Parameters(z, z, axis if z.ndim else None, block), x)
+                for z in limits[name]
+            )
             shares[name] = float(np.mean((x < low) | (x > high)))
     return shares
-
-
-def _spread(value: np.ndarray, node: Node, x: np.ndarray) -> np.ndarray:
-    """Reshape or repeat values of channels or blocks so that they broadcast against x."""
-    axis = int(node.attributes.get("axis", 1)) % max(x.ndim, 1)
-    if value.ndim == 0:
-        return value
-    if value.ndim == 1 and not node.attributes.get("block_size"):
-        return value.reshape(-1, *(1,) * (x.ndim - 1 - axis))
-    return np.repeat(value, x.shape[axis] // value.shape[axis], axis)
 
 
 def plot_ranges(layers: Sequence[Layer], axes: Any = None) -> Any:

@@ -9,14 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._data.batches import Source
-from jaxonnx._data.images.folder import list_folder
-from jaxonnx._data.ragged import PLAIN
-from jaxonnx._data.rows import Rows, open_rows
-from jaxonnx._data.texts import read_texts
-from jaxonnx._network import Network
+from jaxonnx._rewrite.network import Network
 from jaxonnx.errors import InputError
-from jaxonnx.model import Model, hide_caches, read_inputs
 from jaxonnx.ops.contrib.moving_ranges import range_parameters
 from jaxonnx.quantization._scheme import TYPES, Quantization
 from jaxonnx.quantization._sites import WeightSite
@@ -110,26 +104,6 @@ def spread_scale(parameters: Parameters, w: np.ndarray) -> np.ndarray:
     if block:
         return np.repeat(scale, block, axis)
     return scale.reshape(-1, *(1,) * (w.ndim - 1 - axis))
-
-
-def read_examples(
-    model: Model, data: Any, batch_size: int | None, preprocess: Any
-) -> tuple[Model, Source]:
-    """Read calibration data: arrays, a file, a folder of images, texts, an iterable of batches.
-
-    Returns:
-      The model, with empty caches if the data has none, and batches of its inputs.
-
-    Raises:
-      TrainingError: the data do not fit the model.
-    """
-    net, padding = hide_caches(model, data), PLAIN
-    data = open_rows(data, "data")
-    if isinstance(data, Rows):
-        data, _, padding, *_ = read_texts(data, None, net, preprocess, PLAIN)
-    else:
-        data = list_folder(data, net, preprocess)
-    return net, read_inputs(net, data, batch_size, padding)
 
 
 def fit_bias(parameters: Parameters, bias: Any, step: float) -> Parameters:

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from jaxonnx._graph.bind import Graph, Node
-from jaxonnx._network import Network
+from jaxonnx._rewrite.network import Network
 from jaxonnx._run.scope import Context, run
 from jaxonnx.quantization._ranges import Parameters, spread_scale
 from jaxonnx.quantization._scheme import Quantization

@@ -11,9 +11,9 @@ import numpy as np
 
 from jaxonnx._graph.select import Select
 from jaxonnx._require import check_arguments, is_one_of, require
-from jaxonnx._rewrite.moving_ranges import Schedule
 from jaxonnx.errors import InputError
 from jaxonnx.ops.contrib.moving_ranges import limits_of
+from jaxonnx.quantization._moving_ranges import Schedule
 
 
 class NumberType(NamedTuple):
@@ -59,8 +59,6 @@ TYPES = {
 }
 
 _WEIGHTS = ("int8", "uint8", "fp8", "int4", "uint4", "int2")
-_ACTIVATIONS = ("uint8", "int8", "uint16", "int16", "fp8", None)
-_CALIBRATIONS = ("minmax", "average", "percentile", "mse", "entropy")
 _DIALECTS: dict[str, tuple[str | None, ...]] = {
     "onnxruntime": ("uint8", "int8", "uint16", "int16", None),
     "tensorrt": ("int8", "fp8", None),

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from onnx import ModelProto
 
-from jaxonnx import sparse
 from jaxonnx._figures import new_axes
-from jaxonnx._require import check_arguments, require_integer
+from jaxonnx._rewrite.network import Network
 from jaxonnx.errors import InputError
-from jaxonnx.model import Model, as_model
-from jaxonnx.quantization._ranges import read_examples, spread_scale, weight_parameters
+from jaxonnx.quantization._ranges import spread_scale, weight_parameters
 from jaxonnx.quantization._scheme import TYPES, Quantization
-from jaxonnx.quantization._sites import WeightSite, find_weights
+from jaxonnx.quantization._sites import WeightSite
 
 
 @dataclass(frozen=True)
@@ -73,62 +68,8 @@ class Sensitivity:
         return axes
 
 
-def sensitivity(
-    model: Model | str | os.PathLike | bytes | ModelProto,
-    data: Any,
-    types: Sequence[str] = ("int8", "int4"),
-    *,
-    batch_size: int | None = None,
-    batches: int = 4,
-    preprocess: Any = None,
-) -> Sensitivity:
-    """Measure the error of the outputs when one weight at a time is quantized or made sparse.
-
-    Each weight is rounded with one scale per channel, while all other weights and all activations
-    stay in floating point. Labels are not needed. The errors of several weights add up
-    approximately.
-
-    >>> import numpy as np, jaxonnx
-    >>> from jaxonnx import demo
-    >>> x = np.random.default_rng(0).random((32, 1, 8, 8), np.float32)
-    >>> found = jaxonnx.sensitivity(demo.mlp(), x, ("int8", "int4", "2:4"))
-    >>> found.errors["body_weight"]["int8"] < found.errors["body_weight"]["int4"]
-    True
-
-    Args:
-      model: a Model, or anything that `jaxonnx.load` accepts.
-      data: inputs in any form that `Model.predict` accepts, or texts as in `jaxonnx.train`.
-      types: dtypes of weights like "int8", or sparsity patterns like "2:4".
-      batch_size: the number of examples per batch. Ignored for iterables.
-      batches: the number of batches to compare outputs on.
-      preprocess: as in `jaxonnx.train`, for folders of images and texts.
-
-    Returns:
-      The errors of all weights of Conv, ConvTranspose, Gemm, MatMul, RNN, GRU and LSTM. The error
-      of a pattern is infinite for a weight whose shape does not fit it.
-
-    Raises:
-      InputError: the model has no such weight, or there is no such dtype or pattern.
-      TrainingError: the data do not fit the model.
-    """
-    check_arguments(sensitivity, locals())
-    require_integer("batches", batches)
-    net = as_model(model)
-    net, source = read_examples(net, data, batch_size, preprocess)
-    chosen = net.params.keys() - net._factors
-    sites = {n: s for n, s in find_weights(net.graph, net.tensors).items() if n in chosen}
-    if not sites:
-        raise InputError(
-            "the model has no weight that can be quantized; print(model) lists its tensors"
-        )
-    examples = [batch.inputs for batch in islice(source.batches(0), batches)]
-    schemes = {kind: None if ":" in kind else Quantization.of(kind) for kind in types}
-    errors = measure(net, sites, examples, schemes)
-    return Sensitivity(errors, {name: int(net.params[name].size) for name in sites})
-
-
 def measure(
-    model: Model,
+    model: Network,
     sites: Mapping[str, WeightSite],
     examples: Sequence[Sequence[Any]],
     schemes: Mapping[str, Quantization | None],
@@ -181,6 +122,8 @@ def _approximate(
       The weight, float32; None if its shape does not fit the pattern.
     """
     if scheme is None:
+        from jaxonnx import sparse
+
         pattern, axes = sparse.parse(kind, True), (site.output, site.input)
         if pattern.misfit(w.shape, axes):
             return None

@@ -15,8 +15,8 @@ from jaxonnx._graph.roles import graph_tensors
 from jaxonnx._graph.select import select
 from jaxonnx._graph.uses import uses
 from jaxonnx._graph.weight_names import Places
-from jaxonnx._rewrite.qoperators import SAME_NUMBERS
 from jaxonnx.errors import InputError
+from jaxonnx.quantization._qoperators import SAME_NUMBERS
 from jaxonnx.quantization._scheme import Quantization
 
 PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")

@@ -19,7 +19,6 @@ from jaxonnx._data.batches import Source
 from jaxonnx._data.images import preparation as images
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model, as_model
-from jaxonnx.quantization import prepare
 from jaxonnx.training import _objective as objective
 from jaxonnx.training._accumulate import accumulate
 from jaxonnx.training._class_weights import class_weights_by_index
@@ -28,6 +27,7 @@ from jaxonnx.training._head import complete_settings, with_heads
 from jaxonnx.training._losses import find_by_output
 from jaxonnx.training._mesh_step import MeshStep
 from jaxonnx.training._optimizers import is_planned
+from jaxonnx.training._quantize import prepare
 from jaxonnx.training._select_parameters import freeze_without_gradient, select_parameters
 from jaxonnx.training._sequences import read_whole_sequences
 from jaxonnx.training._settings import Settings
@@ -35,7 +35,6 @@ from jaxonnx.training._sparsity import remove_sparsity, sparsify
 from jaxonnx.training._step import Step
 from jaxonnx.training._training_info_step import TrainingInfoStep
 from jaxonnx.training._weight_layout import WeightLayout
-from jaxonnx.views import PackedRows
 
 
 @documented(StepArguments)
@@ -112,27 +111,10 @@ def build_step(
         weights = class_weights_by_index(settings.class_weights, labels, examples, [*losses])
         settings = replace(settings, class_weights=weights)
     if settings.quantize is not None:
-        model, *notes = _round(model, settings, epochs, steps_per_epoch, examples)
+        model, *notes = prepare(model, settings, examples, epochs, steps_per_epoch)
     step = _build_local_step(model, settings, epochs, steps_per_epoch, platform)
     step.notes = (*step.notes, *notes)
     return step if settings.mesh is None else MeshStep(step, settings.mesh, settings.sharding)
-
-
-def _round(
-    model: Model,
-    settings: Settings,
-    epochs: int | None,
-    steps_per_epoch: int | None,
-    examples: Source | None,
-) -> tuple[Model, str]:
-    """Return a model that rounds as `quantize` says, with the inputs that it had, and a note."""
-    scheme: Any = settings.quantize
-    rounded, note = prepare(model, scheme, examples, epochs, steps_per_epoch)
-    inputs = {value.name: value for value in model.inputs}
-    rounded = read_whole_sequences(rounded, settings.loss, inputs)
-    if model.program.find(PackedRows) is not None and rounded.program.find(PackedRows) is None:
-        raise TrainingError("preprocess={'pack': True} cannot be combined with quantize")
-    return rounded, note
 
 
 def _build_local_step(

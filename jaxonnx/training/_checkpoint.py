@@ -35,7 +35,6 @@ from jaxonnx._io.checkpoints import (
     verify_checksum,
 )
 from jaxonnx._mesh.processes import Processes
-from jaxonnx._network import leave
 from jaxonnx.errors import TrainingError
 from jaxonnx.lora import Adapters
 from jaxonnx.model import Model, to_proto
@@ -380,13 +379,14 @@ def _like(data: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _write(model: Model, path: Path, first: bool) -> None:
-    """Write a model without adapters, and with its metadata: weights may not be sparse yet."""
+    """Write a model as it is trained, without adapters, and with its metadata: weights may not be
+    sparse yet."""
     if not first:
         return
-    plain = leave(model, View)
+    plain = dataclasses.replace(model, program=model.program.leave(View))
 
     def graph() -> Any:
-        proto = to_proto(plain, folded=False)
+        proto = to_proto(plain)
         del proto.metadata_props[:]
         proto.metadata_props.extend(model.proto.metadata_props)
         return proto

@@ -10,7 +10,7 @@ import numpy as np
 from jaxonnx._data.sources import lacks_batch_axis
 from jaxonnx._graph.caches import find_states
 from jaxonnx._graph.values import list_values
-from jaxonnx._network import enter
+from jaxonnx._rewrite.network import enter
 from jaxonnx._text import list_some
 from jaxonnx.errors import InputError, TrainingError
 from jaxonnx.model import Model, batch_norms, with_any_batch, with_whole_inputs

@@ -14,11 +14,12 @@ from jax.core import Tracer
 
 from jaxonnx._data.batches import Batch
 from jaxonnx._graph.roles import running_statistics
-from jaxonnx._network import leave
+from jaxonnx._rewrite.network import leave
 from jaxonnx._run.call_form import prepare_tensors
 from jaxonnx.errors import TrainingError
 from jaxonnx.lowering import separate_heads
-from jaxonnx.model import Model, batch_norms, pool_batch, without_schedule
+from jaxonnx.model import Model, batch_norms, pool_batch
+from jaxonnx.quantization import MovingRanges
 from jaxonnx.training._objective import Objective
 from jaxonnx.training._precision import PRECISIONS, LossScale, round_products
 from jaxonnx.training._settings import Settings
@@ -253,7 +254,7 @@ class GradientStep(Step):
 
     def to_model(self, params: Any, state: Any) -> Model:
         model = self.model.replace(params=params, state={**self.model.state, **state})
-        return without_schedule(leave(model, CallView))
+        return leave(model, CallView, MovingRanges)
 
     def to_file(self, state: State) -> State:
         return self._storage.view(state)

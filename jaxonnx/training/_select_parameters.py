@@ -4,7 +4,7 @@ import jax
 
 from jaxonnx._data.language_models import token_input
 from jaxonnx._graph.gradients import find_without_gradient
-from jaxonnx._network import enter
+from jaxonnx._rewrite.network import enter
 from jaxonnx._text import list_some
 from jaxonnx.errors import TrainingError
 from jaxonnx.lora import LoRA

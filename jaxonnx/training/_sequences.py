@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxonnx._data.language_models import decoder_numbers, token_input, vocabulary
 from jaxonnx._data.ragged import DECODER_TOKENS, Padding, Ragged, masks_and_positions
-from jaxonnx._network import enter
+from jaxonnx._rewrite.network import enter
 from jaxonnx.errors import TrainingError
 from jaxonnx.losses import shift_right
 from jaxonnx.model import Model, hide_caches

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
@@ -98,7 +98,8 @@ class View:
           network: a network whose last view this is.
           form: how the change is written ("merged", "nodes", "inputs"); None: as fits it best.
         """
-        return network, []
+        without: Any = network
+        return replace(without, program=without.program.leave(type(self))), []
 
     @property
     def targets(self) -> Collection[str]:

@@ -122,10 +122,10 @@ def test_a_transposed_convolution_in_groups_is_trained_and_saved():
 
 
 def test_a_model_that_cannot_be_saved_is_refused_before_training(monkeypatch):
-    def refuse(*_):
+    def refuse(*_, **__):
         raise jaxonnx.InputError("no file")
 
-    monkeypatch.setattr("jaxonnx.model._save.fold", refuse)
+    monkeypatch.setattr("jaxonnx.quantization._open.fold", refuse)
     rows = []
     settings = {"loss": "squared_error", "quantize": "int8", "on_log": rows.append}
     with pytest.raises(jaxonnx.InputError, match="no file"):

@@ -15,8 +15,8 @@ import numpy as np
 from jaxonnx._data.images import preparation as images
 from jaxonnx._data.images.augment import Augment
 from jaxonnx._data.images.preparation import Layout, M, Preparation
-from jaxonnx._network import Network
 from jaxonnx._require import require
+from jaxonnx._rewrite.network import Network
 from jaxonnx.errors import InputError, TrainingError
 
 SUFFIXES = {".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}

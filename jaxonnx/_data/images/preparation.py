@@ -12,8 +12,8 @@ from onnx import ModelProto
 
 from jaxonnx._io import records
 from jaxonnx._io.protos import text
-from jaxonnx._network import Network
 from jaxonnx._require import require, require_choice
+from jaxonnx._rewrite.network import Network
 from jaxonnx.errors import Error, InputError, UnsupportedError
 
 M = TypeVar("M", bound=Network)

@@ -1,7 +1,7 @@
 """Rounding that changes in the course of training, in a domain of our own.
 
-`jaxonnx._rewrite.moving_ranges` puts these operators into a quantized graph for a run, and takes
-them out of its result. The steps and the ranges are state, as running statistics are.
+`jaxonnx.quantization` puts these operators into a quantized graph for a run, and takes them out of
+its result. The steps and the ranges are state, as running statistics are.
 """
 
 import jax.numpy as jnp

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from onnx import ModelProto, TensorProto, helper
 
+from jaxonnx._graph.ancestors import select_part
 from jaxonnx._graph.bind import Graph, bind
 from jaxonnx._graph.uses import weights
 from jaxonnx._io import records
@@ -41,7 +41,7 @@ def dequantize_weights(
             "dequantize=True: the file has no weights behind DequantizeLinear; print(model) shows "
             "what is trained"
         )
-    values = run(replace(graph, nodes=tuple(nodes), outputs=names), {}, Context(tensors))
+    values = run(select_part(graph, names), {}, Context(tensors))
     new = dict(zip(names, map(np.asarray, values), strict=True))
     replaced = {node.index for node in nodes}
     others = {n for node in graph.nodes if node.index not in replaced for n in node.reads}
@@ -65,7 +65,7 @@ def dequantize_weights(
     return result, read | new
 
 
-def notes(graph: Graph, tensors: Mapping[str, Any]) -> Iterator[str]:
+def describe_integers(graph: Graph, tensors: Mapping[str, Any]) -> Iterator[str]:
     """Yield notes for the user on how the quantized weights and operators of a file are trained."""
     stored = {
         name: weight.storage for name, weight in weights(graph, tensors).items() if weight.storage

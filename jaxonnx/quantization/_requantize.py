@@ -12,8 +12,8 @@ import numpy as np
 from jaxonnx._graph.bind import Graph
 from jaxonnx._graph.stored import find_own_parts
 from jaxonnx._graph.uses import Use, uses_by_tensor, weights
-from jaxonnx._rewrite.stored_grids import Grid, read_grid
 from jaxonnx.errors import InputError
+from jaxonnx.quantization._grids import Grid, read_grid
 
 
 class Loss(NamedTuple):

@@ -1,31 +1,34 @@
-"""`Network`: the tensors, the file and the graph of a loaded model."""
+"""`Network`: the tensors, the file and the program of a model, and changes of its file."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from onnx import GraphProto, ModelProto, ValueInfoProto
+from onnx import ModelProto, ValueInfoProto
 
-from jaxonnx._graph import exporter_hints
-from jaxonnx._graph.bind import Graph
-from jaxonnx._graph.gradients import find_without_gradient
+from jaxonnx._graph.bind import Graph, bind
+from jaxonnx._graph.caches import find_caches
+from jaxonnx._graph.fake_quantization import pass_rounding
+from jaxonnx._graph.integer_groups import fuse_integer_products
+from jaxonnx._graph.roles import graph_tensors, running_statistics
+from jaxonnx._graph.select import Select, select
 from jaxonnx._graph.tables import count_rows
 from jaxonnx._graph.values import Value, to_value
 from jaxonnx._graph.weight_names import Places
 from jaxonnx._io import records
 from jaxonnx._io.folders import ModelFolder
-from jaxonnx._io.save import training_nodes
-from jaxonnx._rewrite import dequantize as integers
+from jaxonnx._io.save import in_file_types
 from jaxonnx._rewrite.head import Head
+from jaxonnx._rewrite.outputs import cut
 from jaxonnx._run.program import Program
-from jaxonnx._text import list_some
 from jaxonnx.errors import InputError
-from jaxonnx.views import View
+from jaxonnx.views import View, omit_caches
 
 if TYPE_CHECKING:  # a model without sparse weights does not import it
     from jaxonnx.sparse import Sparsity
@@ -62,6 +65,12 @@ class Network:
     def tensors(self) -> dict[str, Any]:
         """All named tensors: parameters, state, and constants as NumPy arrays."""
         return {**self.program.constants, **self.state, **self.params}
+
+    @property
+    def _file_values(self) -> dict[str, np.ndarray]:
+        """All named tensors in the types of the file."""
+        values = in_file_types({**self.state, **self.params}, self.originals)
+        return {**self.program.constants, **values}
 
     @cached_property
     def _places(self) -> Places:
@@ -105,12 +114,9 @@ class Network:
         self, values: Iterable[ValueInfoProto], names: set[str]
     ) -> tuple[Value, ...]:
         """Return those of these names, as the views declare them."""
-        return tuple(self._declare(to_value(v)) for v in values if v.name in names)
-
-    def _declare(self, value: Value) -> Value:
-        for view in self.program.views:
-            value = view.declare(value)
-        return value
+        selected = (to_value(value) for value in values if value.name in names)
+        views = self.program.views
+        return tuple(reduce(lambda value, view: view.declare(value), views, v) for v in selected)
 
     @property
     def sparsity(self) -> Sparsity | None:
@@ -131,17 +137,6 @@ class Network:
         """The tensors that the file records as factors of adapters."""
         return records.get(self.proto, records.ADAPTERS, frozenset[str]) or frozenset()
 
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """What a user of the model should know: about the file, and about unrolled loops."""
-        return (*self._warnings, *self.program.notes)
-
-    @cached_property
-    def _warnings(self) -> tuple[str, ...]:
-        texts = _file_warnings(self.proto.graph, self.program, self.tensors, self.outputs)
-        more = _gradient_warning(self), _record_warning(self.proto)
-        return tuple(filter(None, (*texts, *more)))
-
 
 def enter(model: N, *views: View) -> N:
     """Return a model under further views."""
@@ -149,8 +144,11 @@ def enter(model: N, *views: View) -> N:
 
 
 def leave(model: N, *kinds: type[View]) -> N:
-    """Return a model without the views of these kinds."""
-    return replace(model, program=model.program.leave(*kinds))
+    """Return a model without the views of these kinds, whose changes are taken back."""
+    for view in reversed(model.program.views):
+        if isinstance(view, kinds):
+            model, _ = view.leave(model, None)
+    return model
 
 
 def refuse_change(model: Network, what: str) -> None:
@@ -162,53 +160,70 @@ def refuse_change(model: Network, what: str) -> None:
         )
 
 
-def _file_warnings(
-    proto: GraphProto, program: Program, tensors: Mapping[str, Any], outputs: Sequence[Value]
-) -> Iterator[str]:
-    """Yield the sentences of `Model.warnings`."""
-    if not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
-        types = {np.dtype(t) for t in (np.int64, np.uint64, np.float64)}
-        wide = [value.name for value in outputs if value.dtype in types]
-        if wide:
-            yield (
-                f"64-bit outputs ({', '.join(wide)}) are computed and returned in 32 bits; set "
-                "jax_enable_x64 for the exact types"
-            )
-    if program.draws(training=True):
-        yield "random operators: pass rng=jax.random.key(...), or they draw the same numbers always"
-    active = training_nodes(proto)
-    if active:
-        yield (
-            f"exported in training mode: {list_some(active, '')}; apply and save use inference "
-            "semantics"
+def with_file(
+    model: N,
+    proto: ModelProto,
+    added: Mapping[str, np.ndarray] | None = None,
+    params: Mapping[str, Any] | None = None,
+    state: Mapping[str, Any] | None = None,
+) -> N:
+    """Return the model of a changed file: tensors keep their roles, unless new nodes compute them.
+
+    Args:
+      added, params, state: new constants, parameters and state, by name.
+
+    Raises:
+      InputError: a view does not fit another file.
+    """
+    refuse_change(model, "the graph")
+    before, after = (
+        {name for node in file.graph.node for name in node.output} for file in (model.proto, proto)
+    )
+    groups = [
+        {**old, **{name: convert(x) for name, x in (new or {}).items()}}
+        for old, new, convert in (
+            (model.params, params, jnp.asarray),
+            (model.state, state, jnp.asarray),
+            (model.program.constants, added, np.asarray),
         )
-    drops = any(node.op.name == "Dropout" for node in program.train(program.graph).nodes)
-    yield from exporter_hints.notes(proto, drops)
-    yield from integers.notes(program.graph, tensors)
-
-
-def _gradient_warning(model: Network) -> str:
-    """Return a warning of parameters that no gradient reaches; "" if there are none."""
-    names = () if model.program.adapts else model.params
-    frozen = [f"'{name}'" for name in find_without_gradient(model.graph, names)]
-    trained = [f"'{name}'" for name in model.params if f"'{name}'" not in frozen]
-    if not frozen:
-        return ""
-    return (
-        f"no output has a gradient with respect to {list_some(frozen)}, as none has behind "
-        "operators on integers: training leaves them as they are, and trains "
-        f"{list_some(trained) or 'nothing'}"
+    ]
+    tensors = {n: x for group in groups for n, x in group.items() if n not in after - before}
+    graph = fuse_integer_products(bind(proto, proto.graph, tensors.keys()), tensors)
+    graph = pass_rounding(graph, tensors)
+    read = {*graph_tensors(graph)}
+    new_params, new_state, constants = (
+        {name: value for name, value in group.items() if name in read} for group in groups
+    )
+    program = model.program.replace_file(graph, constants)
+    heads = tuple(head for head in model.heads if read.issuperset(head.tensors))
+    return replace(
+        model, params=new_params, state=new_state, proto=proto, program=program, heads=heads
     )
 
 
-def _record_warning(proto: ModelProto) -> str:
-    """Return a warning that the record of sparse weights is malformed; "" if it is not."""
-    if not records.has(proto, records.SPARSITY):
-        return ""
-    from jaxonnx._io import packed  # only a file with a record imports `jaxonnx.sparse`
+def with_outputs(model: N, outputs: str | Iterable[str]) -> N:
+    """Return the model of `Model.with_outputs`."""
+    return with_file(model, cut(model.proto, model.graph, model.tensors, outputs))
 
-    why = packed.damage(proto)
-    return why and (
-        f"{why}: no weight counts as sparse, and files keep the record as it is; "
-        "model.with_sparsity(None) drops it, jaxonnx.sparse.record(model) writes a new one"
+
+def without_cache(model: N) -> N:
+    """Return the model of `Model.without_cache`."""
+    caches = find_caches(model.graph, model.inputs)
+    return model if caches is None else enter(model, *omit_caches(model.graph, caches))
+
+
+def with_params(model: N, wanted: Select) -> N:
+    """Return the model of `Model.with_trainable`."""
+    refuse_change(model, "trainable")
+    tensors = model.tensors
+    floats = {n: v for n, v in tensors.items() if jnp.issubdtype(v.dtype, jnp.floating)}
+    # a running statistic is renewed, not trained, unless it is asked for by its name
+    statistics = running_statistics(model.graph)
+    chosen = select(wanted, floats, "trainable", statistics, places=model._places)
+    constants = {n: v for n, v in model.program.constants.items() if n not in chosen}
+    return replace(
+        model,
+        params={name: jnp.asarray(tensors[name]) for name in tensors if name in chosen},
+        state={n: v for n, v in tensors.items() if n not in chosen and n not in constants},
+        program=replace(model.program, constants=constants),
     )

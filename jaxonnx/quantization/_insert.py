@@ -1,0 +1,183 @@
+"""Calibrate a network and insert QuantizeLinear and DequantizeLinear by a scheme."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxonnx._rewrite.network import Network, enter, with_file, with_outputs, without_cache
+from jaxonnx.quantization._awq import scale_inputs
+from jaxonnx.quantization._fold_norms import flip_negative_scales, fold_norms, folded_outputs
+from jaxonnx.quantization._gptq import round_weights
+from jaxonnx.quantization._nodes import Writer
+from jaxonnx.quantization._open import Rounding
+from jaxonnx.quantization._ranges import Parameters, calibrate, fit_bias, weight_parameters
+from jaxonnx.quantization._rounding import learn_rounding
+from jaxonnx.quantization._scheme import Quantization
+from jaxonnx.quantization._sensitivity import choose_types, measure
+from jaxonnx.quantization._sites import Sites, WeightSite, find_sites
+from jaxonnx.views import EmptyCaches
+
+N = TypeVar("N", bound=Network)
+
+
+def insert(
+    unfolded: N,
+    scheme: Quantization,
+    examples: Sequence[Sequence[Any]],
+    method: str | None = None,
+    *,
+    keep_norms: bool = False,
+) -> N:
+    """Calibrate a network and insert QuantizeLinear and DequantizeLinear by a scheme.
+
+    Args:
+      unfolded: a network in floating point. If its caches are empty (`without_cache`), they are so
+        for the calibration, and inputs and outputs of the result.
+      scheme: what is quantized, and how.
+      examples: calibration data, batches of inputs in the order of the model's.
+      method: as in `jaxonnx.quantize`.
+      keep_norms: keep a BatchNormalization, for training, if the weight of the convolution before
+        it has a scale for each output channel; `fold` writes it into these scales. All others are
+        folded into the weights at once.
+
+    Raises:
+      InputError: the scheme does not fit the network.
+    """
+    hides_caches = unfolded.program.find(EmptyCaches) is not None
+    model = _fold_norms(unfolded)
+    whole = without_cache(model) if hides_caches else model
+    tensors = model.tensors
+    types = _value_types(whole, examples[0])
+    where = model.graph, tensors, types, model._places
+    left_out = model._factors, model.program.constants
+    sites = find_sites(*where, scheme, *left_out)
+    schemes = dict.fromkeys(sites.weights, scheme)
+    if scheme.bits == "auto":
+        schemes = _choose_types(whole, sites.weights, examples, scheme)
+        chosen = replace(scheme, where=lambda name, _: name in schemes, skip=None)
+        sites = find_sites(*where, chosen, *left_out)
+    squares: dict[str, np.ndarray] = {}
+    if method == "awq":
+        values, squares = scale_inputs(whole, sites.weights, examples, schemes)
+        model, whole = _with_values(model, values), _with_values(whole, values)
+        tensors = model.tensors
+    ranges = calibrate(whole, sites.values, sites.shared, examples, scheme)
+    # `calibrate` leaves attention masks out. A node that reads one stays in floating point with all
+    # of its inputs: runtimes compute with integers only where every input is quantized
+    masked = {output for (output, _), name in sites.reads.items() if name not in ranges}
+    reads = {place: name for place, name in sites.reads.items() if place[0] not in masked}
+    norms = folded_outputs(unfolded.graph, unfolded.tensors) if keep_norms else {}
+    norms = {name: pair for name, pair in norms.items() if _scales_channels(sites, name, schemes)}
+    if norms:
+        model = _fold_norms(unfolded, norms)
+        outputs = [norm for _, norm in norms.values()]
+        model = _with_values(model, flip_negative_scales(model.graph, outputs, model.tensors))
+        tensors = model.tensors
+        convs = {norm: conv for conv, norm in norms.values()}
+        reads = {(convs.get(node, node), i): name for (node, i), name in reads.items()}
+    writer = Writer(model.proto, {*tensors, *(value.name for value in model.inputs)})
+    biases = {bias.weight: bias for bias in sites.biases if bias.value in ranges}
+
+    def fit(name: str, squares: np.ndarray | None) -> Parameters:
+        """Choose the scales of a weight, by the mean squares of its inputs where they are known."""
+        w = np.asarray(tensors[name])
+        parameters = weight_parameters(w, sites.weights[name], schemes[name], squares)
+        if bias := biases.get(name):
+            parameters = fit_bias(parameters, tensors[bias.name], float(ranges[bias.value].scale))
+        return parameters
+
+    scales: dict[str, Parameters] = {}
+    if method == "gptq":
+        values, scales = round_weights(whole, sites.weights, examples, schemes, fit)
+        model = _with_values(model, values)
+    scales = {n: scales[n] if n in scales else fit(n, squares.get(n)) for n in sites.weights}
+    for name, parameters in scales.items():
+        writer.quantize_weight(name, parameters)
+    writer.quantize_values(reads, ranges, sites.shared)
+    writer.quantize_outputs((n for n in sites.outputs if n in ranges), ranges)
+    writer.store_biases((b.name, b.value, b.weight) for b in sites.biases if b.value in ranges)
+    if method == "round":
+        values = learn_rounding(whole, sites, scales, examples, schemes)
+        learned = {name: jnp.asarray(value) for name, value in values.items()}
+        model = replace(model, params={**model.params, **learned})
+    return enter(
+        with_file(model, writer.finish(norm for _, norm in norms.values()), writer.added),
+        Rounding(),
+    )
+
+
+def _scales_channels(sites: Sites, weight: str, schemes: Mapping[str, Quantization]) -> bool:
+    """Check whether a weight gets a scale for each output channel, along its first axis."""
+    site = sites.weights.get(weight)
+    return site is not None and site.output == 0 and schemes[weight].per_channel
+
+
+def _choose_types(
+    model: Network,
+    sites: Mapping[str, WeightSite],
+    examples: Sequence[Sequence[Any]],
+    scheme: Quantization,
+) -> dict[str, Quantization]:
+    """Choose int8 or int4 for each weight by its error alone (`bits="auto"`).
+
+    Returns:
+      A scheme for each weight; weights that stay float32 are left out.
+    """
+    kinds = ("int8", "int4")
+    schemes: dict[str, Quantization] = {
+        kind: replace(scheme, weights=kind, bits=None, size=None) for kind in kinds
+    }
+    sites = {name: site for name, site in sites.items() if name in model.params}
+    errors = measure(model, sites, examples[:4], schemes)
+    sizes = {name: int(model.params[name].size) for name in sites}
+    types = choose_types(errors, sizes, scheme.size or 1)
+    return {name: schemes[kind] for name, kind in types.items() if kind is not None}
+
+
+def _value_types(model: Network, inputs: Sequence[Any]) -> dict[str, np.dtype]:
+    """Return the dtypes of the values of the main graph that are arrays, by abstract evaluation.
+
+    Args:
+      inputs: one batch, in the order of the model's inputs.
+    """
+    names = [value.name for value in model.inputs]
+    results = [name for node in model.graph.nodes for name in node.outputs if name]
+    program = model.program.with_values(results)
+
+    def evaluate(params, state, inputs):
+        outputs = program.evaluate(params, state, dict(zip(names, inputs, strict=True)))
+        return [x if isinstance(x, jax.Array | np.ndarray) else None for x in outputs]
+
+    shapes = jax.eval_shape(evaluate, model.params, model.state, tuple(inputs))
+    types = {
+        name: np.dtype(x.dtype)
+        for name, x in zip(results, shapes[len(model.graph.outputs) :], strict=True)
+        if x is not None
+    }
+    given = {n: np.dtype(jnp.result_type(x)) for n, x in zip(names, inputs, strict=True)}
+    return types | given
+
+
+def _fold_norms(model: N, keep: Collection[str] = ()) -> N:
+    """Fold each BatchNormalization into the convolution before it."""
+    proto, values = fold_norms(model.proto, model.graph, model.tensors, keep)
+    net = _with_values(with_file(model, proto), values)
+    return with_outputs(net, net.graph.outputs)  # drops the statistics that no node reads any more
+
+
+def _with_values(model: N, values: Mapping[str, np.ndarray]) -> N:
+    """Replace the values of some parameters, state or constants."""
+    new = {name: jnp.asarray(value) for name, value in values.items()}
+    params, state = (
+        {name: new.get(name, x) for name, x in group.items()}
+        for group in (model.params, model.state)
+    )
+    constants = {n: values.get(n, x) for n, x in model.program.constants.items()}
+    program = replace(model.program, constants=constants)
+    return replace(model, params=params, state=state, program=program)

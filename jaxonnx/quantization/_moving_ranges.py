@@ -1,0 +1,240 @@
+"""Scales that are trained, ranges that follow the data, and rounding that begins later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from onnx import GraphProto, ModelProto, NodeProto, helper
+
+from jaxonnx._graph.ancestors import behind
+from jaxonnx._graph.bind import Graph
+from jaxonnx._io import order, records
+from jaxonnx._io.build import unused_name
+from jaxonnx._rewrite.network import Network, enter, with_file, with_params
+from jaxonnx.ops.common import element_dtype
+from jaxonnx.ops.contrib.moving_ranges import DOMAIN, limits_of, range_parameters
+from jaxonnx.quantization._open import Rounding
+from jaxonnx.quantization._qoperators import SAME_NUMBERS
+from jaxonnx.quantization._record import Record, declare, record_of, remove_tensor
+from jaxonnx.views import Addition, View
+
+N = TypeVar("N", bound=Network)
+
+
+class Schedule(NamedTuple):
+    """When ranges are updated and values are rounded, in training steps."""
+
+    decay: float | None
+    """The weight of the old range in the moving average of a step; None if ranges are fixed."""
+    freeze: int | None
+    """The first step that does not update ranges; None if all do."""
+    start: int
+    """The first step that rounds values."""
+    symmetric: bool
+    """Whether ranges that are symmetric about the middle of their integer type stay symmetric."""
+
+    def describe(self, count: int) -> str:
+        """Return the part of a note that says when `count` ranges move and when rounding begins."""
+        end = "the end" if self.freeze is None else f"step {self.freeze:,}"
+        moved = f"; {count} ranges follow the data until {end}" if self.decay is not None else ""
+        return moved + (f"; rounding begins at step {self.start + 1:,}" if self.start else "")
+
+
+@dataclass(frozen=True)
+class MovingRanges(View):
+    """Training updates ranges and delays rounding, by nodes of our own domain in the graph.
+
+    They are the record of the view in the file of a run, and no deployed file has them.
+    """
+
+    def leave(self, network: N, form: str | None) -> tuple[N, list[Addition]]:
+        """Return the network with constant scales, those of its ranges."""
+        result = ModelProto()
+        result.CopyFrom(network.proto)
+        main, state, unused = result.graph, {**network.state}, set()
+        producers = {node.output[0]: node for node in main.node if node.output}
+        for i, node in reversed([*enumerate(main.node)]):
+            if node.domain != DOMAIN:
+                continue
+            if node.op_type == "BeginRounding":
+                producers[node.input[1]].output[0] = node.output[0]
+            elif node.op_type == "MovingRange":
+                kind = next(part.i for part in node.attribute if part.name == "to")
+                _, *ends, _ = node.input
+                # outputs after the last one that is used may be absent
+                scale, zero_point = node.output[0], [*node.output, ""][3]
+                low, high = (state[name] for name in ends)
+                values = range_parameters(low, high, element_dtype(kind), not zero_point)
+                for name, value in zip((scale, zero_point), values, strict=True):
+                    if name:
+                        state[name] = value
+                        main.initializer.append(declare(name, value))
+                unused.update(ends)
+            else:
+                unused.add(node.input[0])
+            del main.node[i]
+        for name in unused:
+            remove_tensor(main, name)
+        imports = [entry for entry in result.opset_import if entry.domain != DOMAIN]
+        del result.opset_import[:]
+        result.opset_import.extend(imports)
+        others = [v for v in network.program.views if v.stays and v is not self]
+        plain = replace(network, state=state, program=network.program.leave(View))
+        new = with_file(plain, result)
+        # factors of adapters are not in the graph, so `with_file` has dropped them
+        return replace(new, params=network.params, program=new.program.enter(*others)), []
+
+
+def recorded_views(proto: ModelProto) -> tuple[View, ...]:
+    """Return the views of rounding that a file records."""
+    moves = any(entry.domain == DOMAIN for entry in proto.opset_import)
+    rounds = records.has(proto, records.QUANTIZATION)
+    return (*[Rounding()] * rounds, *[MovingRanges()] * moves)
+
+
+def move_ranges(model: N, schedule: Schedule) -> tuple[N, int]:
+    """Insert the nodes that update ranges and delay rounding in training.
+
+    Scales of activations become results of MovingRange nodes. The ranges of weights stay constant,
+    and so does a range whose scale or zero point is shared by values with different numbers. A
+    range that a value shares with views of it (see `SAME_NUMBERS`) follows that value.
+
+    The new state is a counter of steps and the ends of the ranges, float32 of shape ().
+
+    Returns:
+      The model, and the number of moving ranges.
+    """
+    graph, tensors, result = model.graph, model.tensors, ModelProto()
+    result.CopyFrom(model.proto)
+    main, used = result.graph, {*tensors, *graph.inputs}
+    used.update(name for node in main.node for name in node.output)
+    result.opset_import.add(domain=DOMAIN, version=1)
+    count, step = (unused_name(name, used) for name in ("steps_taken", "step"))
+    state = {count: np.zeros((), np.float32)}
+    nodes = [_make_node("CountSteps", [count], [step])]
+    freeze = {} if schedule.freeze is None else {"freeze": schedule.freeze}
+    ranges = [] if schedule.decay is None else [*_find_ranges(main, graph, tensors, schedule)]
+    for value, scale, zero_point, point in ranges:
+        ends = [unused_name(f"{scale}_{end}", used) for end in ("low", "high")]
+        least, middle, most = limits_of(point.dtype)
+        # a symmetric range does not use the lowest code: -127 to 127 of int8
+        least = least if zero_point else 2 * middle - most
+        for end, limit in zip(ends, (least, most), strict=True):
+            initial = np.float32(tensors[scale]).reshape(()) * np.float32(limit - float(point))
+            state[end] = np.asarray(initial)
+        kind = helper.np_dtype_to_tensor_dtype(point.dtype)
+        options = {"to": kind, "symmetric": int(not zero_point), "decay": schedule.decay, **freeze}
+        outputs = [scale, "", "", zero_point]
+        nodes.append(_make_node("MovingRange", [value, *ends, step], outputs, **options))
+        for name in filter(None, (scale, zero_point)):
+            remove_tensor(main, name)
+    if schedule.start:
+        # BeginRounding selects between a value and its rounded copy, and takes over the name that
+        # the readers of the rounded one have
+        quantizers = {
+            node.output[0]: node for node in main.node if node.op_type == "QuantizeLinear"
+        }
+        for node in main.node:
+            if node.op_type == "DequantizeLinear" and node.input[0] in quantizers:
+                name = node.output[0]
+                node.output[0] = unused_name(f"{name}_rounded", used)
+                inputs = [quantizers[node.input[0]].input[0], node.output[0], step]
+                nodes.append(_make_node("BeginRounding", inputs, [name], start=schedule.start))
+    main.node.extend(nodes)
+    main.initializer.extend(declare(name, np.asarray(value)) for name, value in state.items())
+    order.sort(main)
+    model = with_file(model, result, state=state)
+    return enter(model, MovingRanges()), len(ranges)
+
+
+def learn_scales(model: N) -> N:
+    """Make the scales of a model trainable: scale = initial scale * exp(parameter).
+
+    With this form an optimizer's step changes every scale by a fraction of its value, whatever its
+    magnitude; scales stay positive; and weight decay pulls them towards those of the calibration.
+    The parameters are zeros at first.
+    """
+    result, tensors = ModelProto(), model.tensors
+    result.CopyFrom(model.proto)
+    used = {*tensors, *(name for node in result.graph.node for name in node.output)}
+    entry = record_of(result) or Record()
+    constants, params, nodes = {}, {}, []
+    for name in entry.scales:
+        if name in entry.folds or name not in tensors:  # trainable already, or of a moving range
+            continue
+        value = np.asarray(tensors[name])
+        parts = (f"{name}_{part}" for part in ("initial", "change", "factor"))
+        initial, change, factor = (unused_name(part, used) for part in parts)
+        constants[initial], params[change] = value, np.zeros_like(value)
+        nodes.append(helper.make_node("Exp", [change], [factor], factor))
+        nodes.append(helper.make_node("Mul", [initial, factor], [name], name))
+        remove_tensor(result.graph, name)
+        learned = {**entry.learned, name: (initial, change)}
+        entry = replace(entry, folds=(*entry.folds, name), learned=learned)
+    for name, value in (constants | params).items():
+        result.graph.initializer.append(declare(name, value))
+    result.graph.node.extend(nodes)
+    order.sort(result.graph)
+    entry.write(result)
+    return with_file(model, result, constants, params)
+
+
+def select_scales(before: N, after: N) -> N:
+    """Return `after` with the scales trained that `before` trains, and no others.
+
+    A selection of parameters to train (`trainable=`) names weights and biases; scales, which the
+    quantization adds, follow the scheme instead.
+
+    Args:
+      before: the quantized model.
+      after: the same with a selection of its parameters.
+    """
+    entry = record_of(before.proto)
+    if entry is None:
+        return after
+    parts = {name for pair in entry.learned.values() for name in pair}
+    chosen = {*after.params} - parts - {*entry.scales} | parts & before.params.keys()
+    return with_params(after, lambda name, _: name in chosen)
+
+
+def _find_ranges(
+    main: GraphProto, graph: Graph, tensors: Mapping[str, Any], schedule: Schedule
+) -> Iterator[tuple[str, str, str, np.ndarray]]:
+    """Yield the ranges of activations that can be updated.
+
+    Each is the name of the value, that of its scale, that of its zero point ("" if it stays
+    constant), and the zero point's value of shape ().
+    """
+    groups: dict[str, list[NodeProto]] = {}
+    fed = behind(graph.nodes, graph.inputs)
+    for node in main.node:
+        if node.op_type == "QuantizeLinear" and node.input[0] in fed and len(node.input) > 2:
+            groups.setdefault(node.input[1], []).append(node)
+    producers = {node.output[0]: node for node in main.node if node.output}
+    for scale, (first, *others) in groups.items():
+        scale_value, zero_point = tensors.get(scale), first.input[2]
+        if scale_value is None or scale_value.size != 1 or scale_value.dtype != np.float32:
+            continue
+        value, point = first.input[0], np.asarray(tensors[zero_point]).reshape(())
+        # a symmetric range leaves the zero point alone, so that others may share it
+        centred = schedule.symmetric and float(point) == limits_of(point.dtype)[1]
+        sharing = {node.input[1] for node in main.node if zero_point in node.input}
+        if (centred or sharing == {scale}) and all(
+            _has_numbers_of(node.input[0], value, producers) for node in others
+        ):
+            yield value, scale, "" if centred else zero_point, point
+
+
+def _has_numbers_of(name: str, origin: str, producers: Mapping[str, NodeProto]) -> bool:
+    """Check whether a value is computed from `origin` by views, MaxPool and rounding alone."""
+    moves = (*SAME_NUMBERS, "QuantizeLinear", "DequantizeLinear")
+    while name != origin and name in producers and producers[name].op_type in moves:
+        name = producers[name].input[0]
+    return name == origin
+
+
+def _make_node(op: str, inputs: list[str], outputs: list[str], **attributes: Any) -> NodeProto:
+    return helper.make_node(op, inputs, outputs, f"{outputs[0]}_{op}", domain=DOMAIN, **attributes)
