@@ -36,6 +36,9 @@ BATCHES = (2, 3)
 SECONDS = 120
 """The time for a file; onnxruntime, too, has files without end."""
 REASONS = {
+    "all_dtypes.onnx": "1e100 in float64; 32 bits without jax_enable_x64",
+    "attention_qk_output_2.onnx": "masked scores are -inf in onnx.reference, too; onnxruntime adds"
+    " the lowest float32",
     "topk_neg_axis_test.onnx": "sorted=0 leaves the order open; both give the same numbers",
     "BatchNorm1D_15.onnx": "in training mode, which a call of a Model replaces by inference",
     "BatchNorm2D_15.onnx": "in training mode, which a call of a Model replaces by inference",
