@@ -134,6 +134,8 @@ def find_caches(graph: Graph, inputs: Sequence[Value]) -> Caches | None:
 def find_states(graph: Graph, inputs: Sequence[Value]) -> dict[str, str]:
     """Find the inputs that recurrent operators start from and outputs continue, with the outputs.
 
+    Where there is no such operator, they are the inputs that Scan and Loop carry from step to step.
+
     Args:
       graph: the bound graph.
       inputs: its inputs, as the file declares them.
@@ -146,8 +148,24 @@ def find_states(graph: Graph, inputs: Sequence[Value]) -> dict[str, str]:
         if i + 1 < len(node.outputs) and position < len(node.inputs)
         if node.inputs[position] in carried
     }
+    ends = ends or {
+        output: carried[source]
+        for node in graph.nodes
+        for output, source in _find_carried(node)
+        if source in carried
+    }
     continued = _follow(graph, ends)
     return {continued[name]: name for name in graph.outputs if name in continued}
+
+
+def _find_carried(node: Node) -> Iterator[tuple[str, str]]:
+    """Yield (output, source) of the values that a Scan or Loop carries from step to step."""
+    sources: Sequence[str] = ()
+    if node.op.name == "Scan" and node.version >= 9:
+        sources = node.inputs[: len(node.inputs) - node.attributes["num_scan_inputs"]]
+    elif node.op.name == "Loop":
+        sources = node.inputs[2:]
+    yield from zip(node.outputs, sources, strict=False)
 
 
 def _find_joined(

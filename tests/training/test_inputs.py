@@ -188,7 +188,7 @@ def recurrent(x, states, nodes):
     nodes = nodes.replace("ROWS", "i, W, R, B, , h, c")
     proto = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["": 17]>
     g (float[{x}] x, {kinds}) => (y, float[{states}] hn, float[{states}] cn)
-    <int64[1] one = {{1}}> {{ {nodes} }}""")
+    <int64[1] one = {{1}}, int64[1] zero = {{0}}, int64[2] ends = {{0, 1}}> {{ {nodes} }}""")
     random = np.random.default_rng(3)
     sizes = {"W": (1, 16, 5), "R": (1, 16, 4), "B": (1, 32), "O": (4, 3)}
     for name, shape in sizes.items():
@@ -200,6 +200,17 @@ def recurrent(x, states, nodes):
 
 LSTM = "r, hn, cn = LSTM <hidden_size = 4> (ROWS) s = Squeeze(r, one) m = MatMul(s, O)"
 FIRST = f"i = Transpose <perm = [1, 0, 2]> (x) {LSTM} y = Transpose <perm = [1, 0, 2]> (m)"
+STEP = "o, hs, cs = LSTM <hidden_size = 4> (u, W, R, B, , s, d) q = Squeeze(o, ends)"
+BODIES = {
+    "Scan": """hn, cn, r = Scan <num_scan_inputs = 1,
+        body = f (float[1, b, 4] s, float[1, b, 4] d, float[b, 5] e)
+        => (float[1, b, 4] hs, float[1, b, 4] cs, float[b, 4] q) { u = Unsqueeze(e, zero) STEP }
+        > (h, c, x)""",
+    "Loop": """n = Shape <end = 1> (x) k = Squeeze(n) hn, cn, r = Loop <
+        body = f (int64 j, bool go, float[1, b, 4] s, float[1, b, 4] d)
+        => (bool on, float[1, b, 4] hs, float[1, b, 4] cs, float[b, 4] q) {
+        on = Identity(go) e = Gather(x, j) u = Unsqueeze(e, zero) STEP } > (k, , h, c)""",
+}
 X = np.random.default_rng(4).normal(size=(6, 7, 5)).astype(np.float32)
 TARGETS = np.random.default_rng(5).normal(size=(6, 7, 3)).astype(np.float32)
 RECURRENT = {
@@ -209,6 +220,13 @@ RECURRENT = {
         *("t, b, 5", "1, b, 4", f"i = Identity(x) {LSTM} y = Identity(m)"),
         *(X.reshape(3, 2, 7, 5).swapaxes(1, 2), TARGETS.reshape(3, 2, 7, 3).swapaxes(1, 2)),
     ),
+    **{
+        f"steps first, {name}": (
+            *("t, b, 5", "1, b, 4", body.replace("STEP", STEP) + " y = MatMul(r, O)"),
+            *(X.reshape(3, 2, 7, 5).swapaxes(1, 2), TARGETS.reshape(3, 2, 7, 3).swapaxes(1, 2)),
+        )
+        for name, body in BODIES.items()
+    },
     "no batch": (
         *("frames, 5", "1, 1, 4", f"i = Unsqueeze(x, one) {LSTM} y = Squeeze(m, one)"),
         *(X, TARGETS),
@@ -222,7 +240,7 @@ def test_states_start_at_zeros(name):
     shape, states, nodes, x, targets = RECURRENT[name]
     proto = recurrent(shape, states, nodes)
     model, single = jaxonnx.load(proto), name == "one example"
-    given = {"x": x, "target": targets} if name == "steps first" else (x, targets)
+    given = {"x": x, "target": targets} if "steps" in name else (x, targets)
     settings = {"loss": "squared_error", "optimizer": optax.sgd(1.0), "epochs": 1}
     settings |= {"accumulate": len(x), "batch_size": 1} if single else {"batch_size": len(x)}
     result = jaxonnx.train(model, given, progress=False, **settings)
@@ -237,7 +255,7 @@ def test_states_start_at_zeros(name):
         session = onnxruntime.InferenceSession(file)
         whole = name == "batch first"
         parts = [x] if whole else [r[None] if single else r for r in x]
-        zeros = np.zeros((1, {"batch first": 6, "steps first": 2}.get(name, 1), 4), np.float32)
+        zeros = np.zeros((1, 6 if whole else 2 if "steps" in name else 1, 4), np.float32)
         calls = [session.run(["y"], {"x": r, "h": zeros, "c": zeros})[0] for r in parts]
         y = calls[0] if whole else np.stack([r[0] if single else r for r in calls])
         return np.square(y.astype(np.float64) - targets).mean()
