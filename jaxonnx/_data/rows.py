@@ -367,7 +367,7 @@ def _describe_shapes(row: Mapping[str, Any]) -> str:
 def _guess_names(row: Mapping[str, Any]) -> dict[str, str]:
     """Return new names for the columns of a row that give it a shape; {} if it has no texts."""
     for name, messages in row.items():
-        if messages and _is_list_of_objects(messages):
+        if _is_list_of_objects(messages) and messages:
             message = messages[0]  # the role is the shorter one of its texts
             texts = [key for key, x in message.items() if isinstance(x, str)]
             texts = sorted(texts, key=lambda key: len(message[key]))
