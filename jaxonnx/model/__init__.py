@@ -10,7 +10,7 @@ from jaxonnx.model._load import as_model, load  # noqa: F401
 from jaxonnx.model._model import Model, Trainable
 from jaxonnx.model._predict import hide_caches, read_inputs  # noqa: F401
 from jaxonnx.model._quantize import insert_rounding, quantize, sensitivity  # noqa: F401
-from jaxonnx.model._save import to_proto  # noqa: F401
+from jaxonnx.model._save import check_nodes, to_proto  # noqa: F401
 from jaxonnx.model._show import operator_name  # noqa: F401
 from jaxonnx.model._statistics import (  # noqa: F401
     MOST,

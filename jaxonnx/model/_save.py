@@ -30,15 +30,33 @@ def to_proto(
       repeat: write a parameter that equals another one a second time.
     """
     _check_form(model, adapters)
-    additions: list[Addition] = []
-    for view in reversed(model.program.views):
-        model, added = view.leave(model, adapters)
-        additions = [*added, *additions]
+    model, additions = _leave_views(model, adapters)
     values, adapted = model._file_values, {name for a in additions for name in a.tensors}
     proto = to_onnx(model.proto, values, model.params, model.state, repeat=repeat, adapted=adapted)
     for addition in additions:  # in the order in which the views entered
         proto = addition.write(proto)
     return proto
+
+
+def _leave_views(model: N, adapters: AdapterForm | None) -> tuple[N, list[Addition]]:
+    """Return a model without views, and what these add to its file, as they entered."""
+    additions: list[Addition] = []
+    for view in reversed(model.program.views):
+        model, added = view.leave(model, adapters)
+        additions = [*added, *additions]
+    return model, additions
+
+
+def check_nodes(model: Network) -> None:
+    """Check, without writing any values, that a file can have the adapters of a model as nodes.
+
+    Raises:
+      InputError: it cannot.
+    """
+    bare, additions = _leave_views(model, "nodes")
+    proto = bare.proto
+    for addition in additions:
+        proto = addition.write(proto)
 
 
 def merge(model: N, *, requantize: bool = False) -> N:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Unpack
@@ -17,8 +18,10 @@ from jaxonnx._arguments import (
 )
 from jaxonnx._data.batches import Source
 from jaxonnx._data.images import preparation as images
-from jaxonnx.errors import TrainingError
-from jaxonnx.model import Model, as_model
+from jaxonnx.errors import InputError, TrainingError
+from jaxonnx.lora import writes_apart
+from jaxonnx.model import Model, as_model, check_nodes
+from jaxonnx.quantization import record_of
 from jaxonnx.training import _objective as objective
 from jaxonnx.training._accumulate import accumulate
 from jaxonnx.training._class_weights import class_weights_by_index
@@ -125,6 +128,7 @@ def _build_local_step(
     platform: str | None,
 ) -> Step:
     model = select_parameters(model, settings)
+    _check_file(model)
     settings, notes = complete_settings(model, settings)
     if settings.loss is None or settings.optimizer is None:
         _check_file_algorithm(settings)
@@ -155,6 +159,23 @@ def _build_local_step(
             model, optimizer, settings, epochs, steps_per_epoch, storage
         )
     return GradientStep(model, goal, optimizer, storage, settings, structured)
+
+
+def _check_file(model: Model) -> None:
+    """Refuse before the training what `save` would refuse after it.
+
+    That can be a file with integers, or with adapters beside them; others are written as they are.
+    Adapters can also be merged, or saved apart, so that there is a warning.
+    """
+    if not writes_apart(model):
+        if record_of(model.proto) is not None:
+            model.to_onnx()
+        return
+    try:
+        check_nodes(model)
+    except InputError as error:
+        message = f"save(path) will refuse the trained model in its default form: {error}"
+        warnings.warn(message, stacklevel=5)
 
 
 def _master_note(narrow: Mapping[str, Any]) -> str:

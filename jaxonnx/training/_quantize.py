@@ -47,7 +47,6 @@ def prepare(
       InputError: there are no data to calibrate on, or the model is quantized to other dtypes than
         those of the scheme.
       TrainingError: rows have several texts.
-      Error: the quantized model cannot be saved.
     """
     scheme: Any = settings.quantize
     rounded, note = _round(leave(model, MovingRanges), scheme, source)
@@ -57,7 +56,6 @@ def prepare(
         note += schedule.describe(count)
     if Quantization.of(scheme).learn is not None:
         rounded = learn_scales(rounded)
-    rounded.to_onnx()  # what the file cannot have is refused now, not after the training
     inputs = {value.name: value for value in model.inputs}
     rounded = read_whole_sequences(rounded, settings.loss, inputs)
     if model.program.find(PackedRows) is not None and rounded.program.find(PackedRows) is None:

@@ -150,6 +150,22 @@ def test_weights_in_few_bits(kind, tmp_path):
     np.testing.assert_allclose(np.linalg.norm(difference) / norm, error, rtol=0.1)
 
 
+def test_a_file_that_save_refuses_is_announced_before_training(tmp_path):
+    model = jaxonnx.load(FILES["4 bits, bias"]())
+    x = normal(4, model.inputs[0].shape[1])
+    settings = {"loss": "squared_error", "optimizer": optax.sgd(0.1)}
+    lora = jaxonnx.LoRA(2, where="w", dora=True)
+    with pytest.warns(UserWarning, match=r"save\(path\) will refuse.*adapters='merged'"):
+        jaxonnx.training.step(model, "squared_error", optax.sgd(0.1), lora=lora)
+    with pytest.warns(UserWarning, match=r"save\(path\) will refuse") as caught:
+        run = jaxonnx.train(model, (x, np.asarray(model(x))), batch_size=4, lora=lora, **settings)
+    assert len(caught) == 1
+    with pytest.raises(jaxonnx.InputError) as refused:
+        run.model.save(tmp_path / "out.onnx")
+    assert str(refused.value) in str(caught[0].message)
+    run.lora.save(tmp_path / "out.npz")
+
+
 def test_integer_products_are_refused(tmp_path):
     onnx.save(floats(w=normal(K, N)), tmp_path / "float.onnx")
     quantize_dynamic(tmp_path / "float.onnx", tmp_path / "int8.onnx")
