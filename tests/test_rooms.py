@@ -224,6 +224,24 @@ def test_code_lines_are_those_with_code():
     )
 
 
+FOREIGN = 51
+"""The most imports of other rooms' private modules in tests. A new test calls the public face, or
+stands in the folder of the room."""
+
+
+def test_tests_import_the_inside_of_their_own_room():
+    known, foreign = dict(modules()).keys(), []
+    for path in sorted((ROOT.parent / "tests").glob("*/test_*.py")):
+        folder = {"data_sources": "data"}.get(path.parent.name, path.parent.name)
+        for name in sorted(imports(path.read_text(), known)):
+            inside = (
+                any(part.startswith("_") for part in name.split(".")[1:]) and name.count(".") > 1
+            )
+            if inside and room(name).strip("_") != folder:
+                foreign.append(f"{folder}/{path.name}: {name}")
+    assert len(foreign) <= FOREIGN, "\n".join(foreign)
+
+
 def test_importing_the_package_is_lean():
     """JAX and ONNX are imported at the first use of a public name; no handler is installed."""
     source = """if True:

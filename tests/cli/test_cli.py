@@ -295,7 +295,7 @@ def test_train_follows_the_algorithm_of_the_file(data, tmp_path, capsys):
     ("change", "message"),
     [
         ({"net": "nothing.onnx"}, "nothing.onnx"),
-        ({"data": NET}, "not a .npz"),
+        ({"data": NET}, "is not a file of data"),
         ({"data": "nowhere"}, "no file or folder 'nowhere'"),
         ({"output": "/dev/null/out.onnx"}, "Not a directory"),
         ({"output": "/"}, "Is a directory"),
