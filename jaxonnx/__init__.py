@@ -20,7 +20,16 @@ if TYPE_CHECKING:
     )
     from jaxonnx.lora import Adapters, LoRA
     from jaxonnx.lowering import kernels_first
-    from jaxonnx.model import Model, Value, add_training, labels, load, quantize, sensitivity
+    from jaxonnx.model import (
+        Model,
+        Value,
+        add_training,
+        convert,
+        labels,
+        load,
+        quantize,
+        sensitivity,
+    )
     from jaxonnx.onnx_out import to_onnx
     from jaxonnx.quantization import Quantization, Sensitivity
     from jaxonnx.training import History, Result, evaluate, train
@@ -44,6 +53,7 @@ __all__ = [
     "UnsupportedError",
     "Value",
     "add_training",
+    "convert",
     "evaluate",
     "export_step",
     "import_step",
@@ -68,7 +78,7 @@ _MODULES = {
     "jaxonnx.lora": ("Adapters", "LoRA"),
     "jaxonnx.lowering": ("kernels_first",),
     "jaxonnx.model": (
-        *("Model", "Value", "add_training", "labels", "load"),
+        *("Model", "Value", "add_training", "convert", "labels", "load"),
         *("quantize", "sensitivity"),
     ),
     "jaxonnx.onnx_out": ("to_onnx",),

@@ -79,7 +79,7 @@ BUDGETS = {
     "_run": (1410, "the evaluator, and what keeps hostile files from taking the machine"),
     "views": (430, "changes of a network and their ways back, those that belong to no feature"),
     "_io": (1916, "ModelProto, external data, pairs of files, npz, safetensors, packing"),
-    "model": (2010, "Model, and what makes another Model of one"),
+    "model": (2075, "Model, and what makes another Model of one, in half precision too"),
     "_rewrite": (1100, "networks and files to files: heads, batches, outputs"),
     "training_info": (520, "the file's own training graphs, run and written"),
     "_step_files": (500, "exported steps, their manifest, the page for browsers"),

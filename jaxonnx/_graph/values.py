@@ -242,5 +242,6 @@ def matching(what: str, current: dict, new: Mapping[str, Any] | None) -> dict[st
             raise InputError(
                 f"{what} '{name}' is {value.dtype}, the model's is {current[name].dtype}, which "
                 f"the nodes that read it need; convert it with .astype('{current[name].dtype}')"
+                + (", or the model with jaxonnx.convert" if value.dtype == np.float16 else "")
             )
     return {name: to_array(new[name]) for name in current}

@@ -5,6 +5,7 @@ from jaxonnx._graph.values import Value
 
 # for other rooms of the package
 from jaxonnx.model._add_training import add_training
+from jaxonnx.model._convert import convert, raise_opset  # noqa: F401
 from jaxonnx.model._generate import Generator, stop_tokens  # noqa: F401
 from jaxonnx.model._load import as_model, load  # noqa: F401
 from jaxonnx.model._model import Model, Trainable

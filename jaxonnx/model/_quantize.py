@@ -12,8 +12,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-import onnx
-import onnx.inliner
 from onnx import ModelProto
 
 from jaxonnx._data.batches import Source
@@ -21,11 +19,11 @@ from jaxonnx._data.images.folder import list_folder
 from jaxonnx._data.ragged import PLAIN
 from jaxonnx._data.rows import Rows, open_rows
 from jaxonnx._data.texts import read_texts
-from jaxonnx._io.protos import opset_of
 from jaxonnx._require import check_arguments, require_integer
 from jaxonnx._rewrite.network import refuse_change
 from jaxonnx.errors import InputError
-from jaxonnx.model._load import as_model, load
+from jaxonnx.model._convert import raise_opset
+from jaxonnx.model._load import as_model
 from jaxonnx.model._model import Model
 from jaxonnx.model._predict import hide_caches, read_inputs
 from jaxonnx.quantization import (
@@ -201,7 +199,7 @@ def insert_rounding(
             "the model is quantized already: jaxonnx.load(path, dequantize=True) has it in "
             "floating point, and jaxonnx.train(..., quantize=) trains it at its own scales"
         )
-    converted = _hide_caches(_with_opset(model, scheme.opset), model)
+    converted = _hide_caches(raise_opset(model, scheme.opset), model)
     return insert(converted, scheme, examples, method, keep_norms=keep_norms)
 
 
@@ -241,32 +239,3 @@ def _measure_distances(
 def _hide_caches(model: Model, before: Model) -> Model:
     """Return a model with empty caches if the one that it was made of has them."""
     return model if before.program.find(EmptyCaches) is None else model.without_cache()
-
-
-def _with_opset(model: Model, opset: int) -> Model:
-    """Convert the model to an opset if its own is older.
-
-    Raises:
-      InputError: the installed onnx does not have the opset, or cannot convert the model.
-    """
-    if opset_of(model.proto) >= opset:
-        return model
-    if onnx.defs.onnx_opset_version() < opset:
-        raise InputError(
-            f"the scheme needs opset {opset}, and the installed onnx {onnx.__version__} has "
-            f"{onnx.defs.onnx_opset_version()}: update it, or choose another type"
-        )
-    try:
-        proto = model.to_onnx()
-        if proto.functions:  # the converter drops them; the inliner converts them with known types
-            typed = onnx.shape_inference.infer_shapes(proto)
-            proto = onnx.inliner.inline_local_functions(typed, convert_version=True)
-        proto = onnx.version_converter.convert_version(proto, opset)
-    except (RuntimeError, ValueError) as error:
-        raise InputError(
-            f"the scheme needs opset {opset}, the file has {opset_of(model.proto)}, and ONNX's "
-            f"converter does not take it: {error}"
-        ) from error
-    net = replace(load(proto), folder=model.folder)
-    inlined = net.params.keys() - model.tensors.keys()  # constants of functions have new names
-    return net.with_trainable(lambda name, _: name in model.params or name in inlined)

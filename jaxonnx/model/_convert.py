@@ -1,0 +1,142 @@
+"""`convert`: the file of a model in half precision, or with a newer opset."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+import onnx
+import onnx.inliner
+from onnx import ModelProto
+
+from jaxonnx._io.protos import opset_of
+from jaxonnx._require import check_arguments, require, require_integer
+from jaxonnx._text import list_some
+from jaxonnx.errors import InputError
+from jaxonnx.model._load import as_model, load
+from jaxonnx.model._model import Model
+
+_LARGEST = float(np.finfo(np.float16).max)
+_MASK = 1e30
+"""Numbers from here on are attention masks; the least of float16 in their place hides as much."""
+
+
+def convert(
+    model: Model | str | os.PathLike | bytes | ModelProto,
+    type: Literal["float16"] | None = None,
+    *,
+    opset: int | None = None,
+    keep: Sequence[str] = (),
+    keep_inputs: bool = True,
+) -> Model:
+    """Convert a float32 model to half precision, or to a newer version of ONNX's operators.
+
+    Half precision halves the file, for runtimes on GPUs, NPUs and in browsers. The conversion is
+    that of onnxruntime's tools, which leave operators without a float16 kernel in float32 between
+    Casts. The model can be trained further, in half precision (`precision=`).
+
+    >>> import jaxonnx
+    >>> from jaxonnx import demo
+    >>> half = jaxonnx.convert(demo.model(), "float16")
+    >>> half.params["conv1_weight"].dtype.name
+    'float16'
+
+    Args:
+      model: a Model, or anything that `jaxonnx.load` accepts.
+      type: "float16", or None to keep the types.
+      opset: the opset of the default domain; None keeps the model's. Functions are inlined.
+      keep: names of nodes, or operators ("Softmax"), that stay in float32.
+      keep_inputs: inputs and outputs of the model stay in float32.
+
+    Returns:
+      A model of the converted file, whose parameters have the same names.
+
+    Raises:
+      InputError: `keep` names nothing of the model; a weight is too large for float16; the
+        converter does not take the model; onnxruntime is not installed.
+    """
+    check_arguments(convert, locals())
+    net = as_model(model)
+    if opset is not None:
+        require_integer("opset", opset, opset_of(net.proto), onnx.defs.onnx_opset_version())
+        net = raise_opset(net, opset, "convert was asked for")
+    return net if type is None else _halve(net, keep, keep_inputs)
+
+
+def raise_opset(model: Model, opset: int, reason: str = "the scheme needs") -> Model:
+    """Convert the model to an opset if its own is older.
+
+    Args:
+      reason: the beginning of an error.
+
+    Raises:
+      InputError: the installed onnx does not have the opset, or cannot convert the model.
+    """
+    if opset_of(model.proto) >= opset:
+        return model
+    if onnx.defs.onnx_opset_version() < opset:
+        raise InputError(
+            f"{reason} opset {opset}, and the installed onnx {onnx.__version__} has "
+            f"{onnx.defs.onnx_opset_version()}: update it, or choose another type"
+        )
+    try:
+        proto = model.to_onnx()
+        if proto.functions:  # the converter drops them; the inliner converts them with known types
+            typed = onnx.shape_inference.infer_shapes(proto)
+            proto = onnx.inliner.inline_local_functions(typed, convert_version=True)
+        proto = onnx.version_converter.convert_version(proto, opset)
+    except (RuntimeError, ValueError) as error:
+        raise InputError(
+            f"{reason} opset {opset}, the file has {opset_of(model.proto)}, and ONNX's "
+            f"converter does not take it: {error}"
+        ) from error
+    net = replace(load(proto), folder=model.folder)
+    inlined = net.params.keys() - model.tensors.keys()  # constants of functions have new names
+    return net.with_trainable(lambda name, _: name in model.params or name in inlined)
+
+
+def _halve(model: Model, keep: Sequence[str], keep_inputs: bool) -> Model:
+    """Convert a model to float16 with onnxruntime's converter."""
+    try:
+        from onnxruntime.transformers import float16
+    except ImportError as error:
+        raise InputError(
+            "convert to float16 needs onnxruntime's converter: pip install onnxruntime sympy"
+        ) from error
+    proto = model.to_onnx()
+    nodes = proto.graph.node
+    names, operators = {node.name for node in nodes}, {node.op_type for node in nodes}
+    unknown = [name for name in keep if name not in names | operators]
+    expected = f"names of nodes, or operators of the model ({list_some(sorted(operators))})"
+    require("keep", unknown, not unknown, expected)
+    halved = {
+        name for n in nodes if not {n.name, n.op_type} & {*keep} for name in n.input
+    } & model.tensors.keys()
+    large = [f"'{name}'" for name in sorted(halved) if _overflows(model.tensors[name])]
+    if large:
+        raise InputError(
+            f"numbers of {list_some(large)} are beyond {_LARGEST:,.0f}, the largest of float16: "
+            "keep= takes the nodes that read them"
+        )
+    with warnings.catch_warnings():  # of numbers near 0, which float16 has no room for either
+        warnings.simplefilter("ignore", UserWarning)
+        proto = float16.convert_float_to_float16(
+            proto,
+            keep_io_types=keep_inputs,
+            op_block_list=[*float16.DEFAULT_OP_BLOCK_LIST, *operators.intersection(keep)],
+            node_block_list=[*names.intersection(keep)],
+        )
+    net = replace(load(proto), folder=model.folder)
+    return net.with_trainable(lambda name, _: name in model.params)
+
+
+def _overflows(x: Any) -> bool:
+    """Check whether a float32 tensor has numbers that float16 cannot hold, masks aside."""
+    if x.dtype != np.float32:
+        return False
+    size = np.abs(np.asarray(x))
+    return bool(np.any((size > _LARGEST) & (size < _MASK)))
