@@ -1,6 +1,7 @@
-"""The reference page, made from docstrings; the other pages lie beside it.
+"""The reference, made from docstrings, and a site of all pages; the other pages lie beside it.
 
-python -m jaxonnx.docs          # writes reference.md beside the other pages
+python -m jaxonnx.docs               # writes reference.md beside the other pages
+python -m jaxonnx.docs build SITE    # builds the site; needs the extra `docs`
 """
 
 import ast
@@ -38,15 +39,21 @@ _ENTRY = re.compile(r"  (\S[^:]*): (.*)")
 def reference() -> str:
     """Return the reference in Markdown."""
     lines = ["# Reference", "", "Made from the docstrings by `python -m jaxonnx.docs`.", ""]
+    for module, values in public_names():
+        lines += [f"## {module.__name__}", "", *markdown(module.__doc__ or ""), ""]
+        for name, value in values.items():
+            lines += entry(name, value)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def public_names() -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Yield each module of the interface and its values by their full names, each value once."""
     shown: list[Any] = []
     for name in MODULES:
         module = importlib.import_module(name)
-        lines += [f"## {name}", "", *markdown(module.__doc__ or ""), ""]
-        for public, value in _public(module):
-            if value not in shown:
-                shown.append(value)
-                lines += _entry(f"{name}.{public}", value)
-    return "\n".join(lines).rstrip() + "\n"
+        values = {f"{name}.{key}": value for key, value in _public(module) if value not in shown}
+        shown += values.values()
+        yield module, values
 
 
 def _public(module: Any) -> Iterator[tuple[str, Any]]:
@@ -60,7 +67,8 @@ def _public(module: Any) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _entry(name: str, value: Any) -> list[str]:
+def entry(name: str, value: Any) -> list[str]:
+    """Return the entry of a function or class: its signature, text, fields and methods."""
     short = name.rsplit(".", 1)[-1]
     lines = [f"### {name}", ""]
     if not inspect.isclass(value):

@@ -20,10 +20,10 @@ from jaxonnx.ops import loss as operators
 
 @dataclass(frozen=True, eq=False)
 class ClassLoss:
-    """A loss of scores (N, classes, *D), or (N, *D, classes), and integer labels (N, *D).
+    """A loss of scores `(N, classes, *D)`, or `(N, *D, classes)`, and integer labels `(N, *D)`.
 
-    Called with `(outputs, targets)` it returns the operator's result: a scalar, or (N, *D) for the
-    reduction "none".
+    Called with `(outputs, targets)` it returns the operator's result: a scalar, or `(N, *D)` for
+    the reduction "none".
     """
 
     name: str

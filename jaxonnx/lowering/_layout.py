@@ -91,7 +91,7 @@ def store(
 
 
 def kernels_first(params: Mapping[str, jax.Array]) -> dict[str, Any]:
-    """Return parameters whose convolution weights (M, C, *kernel) are kept as (*kernel, C, M).
+    """Return parameters whose convolution weights `(M, C, *kernel)` are kept as `(*kernel, C, M)`.
 
     For a training loop of your own on CPU, where loops run along the last axis (an update of Adam
     takes five times as long on (M, C, 3, 3)), or on TPU. `jaxonnx.train` does it by itself.
