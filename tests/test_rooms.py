@@ -83,7 +83,7 @@ BUDGETS = {
     "_rewrite": (1100, "networks and files to files: heads, batches, outputs"),
     "training_info": (520, "the file's own training graphs, run and written"),
     "_step_files": (500, "exported steps, their manifest, the page for browsers"),
-    "quantization": (2430, "schemes, sites, ranges, records and views; GPTQ and AWQ"),
+    "quantization": (2500, "schemes, sites, ranges, records and views; GPTQ and AWQ"),
     "_mesh": (450, "rules, shardings and processes"),
     "lora": (1230, "adapters: their view, sums, nodes and files, and the modules that PEFT names"),
     "registry": (226, "what an operator declares of its inputs and attributes"),

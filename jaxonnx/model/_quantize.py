@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import islice
 from typing import Any, Literal
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 from onnx import ModelProto
 
 from jaxonnx._data.batches import Source
@@ -39,8 +34,6 @@ from jaxonnx.views import EmptyCaches
 
 _BATCHES = 16
 """The batches that ranges are measured on."""
-_COMPARED, _NOISE = 4, 1.25
-"""The batches that calibrations are compared on, and the ratio of errors that is no noise."""
 
 
 def quantize(
@@ -101,9 +94,7 @@ def quantize(
     net = as_model(model)
     whole, source = _read_examples(net, data, batch_size, preprocess)
     examples = [batch.inputs for batch in islice(source.batches(0), batches)]
-    quantized = insert_rounding(whole, Quantization.of(scheme), examples, method)
-    _compare_with_minmax(whole, quantized, Quantization.of(scheme), examples)
-    return _hide_caches(quantized, net)
+    return _hide_caches(insert_rounding(whole, Quantization.of(scheme), examples, method), net)
 
 
 def sensitivity(
@@ -201,39 +192,6 @@ def insert_rounding(
         )
     converted = _hide_caches(raise_opset(model, scheme.opset), model)
     return insert(converted, scheme, examples, method, keep_norms=keep_norms)
-
-
-def _compare_with_minmax(
-    model: Model, quantized: Model, scheme: Quantization, examples: Sequence[Sequence[Any]]
-) -> None:
-    """Warn if a calibration that clips has outputs further from the float ones than "minmax"."""
-    if scheme.activations is None or scheme.calibration in ("minmax", "mse"):
-        return
-    plain = insert_rounding(model, replace(scheme, calibration="minmax"), examples)
-    used = examples[:_COMPARED]
-    distances, least = (_measure_distances(model, net, used) for net in (quantized, plain))
-    if (distances > _NOISE * least).all():
-        warnings.warn(
-            f"calibration={scheme.calibration!r} changes the outputs on the calibration data by "
-            f"{distances.mean():.2%}, 'minmax' by {least.mean():.2%} (root mean square, of that of "
-            "the outputs): pass calibration='minmax' or 'mse'",
-            stacklevel=3,
-        )
-
-
-def _measure_distances(
-    model: Model, quantized: Model, examples: Sequence[Sequence[Any]]
-) -> np.ndarray:
-    """Measure the change of floating-point outputs of each batch, relative to their size."""
-    other = _hide_caches(quantized, model)
-    distances = []
-    for inputs in examples:
-        pairs = [*zip(*(jax.tree.leaves(net(*inputs)) for net in (model, other)), strict=True)]
-        floats = [(x, y) for x, y in pairs if jnp.issubdtype(x.dtype, jnp.floating)]
-        change = sum(float(jnp.square(x - y).sum()) for x, y in floats)
-        size = sum(float(jnp.square(x).sum()) for x, _ in floats)
-        distances.append(np.sqrt(change / size) if size else 0.0)
-    return np.array(distances)
 
 
 def _hide_caches(model: Model, before: Model) -> Model:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -16,7 +17,15 @@ from jaxonnx.quantization._fold_norms import flip_negative_scales, fold_norms, f
 from jaxonnx.quantization._gptq import round_weights
 from jaxonnx.quantization._nodes import Writer
 from jaxonnx.quantization._open import Rounding
-from jaxonnx.quantization._ranges import Parameters, calibrate, fit_bias, weight_parameters
+from jaxonnx.quantization._ranges import (
+    COMPARED,
+    Calibration,
+    Parameters,
+    calibrate,
+    fit_bias,
+    take_sample,
+    weight_parameters,
+)
 from jaxonnx.quantization._rounding import learn_rounding
 from jaxonnx.quantization._scheme import Quantization
 from jaxonnx.quantization._sensitivity import choose_types, measure
@@ -24,6 +33,8 @@ from jaxonnx.quantization._sites import Sites, WeightSite, find_sites
 from jaxonnx.views import EmptyCaches
 
 N = TypeVar("N", bound=Network)
+_NOISE, _TRIED = 1.25, 32
+"""The ratio of errors that is no noise, and the narrowest ranges that one of the worst is among."""
 
 
 def insert(
@@ -67,7 +78,8 @@ def insert(
         values, squares = scale_inputs(whole, sites.weights, examples, schemes)
         model, whole = _with_values(model, values), _with_values(whole, values)
         tensors = model.tensors
-    ranges = calibrate(whole, sites.values, sites.shared, examples, scheme)
+    calibration = calibrate(whole, sites.values, sites.shared, examples, scheme)
+    ranges = calibration.ranges
     # `calibrate` leaves attention masks out. A node that reads one stays in floating point with all
     # of its inputs: runtimes compute with integers only where every input is quantized
     masked = {output for (output, _), name in sites.reads.items() if name not in ranges}
@@ -106,9 +118,70 @@ def insert(
         values = learn_rounding(whole, sites, scales, examples, schemes)
         learned = {name: jnp.asarray(value) for name, value in values.items()}
         model = replace(model, params={**model.params, **learned})
-    return enter(
-        with_file(model, writer.finish(norm for _, norm in norms.values()), writer.added),
-        Rounding(),
+    net = with_file(model, writer.finish(norm for _, norm in norms.values()), writer.added)
+    entered = without_cache(net) if hides_caches else net
+    _warn_if_worse(entered, calibration, writer.parameters, examples, scheme.calibration)
+    return enter(net, Rounding())
+
+
+def _warn_if_worse(
+    model: Network,
+    calibration: Calibration,
+    names: Mapping[str, Sequence[str]],
+    examples: Sequence[Sequence[Any]],
+    method: str,
+) -> None:
+    """Warn if calibrated ranges have outputs further from the float ones than the widest ranges.
+
+    Args:
+      model: the quantized model, with the inputs of the one that was calibrated.
+      names: the scale and zero point of each activation.
+      examples: the calibration data.
+      method: of the calibration.
+    """
+    widest = {
+        value: dict(zip(names[value], map(jnp.asarray, parameters[:2]), strict=True))
+        for value, parameters in calibration.widest.items()
+        if value in names and parameters.scale != calibration.ranges[value].scale
+    }
+    if not widest:
+        return
+    inputs = [value.name for value in model.inputs]
+
+    @jax.jit
+    def measure_distance(params, state, x, expected):
+        given = dict(zip(inputs, x, strict=True))
+        outputs = jax.tree.leaves(model.program.evaluate(params, state, given))
+        pairs = [*zip(map(take_sample, outputs), expected, strict=True)]
+        pairs = [(y, z) for y, z in pairs if jnp.issubdtype(y.dtype, jnp.floating)]
+        change = sum(jnp.square(y - z).sum() for y, z in pairs)
+        return jnp.sqrt(change / jnp.maximum(sum(jnp.square(z).sum() for _, z in pairs), 1e-30))
+
+    pairs = [*zip(examples, calibration.outputs, strict=False)]  # of the first batches
+
+    def measure(ranges: Mapping[str, Any], count: int = COMPARED) -> np.ndarray:
+        state = {**model.state, **calibrated, **ranges}
+        return np.array(
+            [measure_distance(model.params, state, tuple(x), y) for x, y in pairs[:count]]
+        )
+
+    calibrated = {
+        name: jnp.asarray(value)
+        for x in widest
+        for name, value in zip(names[x], calibration.ranges[x][:2], strict=True)
+    }
+    errors, least = measure({}), measure({n: v for x in widest.values() for n, v in x.items()})
+    if not (errors > _NOISE * least).all():
+        return
+    narrow = sorted(widest, key=lambda x: calibration.ranges[x].scale / calibration.widest[x].scale)
+    gains = {x: float(errors[0] - measure(widest[x], 1)[0]) for x in narrow[:_TRIED]}
+    worst = [repr(x) for x in sorted(gains, key=lambda x: -gains[x])[:3] if gains[x] > 0]
+    warnings.warn(
+        f"calibration={method!r} changes the outputs on the calibration data by "
+        f"{errors.mean():.2%}, 'minmax' by {least.mean():.2%} (root mean square, of that of the "
+        f"outputs), most through the ranges of {', '.join(worst) or 'several activations'}: pass "
+        "calibration='minmax', or another method",
+        stacklevel=5,
     )
 
 

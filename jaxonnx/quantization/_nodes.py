@@ -26,6 +26,7 @@ class Writer:
     Attributes:
       proto: the copy.
       added: the scales and zero points that the copy gets, by name.
+      parameters: the names of these by the name of the tensor that is rounded.
     """
 
     def __init__(self, proto: ModelProto, taken: Iterable[str]):
@@ -33,7 +34,7 @@ class Writer:
         self.proto.CopyFrom(proto)
         self.added: dict[str, np.ndarray] = {}
         self._record = record_of(proto) or Record()
-        self._parameters: dict[str, list[str]] = {}
+        self.parameters: dict[str, list[str]] = {}
         self._results: dict[str, str] = {}
         self._taken = {*taken, *(n for node in proto.graph.node for n in node.output)}
 
@@ -67,7 +68,7 @@ class Writer:
             for i, name in enumerate(node.input):
                 if node.output and reads.get((node.output[0], i)) == name:
                     if name not in self._results:
-                        same = self._parameters.get(shared.get(name, ""))
+                        same = self.parameters.get(shared.get(name, ""))
                         _, self._results[name] = self._insert(name, parameters[name], same)
                     node.input[i] = self._results[name]
 
@@ -96,7 +97,7 @@ class Writer:
                 name,
                 self._name(f"{name}_quantized"),
                 self._name(f"{name}_quantized_scale"),
-                (self._parameters[value][0], self._parameters[weight][0]),
+                (self.parameters[value][0], self.parameters[weight][0]),
             )
             for name, value, weight in biases
         )
@@ -142,7 +143,7 @@ class Writer:
             label = f"{name}_{op}"
             node = helper.make_node(op, [read, *inputs], [output], label, **attributes)
             self.proto.graph.node.append(node)
-        self._parameters[name] = inputs
+        self.parameters[name] = inputs
         return quantized, result
 
     def _name(self, wanted: str) -> str:

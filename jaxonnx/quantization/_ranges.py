@@ -18,7 +18,10 @@ from jaxonnx.quantization._sites import WeightSite
 _BINS = 2048
 """Bins of the histogram of an activation."""
 _SAMPLE = 2**16
-"""The most elements of an activation that each batch contributes to its histogram."""
+"""The most elements of an activation that each batch contributes to its histogram, and of an output
+that are compared."""
+COMPARED = 2
+"""The first batches, on which calibrated ranges are compared with the widest ones."""
 _SHARES = np.linspace(0.2, 1, 81)
 """The fractions of a range that are tried for the least error."""
 _KEPT = 0.9999
@@ -121,13 +124,24 @@ def fit_bias(parameters: Parameters, bias: Any, step: float) -> Parameters:
     return parameters._replace(scale=np.maximum(scale, np.float32(greatest / (step * 2.0**30))))
 
 
+class Calibration(NamedTuple):
+    """Ranges of activations, and what calibrated ones are compared with."""
+
+    ranges: dict[str, Parameters]
+    """By the name of the activation."""
+    widest: dict[str, Parameters]
+    """The ranges from the minimum to the maximum of all data."""
+    outputs: list[list[Any]]
+    """Samples of the network's outputs before quantization, of the first `COMPARED` batches."""
+
+
 def calibrate(
     model: Network,
     values: Sequence[str],
     shared: Mapping[str, str],
     batches: Iterable[Sequence[Any]],
     scheme: Quantization,
-) -> dict[str, Parameters]:
+) -> Calibration:
     """Measure the ranges of activations on calibration data.
 
     Attention masks are left out: they hold numbers near the lowest of float32, and rounding them
@@ -139,9 +153,6 @@ def calibrate(
       shared: for an activation that has the range of another one, the other.
       batches: inputs, in the order of the model's.
       scheme: the type of activations and the method of calibration.
-
-    Returns:
-      The scale and zero point of each activation by name.
 
     Raises:
       InputError: an activation is not finite.
@@ -156,21 +167,28 @@ def calibrate(
         outputs = program.evaluate(params, state, dict(zip(names, inputs, strict=True)))
         flat = [x.reshape(-1).astype(jnp.float32) for x in outputs[first:]]
         limits = [jnp.stack([x.min(), x.max()]) for x in flat]
-        # every k-th element, so that at most _SAMPLE leave the device
-        return limits, [x[:: -(-x.size // _SAMPLE)] for x in flat]
+        return (
+            limits,
+            [*map(take_sample, flat)],
+            [*map(take_sample, jax.tree.leaves(outputs[:first]))],
+        )
 
     limits: list[np.ndarray] = []
     samples: list[list[np.ndarray]] = []
+    outputs: list[list[Any]] = []
     for inputs in batches:
-        found, sample = jax.device_get(read(model.params, model.state, tuple(inputs)))
+        *measures, results = read(model.params, model.state, tuple(inputs))
+        found, sample = jax.device_get(measures)
         limits.append(np.asarray(found).reshape(-1, 2))
         samples.append(sample)
+        outputs += [results] * (len(outputs) < COMPARED)
     if not measured:
-        return {}
+        return Calibration({}, {}, outputs)
     low, high = np.min([x[:, 0] for x in limits], 0), np.max([x[:, 1] for x in limits], 0)
+    ends = low, high
     if scheme.calibration == "average":
         low, high = np.mean(limits, 0).T
-    result = {}
+    result, widest = {}, {}
     for i, name in enumerate(measured):
         if low[i] <= _HIDDEN and high[i] < -_HIDDEN:
             continue
@@ -181,8 +199,15 @@ def calibrate(
             )
         seen = np.concatenate([part[i] for part in samples])
         result[name] = _parameters(*_range(low[i], high[i], seen, scheme), scheme)
+        widest[name] = _parameters(*_with_zero(*(end[i] for end in ends)), scheme)
     origins = {name: _origin(name, shared) for name in values}
-    return {name: result[origin] for name, origin in origins.items() if origin in result}
+    ranges = {name: result[origin] for name, origin in origins.items() if origin in result}
+    return Calibration(ranges, widest, outputs)
+
+
+def take_sample(x: jax.Array) -> jax.Array:
+    """Return every k-th element, so that at most `_SAMPLE` leave the device."""
+    return x.reshape(-1)[:: max(-(-x.size // _SAMPLE), 1)]
 
 
 def _origin(name: str, shared: Mapping[str, str]) -> str:
@@ -203,7 +228,7 @@ def _range(low: float, high: float, seen: np.ndarray, scheme: Quantization) -> t
     Returns:
       The ends of a range that contains 0.
     """
-    low, high = min(float(low), 0.0), max(float(high), 0.0)
+    low, high = _with_zero(low, high)
     if scheme.calibration in ("minmax", "average") or low == high:
         return low, high
     counts, edges = np.histogram(seen, _BINS, (low, high))
@@ -228,6 +253,11 @@ def _range(low: float, high: float, seen: np.ndarray, scheme: Quantization) -> t
             errors.append((counts * np.square((levels - shift) * scale - centers)).sum())
     share = float(_SHARES[::-1][int(np.argmin(errors))])
     return share * low, share * high
+
+
+def _with_zero(low: float, high: float) -> tuple[float, float]:
+    """Widen a range so that it contains 0."""
+    return min(float(low), 0.0), max(float(high), 0.0)
 
 
 def _divergence(counts: np.ndarray, levels: np.ndarray, inside: np.ndarray) -> float:

@@ -694,13 +694,17 @@ def test_functions_are_inlined_where_the_opset_is_raised(opset):
     assert np.abs(theirs - floats).max() < 0.15 * np.abs(floats).max()
 
 
-@pytest.mark.parametrize("calibration", ["entropy", "percentile"])
+@pytest.mark.parametrize("calibration", ["entropy", "percentile", "mse"])
 def test_a_calibration_that_clips_what_matters_warns(calibration):
     """The errors of the message are those of onnxruntime with both files."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(1024, 32)).astype(np.float32)
     x[0, 0] = 2000  # one number, but most of the outputs' squares
-    w = numpy_helper.from_array(rng.normal(size=(32, 8)).astype(np.float32), "w")
+    weights = rng.normal(size=(32, 8)).astype(np.float32)
+    if calibration == "mse":  # a small error of x, and a large one of what the product takes of it
+        x[:, 0] = np.where(np.arange(1024) < 1, 7, 0)
+        weights[1:] *= 0.01
+    w = numpy_helper.from_array(weights, "w")
     ends = [
         helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["n", size])
         for name, size in (("x", 32), ("y", 8))
@@ -724,7 +728,13 @@ def test_a_calibration_that_clips_what_matters_warns(calibration):
     percents = [float(number) / 100 for number in re.findall(r"([\d.]+)%", message)]
     np.testing.assert_allclose(percents, errors, rtol=0.02, atol=1e-4)
     assert f"calibration={calibration!r}" in message
-    assert errors[0] > 4 * errors[1]
+    assert "most through the ranges of 'x':" in message
+    assert errors[0] > (1.5 if calibration == "mse" else 4) * errors[1]
+    if calibration != "mse":  # trained, it is compared before the first step
+        settings = {"loss": "squared_error", "optimizer": optax.sgd(0.0), "batch_size": 1024}
+        scheme = Quantization(calibration=calibration)
+        with pytest.warns(UserWarning, match=f"calibration='{calibration}' changes the outputs"):
+            jaxonnx.train(proto, (x, floats), epochs=1, quantize=scheme, **settings)
 
 
 def test_an_argument_that_does_not_exist_is_refused():
