@@ -1,5 +1,6 @@
 """The site: its converters, and a strict build of all of it."""
 
+import ast
 import base64
 import json
 import os
@@ -137,3 +138,14 @@ def test_a_link_that_leads_nowhere_ends_the_build(tmp_path, monkeypatch):
     monkeypatch.setattr(site, "write_pages", write_wrong)
     with pytest.raises(SystemExit):
         site.build_site(tmp_path / "site")
+
+
+def test_common_errors_are_messages_of_the_package():
+    text = (ROOT / "jaxonnx" / "docs" / "common_errors.md").read_text()
+    headings = re.findall(r"^### (.*)$", text.partition("## Messages of other")[0], re.MULTILINE)
+    trees = [ast.parse(p.read_text()) for p in (ROOT / "jaxonnx").rglob("*.py")]
+    constants = [n.value for t in trees for n in ast.walk(t) if isinstance(n, ast.Constant)]
+    messages = [value for value in constants if isinstance(value, str)]
+    assert len(headings) >= 9
+    for heading in headings:
+        assert any(heading in message for message in messages), heading
