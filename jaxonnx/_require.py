@@ -65,7 +65,7 @@ _KINDS |= {"dict": _KINDS["Mapping"], "ndarray": _KINDS["Array"], "Initializer":
 _ELEMENTS: dict[str, _Kind] = {
     "str": ("strings", _is_a(str)),
     "Pattern": ("strings", _is_a(str, re.Pattern)),
-    "Array": ("arrays", _KINDS["Array"][1]),
+    "Array": ("arrays", lambda x: hasattr(x, "dtype") or isinstance(x, Real)),
     "Layer": ("layers", _KINDS["Layer"][1]),
 }
 """The same of the elements of lists and dicts."""

@@ -92,7 +92,8 @@ def test_types_are_named_in_errors():
         jaxonnx.InputError, match="batches must be an integer of at least 1, got -1"
     ):
         jaxonnx.quantize(model, X, batches=-1)
-    with pytest.raises(jaxonnx.InputError, match="method must be 'round' or None, got 'floor'"):
+    methods = "method must be 'round', 'gptq', 'awq' or None, got 'floor'"
+    with pytest.raises(jaxonnx.InputError, match=methods):
         jaxonnx.quantize(model, X, method="floor")
     with pytest.raises(jaxonnx.InputError, match="transposable must be True or False"):
         jaxonnx.sparse.mask(np.ones((4, 4), np.float32), transposable=[])

@@ -259,6 +259,7 @@ CALLS: dict[str, Call] = {
     "jaxonnx.kernels_first": Call(lambda: jaxonnx.kernels_first, params=params),
     "jaxonnx.labels": Call(lambda: jaxonnx.labels, groups={"w": ".*"}, default="x", model=net),
     "jaxonnx.load": Call(lambda: jaxonnx.load, source=mlp),
+    "jaxonnx.convert": Call(lambda: jaxonnx.convert, model=net),
     "jaxonnx.quantize": Call(lambda: jaxonnx.quantize, model=net, data=X),
     "jaxonnx.sensitivity": Call(lambda: jaxonnx.sensitivity, model=net, data=X, types=("int8",)),
     "jaxonnx.to_onnx": Call(lambda: jaxonnx.to_onnx, function=lambda: double, examples=W),
