@@ -26,13 +26,20 @@ def context_length(folder: ModelFolder) -> int | None:
     return None
 
 
-def token_input(model: Network) -> str:
-    """Return the name of the input that takes tokens."""
+def token_input(model: Network, what: str = "the data has texts") -> str:
+    """Return the name of the input that takes tokens.
+
+    Args:
+      what: what needs it, for the error.
+
+    Raises:
+      TrainingError: there is none.
+    """
     spare = derived_inputs(model.inputs)
     kinds = [(v.name, v.dtype) for v in model.inputs if v.name not in spare]
     integers = [name for name, kind in kinds if kind is not None and kind.kind in "iu"]
     if not integers:
-        raise TrainingError("the data has texts, and the model has no input of tokens")
+        raise TrainingError(f"{what}, and the model has no input of tokens")
     return "input_ids" if "input_ids" in integers else integers[0]
 
 

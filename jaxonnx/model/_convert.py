@@ -42,7 +42,7 @@ def convert(
     >>> import jaxonnx
     >>> from jaxonnx import demo
     >>> half = jaxonnx.convert(demo.model(), "float16")
-    >>> half.params["conv1_weight"].dtype.name
+    >>> half.params["0.weight"].dtype.name
     'float16'
 
     Args:

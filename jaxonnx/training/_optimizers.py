@@ -99,7 +99,9 @@ def named_optimizer(
 
     warmup = chosen.get("warmup", 0)
     _positive("warmup", warmup, zero=True)
-    plans = chosen.get("schedule", "constant") != "constant" or 0 < warmup < 1
+    schedule = chosen.get("schedule", "constant")
+    require_choice("schedule", schedule, ("constant", "linear", "cosine"), TrainingError)
+    plans = schedule != "constant" or 0 < warmup < 1
     return planned if plans else planned(None)
 
 

@@ -57,7 +57,8 @@ def find_embeddings(model: Model) -> tuple[str, ...]:
     Raises:
       TrainingError: there are none.
     """
-    tokens, producers = token_input(model), model.graph.producers
+    tokens = token_input(model, "neftune adds noise to embeddings")
+    producers = model.graph.producers
 
     def source(name: str) -> str:
         while name in producers and producers[name].op.name in _SAME:

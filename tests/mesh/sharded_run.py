@@ -331,7 +331,7 @@ def apart(folder):
         assert len(shares) > 8 * 20  # weights, momentum, averages, copies
         assert {*shares} == {1 / 8}, {*shares}
         # the model that the run begins with, beside its checkpoints; how much each tensor changed
-        assert all(names & {"file_values", "changes"} for names in gathered), gathered
+        assert all(names & {"_file_values", "changes"} for names in gathered), gathered
         assert gathered
 
 

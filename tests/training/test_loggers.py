@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -163,7 +164,7 @@ def test_events_stay_in_order_when_the_clock_steps_back(tmp_path, monkeypatch):
     pytest.importorskip("tensorboardX")
     writer = importlib.import_module("tensorboardX.event_file_writer")
     for epochs, now in (1, 2e9), (2, 1e9), (3, 1e9):
-        monkeypatch.setattr(writer.time, "time", lambda now=now: now)
+        monkeypatch.setattr(writer, "time", SimpleNamespace(time=lambda now=now: now))
         result = train(
             epochs=epochs,
             checkpoint_dir=tmp_path / "run",

@@ -237,6 +237,6 @@ def test_from_the_command_line(tmp_path, monkeypatch, capsys):
     assert main(line.split()) == 0
     page = Page((tmp_path / "run.html").read_text("utf-8"))
     settings = dict(row for row in page.rows if len(row) == 2)
-    assert settings["rate"] == "0.01"
+    assert settings["learning_rate"] == "0.01"
     assert len(page.pictures) == 2
     assert "run.html" in capsys.readouterr().out
