@@ -62,7 +62,7 @@ def run(
             """Check whether a row is due within an epoch, after so many steps."""
             every = settings.validate_every
             due = done == settings.max_steps or (every is not None and done % every == 0)
-            return due and done > reporter.reported
+            return due and done > reporter.last_row_step
 
         try:
             monitor.record(history.epochs)
@@ -93,14 +93,16 @@ def run(
                     processes.close_epoch(epoch, count)
                     state = snapshots.settle(state)
                     snapshots.end_epoch(epoch)
-                    if reporter.step > reporter.reported and (ends or not settings.validate_every):
+                    if reporter.step > reporter.last_row_step and (
+                        ends or not settings.validate_every
+                    ):
                         state = close(state, epoch + 1, count, ends)
             snapshots.finish(state)
         except (Stop, KeyboardInterrupt, *EXHAUSTED) as error:
             end = to_stop(error, state, processes.several)
             batches.checks.catch_up()  # wrong labels may be why a loss is not finite
             state = snapshots.end_early(end, state)
-    whole = bool(monitor.chosen) or reporter.step == reporter.reported
+    whole = bool(monitor.chosen) or reporter.step == reporter.last_row_step
     history.notes += close.statistics.notes(reporter.step, whole)
     return snapshots.to_model(state), history
 

@@ -211,16 +211,16 @@ class Loss:
             return replace(self, function=replace(function, smoothing=share))
         if self.name == "softmax_cross_entropy":
 
-            def smoothed(outputs, targets):
+            def smooth(outputs, targets):
                 return function(outputs, optax.smooth_labels(targets, share))
 
         else:
 
-            def smoothed(outputs, targets):
+            def smooth(outputs, targets):
                 even = -jax.nn.log_softmax(outputs).mean(-1)
                 return (1 - share) * function(outputs, targets) + share * even
 
-        return replace(self, function=smoothed)
+        return replace(self, function=smooth)
 
     @property
     def has_distributions(self) -> bool:

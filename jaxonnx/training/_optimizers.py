@@ -94,7 +94,7 @@ def named_optimizer(
     def mask(params):
         return {name: name not in spared for name in params}
 
-    def planned(steps):
+    def make(steps):
         return optimizer(name, learning_rate, steps, **chosen, mask=mask)
 
     warmup = chosen.get("warmup", 0)
@@ -102,7 +102,7 @@ def named_optimizer(
     schedule = chosen.get("schedule", "constant")
     require_choice("schedule", schedule, ("constant", "linear", "cosine"), TrainingError)
     plans = schedule != "constant" or 0 < warmup < 1
-    return planned if plans else planned(None)
+    return make if plans else make(None)
 
 
 def find_vectors(model: Model) -> set[str]:

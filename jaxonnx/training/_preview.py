@@ -200,7 +200,7 @@ def _count_tokens(examples: Source, loss: Any) -> dict[str, Any]:
         return {"tokens": None, "trained_tokens": None, "widths": widths}
     (labels,) = leaves
     labels = labels if isinstance(labels, Ragged) else Ragged.rectangular(np.asarray(labels))
-    counted = labels.values != _ignored(loss)
+    counted = labels.values != _find_ignored_label(loss)
     if not is_forcing(loss):  # nothing predicts the first one
         counted[labels.starts[:-1][labels.lengths > 0]] = False
     of_rows = np.repeat(np.isin(np.arange(len(labels)), examples.rows), labels.lengths)  # type: ignore[attr-defined]
@@ -222,7 +222,7 @@ def _is_of_tokens(loss: Any) -> bool:
     )
 
 
-def _ignored(loss: Any) -> int:
+def _find_ignored_label(loss: Any) -> int:
     (only,) = find_by_output(loss).values()
     label = getattr(only.function, "ignore_index", None)
     return IGNORED if label is None else label
@@ -264,9 +264,12 @@ def _decode(step: Step, batch: Batch, loss: Any) -> Iterator[Parts]:
         if mask is not None and np.shape(mask) == np.shape(tokens):
             real = np.asarray(mask[row]) > 0
         if not shift:
-            yield (read(ids[real]), False), (read(labels[labels != _ignored(loss)]), True)
+            yield (
+                (read(ids[real]), False),
+                (read(labels[labels != _find_ignored_label(loss)]), True),
+            )
             continue
-        counts = labels != _ignored(loss)
+        counts = labels != _find_ignored_label(loss)
         counts[:1] = False
         ids, counts = ids[real], counts[real]
         edges = [0, *(np.flatnonzero(np.diff(counts)) + 1).tolist(), len(ids)]

@@ -75,7 +75,7 @@ class Reporter:
         return len(self.history.losses)
 
     @property
-    def reported(self) -> int:
+    def last_row_step(self) -> int:
         """The step of the last row of the history."""
         return self.history.epochs[-1]["step"] if self.history.epochs else 0
 

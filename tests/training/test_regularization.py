@@ -19,7 +19,7 @@ def log_softmax(x):
     return x - np.log(np.exp(x).sum(-1, keepdims=True))
 
 
-def smoothed(logits, labels, share, weight=None):
+def smooth_loss(logits, labels, share, weight=None):
     """As PyTorch's cross_entropy with label_smoothing, and LabelSmoother of transformers."""
     scores = -log_softmax(logits)
     weight = np.ones(logits.shape[-1]) if weight is None else weight
@@ -38,7 +38,7 @@ def first_loss(model, data, loss, **settings):
 def test_smoothed_labels_of_examples():
     x, y = examples(8)
     logits = np.asarray(jaxonnx.load(mlp())(x))
-    wanted = smoothed(logits, y, 0.1)
+    wanted = smooth_loss(logits, y, 0.1)
     for loss in (LABELS, losses.cross_entropy()):
         value, step = first_loss(mlp(), (x, y), loss, label_smoothing=0.1)
         assert value == pytest.approx(wanted, rel=1e-5)
@@ -50,7 +50,7 @@ def test_smoothed_labels_of_examples():
     weight = [1.0, 3.0, 0.5, 2.0]
     loss = losses.cross_entropy(weight=weight)
     value, _ = first_loss(mlp(), (x, y), loss, label_smoothing=0.2)
-    assert value == pytest.approx(smoothed(logits, y, 0.2, np.array(weight)), rel=1e-5)
+    assert value == pytest.approx(smooth_loss(logits, y, 0.2, np.array(weight)), rel=1e-5)
 
 
 def test_smoothed_labels_of_tokens_leave_out_what_is_ignored():
@@ -60,7 +60,7 @@ def test_smoothed_labels_of_tokens_leave_out_what_is_ignored():
     mask = np.ones_like(ids)
     logits = np.asarray(model(ids, mask))
     value, _ = first_loss(model, ((ids, mask), labels), "causal_lm", label_smoothing=0.1)
-    assert value == pytest.approx(smoothed(logits[:, :-1], labels[:, 1:], 0.1), rel=1e-5)
+    assert value == pytest.approx(smooth_loss(logits[:, :-1], labels[:, 1:], 0.1), rel=1e-5)
 
 
 def test_smoothed_labels_are_those_of_transformers():
@@ -69,12 +69,12 @@ def test_smoothed_labels_are_those_of_transformers():
     logits = RNG.normal(size=(2, 5, 7)).astype(np.float32)
     labels = np.where(RNG.random((2, 5)) < 0.3, -100, RNG.integers(0, 7, (2, 5)))
     theirs = smoother({"logits": torch.tensor(logits)}, torch.tensor(labels), shift_labels=True)
-    assert float(theirs) == pytest.approx(smoothed(logits[:, :-1], labels[:, 1:], 0.1), rel=1e-5)
+    assert float(theirs) == pytest.approx(smooth_loss(logits[:, :-1], labels[:, 1:], 0.1), rel=1e-5)
     weight = np.array([1.0, 3, 0.5, 2, 1, 1, 4], np.float32)
     theirs = torch.nn.functional.cross_entropy(
         torch.tensor(logits[0]), torch.tensor(labels[0]), torch.tensor(weight), label_smoothing=0.2
     )
-    assert float(theirs) == pytest.approx(smoothed(logits[0], labels[0], 0.2, weight), rel=1e-5)
+    assert float(theirs) == pytest.approx(smooth_loss(logits[0], labels[0], 0.2, weight), rel=1e-5)
 
 
 def test_noise_on_embeddings_is_uniform_and_in_training_only():

@@ -97,12 +97,12 @@ def test_the_rate_is_in_history_logs_and_bar(tmp_path, capsys):
 def test_updates_are_counted_with_accumulate_and_in_a_step():
     asked = []
 
-    def planned(steps):
+    def make(steps):
         asked.append(steps)
         return optax.sgd(0.1)
 
-    assert not train(optimizer=planned, epochs=2, accumulate=3).history.rates
-    jaxonnx.training.step(mlp(), LABELS, planned, epochs=3, steps_per_epoch=4)
+    assert not train(optimizer=make, epochs=2, accumulate=3).history.rates
+    jaxonnx.training.step(mlp(), LABELS, make, epochs=3, steps_per_epoch=4)
     assert asked == [3, 12]
 
 
