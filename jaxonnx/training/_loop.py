@@ -93,9 +93,8 @@ def run(
                     processes.close_epoch(epoch, count)
                     state = snapshots.settle(state)
                     snapshots.end_epoch(epoch)
-                    if reporter.step > reporter.last_row_step and (
-                        ends or not settings.validate_every
-                    ):
+                    is_new = reporter.step > reporter.last_row_step
+                    if is_new and (ends or not settings.validate_every):
                         state = close(state, epoch + 1, count, ends)
             snapshots.finish(state)
         except (Stop, KeyboardInterrupt, *EXHAUSTED) as error:

@@ -252,6 +252,7 @@ def _decode(step: Step, batch: Batch, loss: Any) -> Iterator[Parts]:
     tokens, mask = named.get("input_ids"), named.get("attention_mask")
     if tokens is None or np.ndim(tokens) != 2:
         return
+    ignored = _find_ignored_label(loss)
 
     def read(ids: np.ndarray) -> str:
         folder = step.model.folder
@@ -264,12 +265,9 @@ def _decode(step: Step, batch: Batch, loss: Any) -> Iterator[Parts]:
         if mask is not None and np.shape(mask) == np.shape(tokens):
             real = np.asarray(mask[row]) > 0
         if not shift:
-            yield (
-                (read(ids[real]), False),
-                (read(labels[labels != _find_ignored_label(loss)]), True),
-            )
+            yield (read(ids[real]), False), (read(labels[labels != ignored]), True)
             continue
-        counts = labels != _find_ignored_label(loss)
+        counts = labels != ignored
         counts[:1] = False
         ids, counts = ids[real], counts[real]
         edges = [0, *(np.flatnonzero(np.diff(counts)) + 1).tolist(), len(ids)]
