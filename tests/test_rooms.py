@@ -71,7 +71,7 @@ BUDGETS = {
     "_arguments": (315, "the arguments of train, each declared once, and the names that they take"),
     "losses": (340, "those that optax lacks: of tokens, from other models, of pairs in a batch"),
     "onnx_out": (3300, "a rule for each JAX primitive, and what makes graphs quick in runtimes"),
-    "_graph": (2830, "binding, and which tensor is a weight, by the habits of exporters"),
+    "_graph": (2840, "binding, and which tensor is a weight, by the habits of exporters"),
     "cli": (1870, "twelve commands; their flags are declared where the arguments are"),
     "sparse": (2025, "patterns, the search of masks, training, packing, products and their proof"),
     "lowering": (2120, "what XLA is quick with, or kernels, with a row in a benchmark each; forms"),

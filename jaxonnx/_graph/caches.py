@@ -140,22 +140,39 @@ def find_states(graph: Graph, inputs: Sequence[Value]) -> dict[str, str]:
       graph: the bound graph.
       inputs: its inputs, as the file declares them.
     """
-    carried = _follow(graph, {v.name: v.name for v in inputs if len(v.shape or ()) > 1})
-    ends = {
-        node.outputs[i + 1]: carried[node.inputs[position]]
-        for node in graph.nodes
-        for i, position in enumerate(STARTS.get(node.op.name, ()))
-        if i + 1 < len(node.outputs) and position < len(node.inputs)
-        if node.inputs[position] in carried
-    }
+    carried = {v.name: v.name for v in inputs if len(v.shape or ()) > 1}
+    continued = _continue_states(graph, carried)
+    return {continued[name]: name for name in graph.outputs if name in continued}
+
+
+def _continue_states(graph: Graph, carried: dict[str, str]) -> dict[str, str]:
+    """Map the values that continue a state of a graph to the inputs that `carried` says it is of.
+
+    A recurrent layer may be in a function or in a branch of an If, as where a network of speech has
+    layers for two sampling rates.
+    """
+    carried = _follow(graph, carried)
+    ends: dict[str, str] = {}
+    for node in graph.nodes:
+        inside = [(part, carried) for part in node.subgraphs if node.op.name == "If"]
+        if node.body is not None:
+            arguments = zip(node.body.inputs, node.inputs, strict=False)
+            inside.append((node.body, {i: carried[n] for i, n in arguments if n in carried}))
+        for part, starts in inside:
+            inner = _continue_states(part, {**starts})
+            pairs = zip(node.outputs, part.outputs, strict=False)
+            ends |= {output: inner[end] for output, end in pairs if end in inner}
+        for i, position in enumerate(STARTS.get(node.op.name, ())):
+            source = node.inputs[position] if position < len(node.inputs) else ""
+            if i + 1 < len(node.outputs) and source in carried:
+                ends[node.outputs[i + 1]] = carried[source]
     ends = ends or {
         output: carried[source]
         for node in graph.nodes
         for output, source in _find_carried(node)
         if source in carried
     }
-    continued = _follow(graph, ends)
-    return {continued[name]: name for name in graph.outputs if name in continued}
+    return _follow(graph, ends)
 
 
 def _find_carried(node: Node) -> Iterator[tuple[str, str]]:

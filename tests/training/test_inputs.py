@@ -1,5 +1,7 @@
 """Inputs without examples, and networks of one example, trained as PyTorch trains them."""
 
+import re
+
 import numpy as np
 import onnx.parser
 import onnxruntime
@@ -201,6 +203,18 @@ def recurrent(x, states, nodes):
 LSTM = "r, hn, cn = LSTM <hidden_size = 4> (ROWS) s = Squeeze(r, one) m = MatMul(s, O)"
 FIRST = f"i = Transpose <perm = [1, 0, 2]> (x) {LSTM} y = Transpose <perm = [1, 0, 2]> (m)"
 STEP = "o, hs, cs = LSTM <hidden_size = 4> (u, W, R, B, , s, d) q = Squeeze(o, ends)"
+
+
+def branch(kind):
+    """A branch of an If that has the LSTM, with names of its own."""
+    nodes = re.sub(r"\b(i|r|hn|cn|s|m|y)\b", rf"\g<1>_{kind}", FIRST)
+    outputs = ", ".join(f"float[1, b, 4] {name}_{kind}" for name in ("hn", "cn"))
+    nodes = nodes.replace("ROWS", f"i_{kind}, W, R, B, , h, c")
+    return f"{kind}_branch = g () => ({outputs}, float[b, t, 3] y_{kind}) {{ {nodes} }}"
+
+
+BRANCHES = f"""n = Shape <end = 1> (x) go = Greater(n, zero)
+    hn, cn, y = If <{branch("then")}, {branch("else")}> (go)"""
 BODIES = {
     "Scan": """hn, cn, r = Scan <num_scan_inputs = 1,
         body = f (float[1, b, 4] s, float[1, b, 4] d, float[b, 5] e)
@@ -216,6 +230,7 @@ TARGETS = np.random.default_rng(5).normal(size=(6, 7, 3)).astype(np.float32)
 RECURRENT = {
     "batch first": ("b, t, 5", "1, b, 4", FIRST, X, TARGETS),
     "one example": ("1, 7, 5", "1, 1, 4", FIRST, X, TARGETS),
+    "in branches": ("b, t, 5", "1, b, 4", BRANCHES, X, TARGETS),
     "steps first": (
         *("t, b, 5", "1, b, 4", f"i = Identity(x) {LSTM} y = Identity(m)"),
         *(X.reshape(3, 2, 7, 5).swapaxes(1, 2), TARGETS.reshape(3, 2, 7, 3).swapaxes(1, 2)),
@@ -253,7 +268,7 @@ def test_states_start_at_zeros(name):
         """The mean squared error, with one call of onnxruntime for each example or batch."""
         file = model.replace(params=params).to_onnx().SerializeToString()
         session = onnxruntime.InferenceSession(file)
-        whole = name == "batch first"
+        whole = name in ("batch first", "in branches")
         parts = [x] if whole else [r[None] if single else r for r in x]
         zeros = np.zeros((1, 6 if whole else 2 if "steps" in name else 1, 4), np.float32)
         calls = [session.run(["y"], {"x": r, "h": zeros, "c": zeros})[0] for r in parts]
