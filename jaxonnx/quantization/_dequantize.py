@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
-from onnx import ModelProto, TensorProto, helper
+from onnx import ModelProto
 
 from jaxonnx._graph.ancestors import select_part
 from jaxonnx._graph.bind import Graph, bind
@@ -16,6 +16,7 @@ from jaxonnx._io import records
 from jaxonnx._run.scope import Context, run
 from jaxonnx._text import format_count
 from jaxonnx.errors import InputError
+from jaxonnx.quantization._record import declare
 
 
 def dequantize_weights(
@@ -56,10 +57,8 @@ def dequantize_weights(
     for i, tensor in reversed([*enumerate(proto.graph.initializer)]):
         if tensor.name in unused:
             del result.graph.initializer[i]
-    for name, value in new.items():
-        kind = helper.np_dtype_to_tensor_dtype(value.dtype)
-        tensor = TensorProto(name=name, data_type=kind, dims=value.shape)
-        result.graph.initializer.append(tensor)
+    result.graph.initializer.extend(declare(name, value) for name, value in new.items())
+    records.put(result, records.QUANTIZATION, None)  # it speaks of tensors that are gone
     records.rename_sparse(result, {node.inputs[0]: node.outputs[0] for node in nodes})
     read = {name: value for name, value in tensors.items() if name not in unused}
     return result, read | new

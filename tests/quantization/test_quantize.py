@@ -294,6 +294,21 @@ def test_quantized_files_keep_the_record_of_sparse_weights(kind, tmp_path):
     assert jaxonnx.load(changed.to_onnx()).sparsity is None
 
 
+def test_a_dequantized_file_has_no_record_of_rounding_and_is_quantized_again(tmp_path):
+    (x, _), _ = demo.digits()
+    jaxonnx.quantize(demo.mlp(), x[:64]).save(tmp_path / "q.onnx")
+    floats = jaxonnx.load(tmp_path / "q.onnx", dequantize=True)
+    assert "jaxonnx.quantization" not in {e.key for e in floats.to_onnx().metadata_props}
+    again = jaxonnx.quantize(floats, x[:64])
+    again.save(tmp_path / "again.onnx")
+    saved = onnx.load(tmp_path / "again.onnx")
+    (y,) = session(saved).run(None, {saved.graph.input[0].name: x[:64]})
+    np.testing.assert_allclose(again(x[:64]), y, rtol=0, atol=1e-3 * np.abs(y).max())
+    error = np.abs(y - np.asarray(floats(x[:64]))).max()
+    assert 0 < error < 0.05 * np.abs(y).max()
+    assert sum(w.dtype == np.int8 and w.ndim == 2 for w in tensors_of(saved).values()) == 2
+
+
 @given(
     st.integers(0, 2**32 - 1), st.sampled_from(["int8", "int4"]), st.booleans(), st.integers(-6, 6)
 )
