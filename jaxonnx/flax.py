@@ -1,4 +1,4 @@
-"""An ONNX network as a module of Flax: `Module` for nnx, `LinenModule` for linen.
+"""An ONNX network as a module of Flax nnx.
 
 Not imported by `import jaxonnx`; `jaxonnx.flax` imports it at first use.
 """
@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 import jax
-from flax import linen, nnx
+from flax import nnx
 
 from jaxonnx._graph.roles import running_statistics
 from jaxonnx._require import check_arguments
@@ -101,44 +101,6 @@ class Module(nnx.Module):
             params={name: variable[...] for name, variable in self.params.items()},
             state={name: variable[...] for name, variable in self.state.items()},
         )
-
-
-class LinenModule(linen.Module):
-    """A Model as a `flax.linen` module.
-
-    Its collections are "params", "batch_stats" (running statistics) and, where the model has them,
-    "constants" (other tensors that are not trained); `onnx` in each is a dictionary by tensor name.
-
-    Attributes:
-      model: what `jaxonnx.load` returns; `init` takes the weights from it.
-    """
-
-    model: Model
-
-    @linen.compact
-    def __call__(self, *inputs: Any, train: bool = False) -> Any:
-        """Run the network; return an array if there is one output, else a tuple in file order.
-
-        `train=True` is training semantics: "batch_stats" must then be mutable, and a model with
-        random operators needs the generator "dropout".
-        """
-        model = self.model
-        statistics = running_statistics(model.graph)
-        params = self.param("onnx", lambda key: dict(model.params))
-        running = self.variable(
-            "batch_stats", "onnx", lambda: {n: v for n, v in model.state.items() if n in statistics}
-        )
-        frozen = {n: v for n, v in model.state.items() if n not in statistics}
-        if frozen:
-            frozen = self.variable("constants", "onnx", lambda: frozen).value
-        state = {**frozen, **running.value}
-        key = self.make_rng("dropout") if model.program.draws(train) else None
-        if not train:
-            return model.apply(params, *inputs, state=state, rng=key)
-        outputs, renewed = model.apply_train(params, state, key, *inputs)
-        if not self.is_initializing():
-            running.value = {name: renewed[name] for name in running.value}
-        return outputs
 
 
 class _Functions:

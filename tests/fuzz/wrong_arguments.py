@@ -411,7 +411,6 @@ NOT_CALLED = {
     "jaxonnx.sparse.SparsityPattern": OF_PATTERNS,
     "jaxonnx.sparse.register": OF_PATTERNS,
     "jaxonnx.sparse.register_products": OF_PATTERNS,
-    "jaxonnx.flax.LinenModule.__call__": "that of Flax",
     "jaxonnx.onnx_out": "decorates rules for primitives of one's own",
     "jaxonnx.training.Step": PROTOCOL,
     "jaxonnx.training_info.Training.__init__": "Model.training makes one",
