@@ -7,7 +7,7 @@ the command line reads this to show its help.
 """
 
 from jaxonnx._arguments.data import DataArguments
-from jaxonnx._arguments.declare import (  # noqa: F401
+from jaxonnx._arguments.declare import (
     Argument,
     Declared,
     check_names,
@@ -15,7 +15,7 @@ from jaxonnx._arguments.declare import (  # noqa: F401
     list_arguments,
     list_own_arguments,
 )
-from jaxonnx._arguments.model import (  # noqa: F401
+from jaxonnx._arguments.model import (
     OPTIMIZERS,
     RATE,
     SCHEDULES,
@@ -24,8 +24,8 @@ from jaxonnx._arguments.model import (  # noqa: F401
     Optimizer,
     OptimizerArguments,
 )
-from jaxonnx._arguments.run import Hook, RunArguments  # noqa: F401
-from jaxonnx._arguments.step import NAN_POLICIES, StepArguments  # noqa: F401
+from jaxonnx._arguments.run import Hook, RunArguments
+from jaxonnx._arguments.step import NAN_POLICIES, StepArguments
 
 
 class TrainArguments(LossArguments, StepArguments, DataArguments, RunArguments, total=False):

@@ -4,6 +4,4 @@ from jaxonnx.lora._adapters import Adapters
 from jaxonnx.lora._lora import LoRA
 
 # for other rooms of the package
-from jaxonnx.lora._view import file_tensors, writes_apart  # noqa: F401
-
-__all__ = ["Adapters", "LoRA"]
+from jaxonnx.lora._view import file_tensors, writes_apart

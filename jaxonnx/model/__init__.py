@@ -2,18 +2,16 @@
 
 from jaxonnx._graph.select import labels
 from jaxonnx._graph.values import Value
-
-# for other rooms of the package
 from jaxonnx.model._add_training import add_training
-from jaxonnx.model._convert import convert, raise_opset  # noqa: F401
-from jaxonnx.model._generate import Generator, stop_tokens  # noqa: F401
-from jaxonnx.model._load import as_model, load  # noqa: F401
+from jaxonnx.model._convert import convert, raise_opset
+from jaxonnx.model._generate import Generator, stop_tokens
+from jaxonnx.model._load import as_model, load
 from jaxonnx.model._model import Model, Trainable
-from jaxonnx.model._predict import hide_caches, read_inputs  # noqa: F401
-from jaxonnx.model._quantize import insert_rounding, quantize, sensitivity  # noqa: F401
-from jaxonnx.model._save import check_nodes, to_proto  # noqa: F401
-from jaxonnx.model._show import operator_name  # noqa: F401
-from jaxonnx.model._statistics import (  # noqa: F401
+from jaxonnx.model._predict import hide_caches, read_inputs
+from jaxonnx.model._quantize import insert_rounding, quantize, sensitivity
+from jaxonnx.model._save import check_nodes, to_proto
+from jaxonnx.model._show import operator_name
+from jaxonnx.model._statistics import (
     MOST,
     apply_totals,
     batch_norms,
@@ -21,15 +19,4 @@ from jaxonnx.model._statistics import (  # noqa: F401
     pool_batch,
     zero_totals,
 )
-from jaxonnx.model._transforms import with_any_batch, with_whole_inputs  # noqa: F401
-
-__all__ = [
-    "Model",
-    "Trainable",
-    "Value",
-    "add_training",
-    "labels",
-    "load",
-    "quantize",
-    "sensitivity",
-]
+from jaxonnx.model._transforms import with_any_batch, with_whole_inputs

@@ -2,19 +2,19 @@
 
 from jaxonnx.sparse._cutlass import from_cutlass, to_cutlass
 from jaxonnx.sparse._layers import (
-    Goal,  # noqa: F401
+    Goal,
     Layer,
-    Patterns,  # noqa: F401
+    Patterns,
     Sparsity,
-    goals,  # noqa: F401
+    goals,
     layers,
 )
 
 # for other rooms of the package
-from jaxonnx.sparse._masks import from_bits, mask, to_bits  # noqa: F401
+from jaxonnx.sparse._masks import from_bits, mask, to_bits
 from jaxonnx.sparse._metrics import metrics, state_masks
 from jaxonnx.sparse._nm import Pattern
-from jaxonnx.sparse._pack import (  # noqa: F401
+from jaxonnx.sparse._pack import (
     INDEX,
     Packed,
     load,
@@ -25,23 +25,23 @@ from jaxonnx.sparse._pack import (  # noqa: F401
 )
 from jaxonnx.sparse._pattern import (
     SparsityPattern,
-    parse,  # noqa: F401
+    parse,
     register,
 )
 from jaxonnx.sparse._plot import plot_masks
 from jaxonnx.sparse._products import (
-    pack_matrix,  # noqa: F401
-    prepare_products,  # noqa: F401
+    pack_matrix,
+    prepare_products,
     register_products,
     sparse_products,
 )
 from jaxonnx.sparse._record import (
-    has,  # noqa: F401
+    has,
     record,
 )
 from jaxonnx.sparse._s_ste import SSteState, s_ste
 from jaxonnx.sparse._templates import (
-    Axes,  # noqa: F401
+    Axes,
     templates,
 )
 from jaxonnx.sparse._three_phase import ThreePhaseState, fixed_mask, prune, sr_ste, three_phase

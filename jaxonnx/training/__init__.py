@@ -4,25 +4,25 @@
 """
 
 # for other rooms of the package
-from jaxonnx._arguments import DataArguments, StepArguments, TrainArguments  # noqa: F401
+from jaxonnx._arguments import DataArguments, StepArguments, TrainArguments
 from jaxonnx._data.batches import Batch
 from jaxonnx._io.training_checkpoints import TrainingCheckpoint, read_training_checkpoint
-from jaxonnx.training._build_step import build_step, step  # noqa: F401
+from jaxonnx.training._build_step import build_step, step
 from jaxonnx.training._classification import ConfusionMatrix, Curve, Curves, PerClass
-from jaxonnx.training._data import open_data, read_data  # noqa: F401
+from jaxonnx.training._data import open_data, read_data
 from jaxonnx.training._evaluate import evaluate
 from jaxonnx.training._find_rate import RateCurve, find_rate
-from jaxonnx.training._head import with_heads  # noqa: F401
+from jaxonnx.training._head import with_heads
 from jaxonnx.training._history import History
-from jaxonnx.training._losses import find  # noqa: F401
+from jaxonnx.training._losses import find
 from jaxonnx.training._optimizers import optimizer
-from jaxonnx.training._plot import shade  # noqa: F401
+from jaxonnx.training._plot import shade
 from jaxonnx.training._preview import Preview, preview
 from jaxonnx.training._restore import restore_checkpoint
 from jaxonnx.training._result import Result
-from jaxonnx.training._settings import Settings  # noqa: F401
-from jaxonnx.training._step import State, Step, as_batch, target_names  # noqa: F401
-from jaxonnx.training._stopping import Interrupt  # noqa: F401
+from jaxonnx.training._settings import Settings
+from jaxonnx.training._step import State, Step, as_batch, target_names
+from jaxonnx.training._stopping import Interrupt
 from jaxonnx.training._train import train
 
 __all__ = [

@@ -9,7 +9,7 @@ one scope: an algorithm reads inference tensors by name, and Gradient differenti
 """
 
 # for other rooms of the package
-from jaxonnx.training_info._add import add  # noqa: F401
+from jaxonnx.training_info._add import add
 from jaxonnx.training_info._run import Training
 
 __all__ = ["Training"]

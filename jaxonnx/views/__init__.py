@@ -7,25 +7,3 @@ from jaxonnx.views._outputs import Outputs
 from jaxonnx.views._packing import PackedRows, find_packing
 from jaxonnx.views._training import Dropout, EmbeddingNoise, FrozenStatistics, Remat, drop
 from jaxonnx.views._view import Addition, CallView, Evaluate, View
-
-__all__ = [
-    "Addition",
-    "AllSteps",
-    "BatchAxis",
-    "CallView",
-    "Dropout",
-    "EmbeddingNoise",
-    "EmptyCaches",
-    "Evaluate",
-    "FixedInputs",
-    "FrozenStatistics",
-    "Outputs",
-    "PackedRows",
-    "Remat",
-    "View",
-    "WholeInputs",
-    "drop",
-    "find_packing",
-    "fix_inputs",
-    "omit_caches",
-]
