@@ -186,7 +186,7 @@ def mask_search(name: str, place: Any):
 def mask_refresh(name: str, place: Any):
     """Compile the search of a mask, and the mask as bits."""
     from jaxonnx.sparse import Goal, Pattern
-    from jaxonnx.sparse._refresh import renew_masks
+    from jaxonnx.sparse._three_phase import renew_masks
 
     def refresh(true, w, old):
         return renew_masks(true, {"w": w}, {"w": old}, {"w": Goal(Pattern(), (0, 1))})

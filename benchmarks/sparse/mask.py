@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx import sparse
-from jaxonnx.sparse import _refresh, _templates
+from jaxonnx.sparse import _templates, _three_phase
 
 PART = 32
 """The share of the weight that the slower searches are timed on."""
@@ -49,7 +49,9 @@ def selection(size, rounds):
     w = jnp.asarray(np.random.default_rng(0).normal(size=(size, size)), jnp.float32)
     search, define = jax.jit(_templates.codes), jax.jit(definition)
     where = {"w": sparse.Goal(sparse.Pattern(), (0, 1))}
-    refresh = jax.jit(lambda true, w, old: _refresh.renew_masks(true, {"w": w}, {"w": old}, where))
+    refresh = jax.jit(
+        lambda true, w, old: _three_phase.renew_masks(true, {"w": w}, {"w": old}, where)
+    )
     bits = sparse.to_bits(sparse.mask(w))
     calls = {
         "definition": lambda: define(w),

@@ -43,5 +43,12 @@ from jaxonnx.lowering._recurrence import (
 )
 from jaxonnx.lowering._remat import remat
 from jaxonnx.lowering._rounded import Dot, Rounded
-from jaxonnx.lowering._rounded_array import RoundedArray, to_float32, with_gradient_of
-from jaxonnx.lowering._stored_array import ChannelsLast, KernelFirst, StoredArray, to_array
+from jaxonnx.lowering._stored_array import (
+    ChannelsLast,
+    KernelFirst,
+    RoundedArray,
+    StoredArray,
+    to_array,
+    to_float32,
+    with_gradient_of,
+)

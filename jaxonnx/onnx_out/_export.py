@@ -1,7 +1,8 @@
 """`to_onnx`: a JAX function as a ModelProto."""
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +18,6 @@ from jaxonnx._require import check_arguments
 from jaxonnx.errors import InputError
 from jaxonnx.onnx_out import _dims as dims
 from jaxonnx.onnx_out._factors import scales_by_bits
-from jaxonnx.onnx_out._flax_modules import split_weights
 from jaxonnx.onnx_out._functions import DOMAIN, Functions
 from jaxonnx.onnx_out._nodes import Nodes, Tensor, plain, value_info
 from jaxonnx.onnx_out._tracing import trace
@@ -304,3 +304,54 @@ def _key(path: Any) -> str:
     """Return a path within a pytree as ".key.key", or "" if it is empty."""
     text = jax.tree_util.keystr(tuple(path), simple=True, separator=".")
     return f".{text}" if text else ""
+
+
+# Modules of Flax as functions of named weights.
+
+Weights = Mapping[str, Any]
+
+
+def split_weights(function: Any) -> tuple[Callable, Weights]:
+    """Split a function into a pure function of (weights, *arguments), and its weights.
+
+    Args:
+      function: an `nnx.Module`, a bound linen module (`net.bind(variables)`), or any other
+        function, which has no weights.
+
+    Returns:
+      The pure function, and the weights by their path in the module.
+    """
+    nnx, linen = sys.modules.get("flax.nnx"), sys.modules.get("flax.linen")
+    if nnx is not None and isinstance(function, nnx.Module):
+        definition, state = nnx.split(function)
+        return _flatten(state, lambda state, *xs: nnx.merge(definition, state)(*xs))
+    if linen is not None and isinstance(function, linen.Module):
+        module, variables = function.unbind()
+        return _flatten(variables, module.apply)
+    return lambda weights, *arguments: function(*arguments), {}
+
+
+def _flatten(tree: Any, apply: Callable) -> tuple[Callable, Weights]:
+    """Return `apply` as a function of a flat dictionary in place of a tree, and the dictionary.
+
+    PRNG keys (of dropout) are not weights: the function captures them.
+    """
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    names = [_name(path) for path, _ in leaves]
+    weights = {
+        name: leaf
+        for name, (_, leaf) in zip(names, leaves, strict=True)
+        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    }
+
+    def call(weights, *arguments):
+        values = [weights.get(name, leaf) for name, (_, leaf) in zip(names, leaves, strict=True)]
+        return apply(jax.tree_util.tree_unflatten(structure, values), *arguments)
+
+    return call, weights
+
+
+def _name(path: Any) -> str:
+    """Return "dense.kernel" for ['params']['dense']['kernel'] or .dense.kernel.value."""
+    text = jax.tree_util.keystr(path, simple=True, separator=".")
+    return text.removeprefix("params.").removesuffix(".value")

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import jaxonnx
-from jaxonnx._data.packing import fit_rows
+from jaxonnx._data.text_examples import fit_rows
 from jaxonnx.training import _memory
 from jaxonnx.training._sequences import read_whole_sequences, take_packed_rows
 from tests.support.paths import DATA

@@ -9,7 +9,7 @@ import pytest
 import jaxonnx
 from benchmarks.layers.onnx_file import write
 from benchmarks.networks import Network
-from jaxonnx._run.remat import find_cuts
+from jaxonnx._run.scope import find_cuts
 
 rng = np.random.default_rng(0)
 

@@ -7,7 +7,7 @@ import pytest
 from onnxruntime.transformers.float16 import convert_float_to_float16
 
 import jaxonnx
-from jaxonnx._run.remat import find_cuts
+from jaxonnx._run.scope import find_cuts
 from tests.support.paths import DATA
 
 FOLDER = DATA / "llm" / "qwen3-genai"

@@ -1,0 +1,245 @@
+"""Views of how a network is called: its inputs, caches, outputs and steps."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+
+from jaxonnx._graph.ancestors import ancestors
+from jaxonnx._graph.bind import Graph, Node
+from jaxonnx._graph.caches import Caches
+from jaxonnx._graph.values import Value, fit, list_values
+from jaxonnx._require import require
+from jaxonnx.errors import InputError
+from jaxonnx.views._view import CallView, Evaluate, Measure, View
+
+
+@dataclass(frozen=True)
+class FixedInput:
+    """An input that has the same value in all evaluations."""
+
+    array: np.ndarray
+    """The value."""
+    axis: int | None
+    """The batch axis of the input, if the value is of one example."""
+    sources: tuple[tuple[str, int], ...] = ()
+    """The inputs that are not fixed, with the batch axis of each."""
+
+    def repeat(self, inputs: Mapping[str, Any]) -> np.ndarray:
+        """Return the value for the batch of the other inputs."""
+        if self.axis is None:
+            return self.array
+        sizes = (np.shape(inputs[name])[axis] for name, axis in self.sources if name in inputs)
+        return np.repeat(np.expand_dims(self.array, self.axis), next(sizes, 1), self.axis)
+
+
+@dataclass(frozen=True)
+class FixedInputs(CallView):
+    """Some inputs have constant values, which are known while compiling."""
+
+    values: Mapping[str, FixedInput]
+
+    def enter(self, graph: Graph, constants: Mapping[str, np.ndarray]) -> Graph:
+        return replace(graph, inputs=tuple(n for n in graph.inputs if n not in self.values))
+
+    def supply(self, inputs: Mapping[str, Any], measure: Measure) -> dict[str, Any]:
+        return {**{name: x.repeat(inputs) for name, x in self.values.items()}, **inputs}
+
+    @property
+    def supplied_inputs(self) -> Collection[str]:
+        return self.values.keys()
+
+
+def fix_inputs(values: Iterable[Value], fixed_values: Mapping[str, Any]) -> FixedInputs:
+    """Convert the values of fixed inputs to the types of the file.
+
+    A value with one axis less than its input, which has a symbolic dimension, is the value of each
+    example. The first symbolic dimension is the batch.
+
+    Raises:
+      InputError: there is no such input, or a value does not fit it.
+    """
+    require("fixed", fixed_values, isinstance(fixed_values, Mapping), "a dict by input name")
+    declared, fixed = {value.name: value for value in values}, {}
+    others = [v for v in declared.values() if v.name not in fixed_values and not v.whole]
+    for name, array in fixed_values.items():
+        if name not in declared:
+            raise InputError(
+                f"fixed={{{name!r}: ...}}: the model has no input '{name}'; it has "
+                f"{list_values([*declared.values()])}"
+            )
+        value = declared[name]
+        if isinstance(array, bool | int | float | list | tuple):
+            array = fit(replace(value, shape=None), array, {})
+        array = np.asarray(array)
+        shape = value.shape
+        axis = next((i for i, n in enumerate(shape or ()) if not isinstance(n, int)), None)
+        axis = axis if len(shape or ()) == array.ndim + 1 else None
+        if shape is not None and array.size == 1 and all(size == 1 for size in shape):
+            array = array.reshape(len(shape) * (1,))  # a number, whatever the rank
+        sources: list[tuple[str, int]] = []
+        if axis is not None and shape is not None:
+            batch, shapes = shape[axis], [(v.name, v.shape or ()) for v in others]
+            sources = [(n, sizes.index(batch) if batch in sizes else 0) for n, sizes in shapes]
+            value = replace(value, shape=(*shape[:axis], *shape[axis + 1 :]))
+        fixed[name] = FixedInput(np.asarray(fit(value, array, {})), axis, tuple(sources))
+    return FixedInputs(fixed)
+
+
+@dataclass(frozen=True)
+class WholeInputs(CallView):
+    """Some inputs have no axis of examples (`Value.whole`)."""
+
+    names: frozenset[str]
+
+    def declare(self, value: Value) -> Value:
+        return replace(value, whole=value.whole or value.name in self.names)
+
+
+@dataclass(frozen=True)
+class BatchAxis(CallView):
+    """A network of one example is mapped over a new first axis of all inputs and outputs."""
+
+    maps = True
+
+    def wrap(self, evaluate: Evaluate) -> Evaluate:
+        def evaluate_batch(
+            tensors: Mapping[str, Any], key: jax.Array | None, inputs: Mapping[str, Any]
+        ) -> tuple:
+            count = np.shape(next(iter(inputs.values())))[0]
+            keys, axis = (None, None) if key is None else (jax.random.split(key, count), 0)
+            each = jax.vmap(lambda key, inputs: evaluate(tensors, key, inputs), in_axes=(axis, 0))
+            outputs, renewed = each(keys, inputs)
+            # each example gave running statistics of its own
+            return outputs, renewed and {name: x.mean(0) for name, x in renewed.items()}
+
+        return evaluate_batch
+
+    def declare(self, value: Value) -> Value:
+        return value.with_batch_axis()
+
+
+# Caches of decoders that are empty in each evaluation.
+
+
+@dataclass(frozen=True)
+class EmptyCaches(CallView):
+    """The caches (past keys and values) are empty, unless callers pass them by name."""
+
+    caches: Caches
+    first: str
+    """The first input that is no cache, which tells the batch size."""
+    stays: ClassVar[bool] = False
+
+    @classmethod
+    def of(cls, graph: Graph, caches: Caches) -> EmptyCaches:
+        """Find the first other input of a graph with these caches."""
+        return cls(caches, next(name for name in graph.inputs if name not in caches.names))
+
+    def enter(self, graph: Graph, constants: Mapping[str, np.ndarray]) -> Graph:
+        names = self.caches.names
+        return replace(graph, inputs=tuple(name for name in graph.inputs if name not in names))
+
+    def supply(self, inputs: Mapping[str, Any], measure: Measure) -> dict[str, Any]:
+        batch = np.shape(inputs[self.first])[0]
+        inputs_known = {**self.caches.empty_of_known_size(batch), **inputs}
+        sizes = {
+            size: measure(value, inputs_known)[axis]
+            for size, (value, axis) in self.caches.joined.items()
+        }
+        return {**self.caches.empty(batch, sizes), **inputs}
+
+
+def omit_caches(graph: Graph, caches: Caches) -> tuple[View, View]:
+    """Return the views of a decoder whose caches are neither inputs nor outputs."""
+    outputs = {*graph.outputs} - {*caches.pairs.values()}
+    return Outputs.among(graph, outputs), EmptyCaches.of(graph, caches)
+
+
+# Other outputs than the file's.
+
+
+@dataclass(frozen=True)
+class Outputs(CallView):
+    """The outputs are these values: some of the network's own, or inner ones."""
+
+    names: tuple[str, ...]
+    stays: ClassVar[bool] = False
+
+    @classmethod
+    def among(cls, graph: Graph, names: Collection[str]) -> Outputs:
+        """Keep the outputs of a graph that have one of these names."""
+        return cls(tuple(dict.fromkeys(name for name in graph.outputs if name in names)))
+
+    @classmethod
+    def beside(cls, graph: Graph, values: Collection[str]) -> Outputs:
+        """Add inner values behind the outputs of a graph."""
+        return cls((*graph.outputs, *values))
+
+    def enter(self, graph: Graph, constants: Mapping[str, np.ndarray]) -> Graph:
+        types = dict(zip(graph.outputs, graph.output_types, strict=True))
+        return replace(graph, outputs=self.names, output_types=tuple(map(types.get, self.names)))
+
+
+# Make decoders that compute the logits of the last step compute those of all steps.
+
+
+@dataclass(frozen=True)
+class AllSteps(CallView):
+    """An output has all time steps, without the selection of the last one on the way to it.
+
+    The selection is a Gather of index -1 along axis 1 that keeps the axis, or one that drops it and
+    an Unsqueeze behind, as `prune_lm_head` of onnxruntime-genai's builder writes. A graph without
+    one stays as it is.
+    """
+
+    output: str
+    """The output, with axes (batch, steps, ...)."""
+    stays: ClassVar[bool] = False
+
+    def enter(self, graph: Graph, constants: Mapping[str, np.ndarray]) -> Graph:
+        tensors, producers = {**graph.initializers, **constants}, graph.producers
+        read = ancestors(graph.nodes, [self.output])
+        for node in reversed(graph.nodes):
+            source = (
+                None if read.isdisjoint(node.outputs) else _find_source(node, tensors, producers)
+            )
+            if source is not None:
+                new = {node.outputs[0]: source}
+                nodes = tuple(_rename_inputs(n, new) for n in graph.nodes)
+                return replace(graph, nodes=nodes)
+        return graph
+
+
+def _find_source(
+    node: Node, constants: Mapping[str, np.ndarray], producers: Mapping[str, Node]
+) -> str | None:
+    """Return the value that a node selects the last step of; None if it does something else."""
+    if node.op.name == "Unsqueeze" and len(node.inputs) == 2:
+        source, axes = node.inputs
+        if _is(constants.get(axes), 1) and source in producers:
+            return _find_gathered(producers[source], constants, ())
+    return _find_gathered(node, constants, (1,))
+
+
+def _find_gathered(
+    node: Node, constants: Mapping[str, np.ndarray], shape: tuple[int, ...]
+) -> str | None:
+    """Return the data of a Gather of index -1 along axis 1, if the index has this shape."""
+    if node.op.name != "Gather" or node.attributes.get("axis") != 1:
+        return None
+    source, index = node.inputs
+    return source if _is(constants.get(index), -1) and np.shape(constants[index]) == shape else None
+
+
+def _is(value: np.ndarray | None, number: int) -> bool:
+    return value is not None and value.size == 1 and value.item() == number
+
+
+def _rename_inputs(node: Node, new: Mapping[str, str]) -> Node:
+    inputs, reads = (tuple(new.get(n, n) for n in names) for names in (node.inputs, node.reads))
+    return node if inputs == node.inputs else replace(node, inputs=inputs, reads=reads)
