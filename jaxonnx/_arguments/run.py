@@ -114,10 +114,12 @@ class RunArguments(TypedDict, total=False):
     `history.epochs`. If the function has a method `close`, it is called at the end; a method
     `flush` is called before each checkpoint is written."""
     samples: Annotated[Sequence[Any] | None, Argument(form="names")]
-    """Prompts to continue and print after each epoch: texts, tokens, or features of an encoder.
+    """Prompts to continue and print after each epoch: texts, lists of messages, tokens, or features
+    of an encoder.
 
     Each is continued greedily by at most 40 tokens, with the weights of the epoch
-    (`Model.generate`). Texts need a model from a folder with a tokenizer."""
+    (`Model.generate`). Texts need a model from a folder with a tokenizer. If the training data are
+    chats, a text is a message of the user, written by the chat template."""
     progress: Annotated[bool | None, Argument()]
     """Whether to show a progress bar; by default in terminals and notebooks.
 

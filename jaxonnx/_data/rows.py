@@ -77,6 +77,11 @@ def _is_list_of_objects(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(isinstance(x, Mapping) for x in value)
 
 
+def is_chat(value: Any) -> bool:
+    """Check whether a prompt is a list of messages."""
+    return _is_list_of_objects(value) and len(value) > 0
+
+
 def _read_messages(row: Mapping[str, Any], names: Names) -> Texts:
     return Texts([], (to_messages(row["messages"], names),))
 
@@ -245,6 +250,12 @@ class Rows:
         if not (self.names and isinstance(row, Mapping)):
             return row
         return {self.names.get(name, name): value for name, value in row.items()}
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether the first row has messages."""
+        shape = self.find_shape()
+        return shape is not None and shape.read(self.rename(self.first), self.names).is_chat
 
     def find_shape(self, pairs: bool = False) -> Shape | None:
         """Return the shape of the first row, if it is in the table."""

@@ -17,6 +17,7 @@ SCHEME = ("quantization/_scheme.py", "Quantization")
 QUANTIZE = ("model/_quantize.py", "quantize")
 FIND_RATE = ("training/_find_rate.py", "find_rate")
 SENSITIVITY = ("model/_quantize.py", "sensitivity")
+GENERATE = ("model/_model.py", "Model.generate")
 
 
 class Declaration(NamedTuple):
@@ -61,10 +62,12 @@ def read_declarations(file: str, name: str) -> dict[str, Declaration]:
 
     Args:
       file: relative to the package.
+      name: of a method with that of its class, "Class.method".
     """
-    source = (Path(jaxonnx.__file__).parent / file).read_text("utf-8")
-    (owner,) = (node for node in ast.parse(source).body if getattr(node, "name", "") == name)
-    texts = _entries(ast.get_docstring(owner) or "")  # type: ignore[arg-type]
+    owner: Any = ast.parse((Path(jaxonnx.__file__).parent / file).read_text("utf-8"))
+    for part in name.split("."):
+        (owner,) = (node for node in owner.body if getattr(node, "name", "") == part)
+    texts = _entries(ast.get_docstring(owner) or "")
     return {
         name: Declaration(*_type(annotation, default), texts[name])
         for name, annotation, default in _annotated(owner)

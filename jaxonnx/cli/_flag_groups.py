@@ -1,6 +1,19 @@
-"""Flags for pictures and texts, which several commands have: the keys of `preprocess`."""
+"""Flags that several commands have: for pictures and texts (`preprocess`), and for generation."""
 
-from jaxonnx.cli._flag_types import COUNT, FILE, NUMBERS, REAL, SIZE, SWITCH, Flag
+from jaxonnx.cli._declarations import GENERATE
+from jaxonnx.cli._flag_types import (
+    COUNT,
+    FILE,
+    MANY,
+    NUMBERS,
+    PATH,
+    POSITIVE,
+    REAL,
+    SIZE,
+    SWITCH,
+    Flag,
+    read_flags,
+)
 
 PICTURES = {
     "images: the network gets (pixel * scale - mean) / std; the file may set the defaults": [
@@ -37,5 +50,22 @@ TEXTS = {
             {"choices": ("completions", "all")},
         ),
         Flag("--pack", "join short texts to rows of the maximum length", SWITCH),
+    ]
+}
+GENERATION = {
+    "generation: by default the search settings of the folder": [
+        Flag(
+            "--max-new-tokens",
+            "the maximum number of tokens of an answer (default: 512)",
+            {**POSITIVE, "default": 512},
+        ),
+        *read_flags(*GENERATE, ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")),
+        Flag("--seed", "the random seed for sampling (default: 0)", {**COUNT, "default": 0}),
+        Flag("--stop", "a text that ends an answer, beside the folder's tokens; repeatable", MANY),
+        Flag(
+            "--adapter",
+            "LoRA adapters: .npz, .onnx_adapter, or the folder of PEFT or of checkpoints",
+            {**PATH, "metavar": "PATH"},
+        ),
     ]
 }

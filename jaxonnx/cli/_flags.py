@@ -12,7 +12,7 @@ from jaxonnx._arguments import (
     StepArguments,
 )
 from jaxonnx.cli._declarations import FIND_RATE, QUANTIZE, SCHEME, SENSITIVITY
-from jaxonnx.cli._flag_groups import PICTURES, TEXTS
+from jaxonnx.cli._flag_groups import GENERATION, PICTURES, TEXTS
 from jaxonnx.cli._flag_types import (
     COUNT,
     FILE,
@@ -96,6 +96,7 @@ _LORA_WHERE = Flag(
     "expression; repeatable",
     MANY,
 )
+_SYSTEM = Flag("--system", "the system message of the chat", {"metavar": "TEXT"})
 _ADAPTERS = Flag("--adapters", "also write the adapters to this file", FILE)
 _SCHEME_FIELDS = (
     *("weights", "activations", "per_channel", "block", "symmetric", "calibration"),
@@ -318,6 +319,26 @@ VERBS: Mapping[str, Verb] = {
                 Flag("-o --output", "the .onnx file to write", NEEDED),
             ],
         },
+    ),
+    "generate": Verb(
+        "continue a prompt with a language model, and print the text as it comes",
+        'jaxonnx generate qwen/ --prompt "Once upon a time" --temperature 0\n'
+        'jaxonnx generate qwen/ --chat --prompt "What is a list?" --temperature 0.7 --top-p 0.9',
+        {
+            "": [
+                _MODEL,
+                Flag("--prompt", "the text to continue", {"required": True}),
+                Flag("--chat", "the prompt is a user's message, for the chat template", SWITCH),
+                _SYSTEM,
+            ],
+            **GENERATION,
+            **_READING,
+        },
+    ),
+    "chat": Verb(
+        "talk with a language model: each line of the input is a message",
+        'jaxonnx chat qwen/ --system "Answer briefly."',
+        {"": [_MODEL, _SYSTEM], **GENERATION, **_READING},
     ),
     "classify": Verb(
         "classify images with a model",

@@ -12,6 +12,7 @@ import numpy as np
 from rich.console import Console
 
 from jaxonnx.cli import _bench as bench
+from jaxonnx.cli import _generation as generation
 from jaxonnx.cli import _training as training
 from jaxonnx.cli import _verbs as verbs
 from jaxonnx.cli import process
@@ -31,6 +32,8 @@ _VERBS = {
     "sensitivity": verbs.sensitivity,
     "export-step": training.export_step,
     "import-step": training.import_step,
+    "generate": generation.generate,
+    "chat": generation.chat,
     "classify": verbs.classify,
     "demo": verbs.demo,
     "bench": bench.run,

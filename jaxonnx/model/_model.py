@@ -41,6 +41,7 @@ from jaxonnx.model._call_arguments import (
 from jaxonnx.model._generate import Generator, generate
 from jaxonnx.model._predict import predictions, read_inputs
 from jaxonnx.model._reinitialize import Initializer
+from jaxonnx.model._sampling import Sampling
 from jaxonnx.model._save import AdapterForm, merge, save, to_proto
 from jaxonnx.model._show import overview
 from jaxonnx.model._sparsity import options, with_products, with_record
@@ -233,38 +234,74 @@ class Model(Network, Rendered):
 
     def generate(
         self,
-        ids: Any,
+        prompts: Any,
         *,
         max_new_tokens: int,
-        temperature: float = 0.0,
+        temperature: float | None = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
         seed: int = 0,
         stop: int | str | Sequence[int | str] | None = None,
+        stream: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Generate tokens with a decoder, using the key-value caches of its file; compiled once.
+        """Generate tokens or text with a decoder, using the key-value caches of its file.
+
+        The next token is by default the most likely one. The settings of sampling are those of
+        transformers, in its order: `repetition_penalty`, `temperature`, `top_k`, `top_p`, `min_p`.
 
         Args:
-          ids: a prompt of tokens, [length], or several: a list of prompts, or [batch, length]. For
-            an encoder of features (`input_features` of Whisper): [mels, frames] or [batch, mels,
-            frames].
+          prompts: a text; a list of messages, dicts with a role and content, which the chat
+            template of the model's folder writes; or tokens, [length]. Or a list of such prompts,
+            whose lengths may differ, or tokens [batch, length]. For an encoder of features
+            (`input_features` of Whisper): [mels, frames] or [batch, mels, frames].
           max_new_tokens: the maximum number of tokens to generate.
-          temperature: 0 takes the most likely token. Otherwise tokens are sampled from the logits
-            divided by it.
+          temperature: the logits are divided by it, and a token is drawn from them; 0 takes the
+            most likely token. None takes this and the next four arguments, where they are None too,
+            from the search settings of `genai_config.json` in the model's folder, or else from
+            `generation_config.json`; other values read neither.
+          top_k: draw from so many of the most likely tokens.
+          top_p: draw from the fewest most likely tokens that have this probability together.
+          min_p: draw from tokens with at least this fraction of the probability of the most likely
+            one.
+          repetition_penalty: divide positive logits of tokens that the prompt or the continuation
+            has by it, and multiply negative ones; this also applies at temperature 0.
           seed: the random seed for sampling.
-          stop: tokens or texts that end a sequence; by default the tokens in the configuration of
-            the folder that the model was loaded from, whose tokenizer reads texts.
+          stop: tokens or texts that end a sequence; by default the tokens that `genai_config.json`
+            in the model's folder names, or else `generation_config.json`, or else `config.json`.
+            Tokens replace these, texts do not, and [] is none.
+          stream: whether to return an iterator of the pieces of the text, for one prompt.
+          chat_template_kwargs: other variables of the chat template, like "tools" and
+            "enable_thinking".
 
         Returns:
-          The prompt followed by the generated tokens, [length], or a list of these for several
-          prompts. A sequence ends with its stop token, with the token that completes a text of
-          `stop`, or with the model's last position, of which a warning tells. For an
-          encoder-decoder, which encodes `ids`, the tokens of the decoder, beginning with its start
-          token.
+          For a text or messages the text behind them, without the token or text that ends it; with
+          the tokens that the tokenizer calls special, if there are others. For tokens the prompt
+          followed by the generated tokens, [length], with the token that ends them or completes a
+          text of `stop`. A list of these for several prompts. A sequence also ends with the model's
+          last position, of which a warning tells. For an encoder-decoder, which encodes the
+          prompts, the tokens of the decoder, beginning with its start token.
+
+          Pieces of a stream are of whole characters; text that may begin a text of `stop` is held
+          back.
 
         Raises:
           InputError: the model is not a decoder, or an argument does not fit.
+          TrainingError: a text or messages, and the folder has no tokenizer or chat template.
         """
         check_arguments(Model.generate, locals())
-        return generate(self._generator, ids, max_new_tokens, temperature, seed, stop)
+        sampling = Sampling.of(
+            self.folder,
+            temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+        )
+        more = stop, stream, chat_template_kwargs
+        return generate(self, prompts, max_new_tokens, sampling, seed, *more)
 
     def _arguments(self, inputs: tuple, named: Mapping[str, Any]) -> dict[str, Any]:
         return arguments(self.inputs, self._defaults, inputs, unmark_names(named))

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxonnx._data.ragged import DECODER_TOKENS
+from jaxonnx._data.rows import is_chat
 from jaxonnx._data.tokenizer import Tokenizer
 from jaxonnx._require import require
 from jaxonnx.errors import TrainingError
@@ -16,11 +17,19 @@ _COUNT = 40
 """Tokens of a continuation."""
 
 
+def as_messages(prompts: Any) -> Any:
+    """Convert prompts that are texts to messages of the user; others are returned as they are."""
+    if not isinstance(prompts, list | tuple):
+        return prompts
+    return [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in prompts]
+
+
 class Continuations:
     """Writes greedy continuations by the model of a step, with one program for all epochs.
 
     Args:
-      prompts: texts, for a model of a folder with a tokenizer, or tokens; None for none.
+      prompts: texts or lists of messages, for a model of a folder with a tokenizer, or tokens; None
+        for none.
 
     Raises:
       TrainingError: the prompts are none, or there is no tokenizer for them.
@@ -32,9 +41,9 @@ class Continuations:
         fits = prompts is None or (
             several and all(isinstance(p, str) or np.ndim(p) > 0 for p in prompts)
         )
-        require("samples", prompts, fits, "a list of texts or of tokens", TrainingError)
+        require("samples", prompts, fits, "a list of texts, messages or tokens", TrainingError)
         folder = self._model.folder
-        texts = [p for p in prompts or () if isinstance(p, str)]
+        texts = [p for p in prompts or () if isinstance(p, str) or is_chat(p)]
         if texts and folder is None:
             raise TrainingError(
                 "samples has texts, and the model was not loaded from a folder with a tokenizer: "
@@ -62,6 +71,8 @@ class Continuations:
     def _encode(self, prompt: Any) -> np.ndarray:
         if self._tokenizer is not None and isinstance(prompt, str):
             return self._tokenizer.encode(prompt, end=self._encoded)
+        if self._tokenizer is not None and is_chat(prompt):
+            return self._tokenizer.apply_chat_template(prompt, add_generation_prompt=True)
         return np.asarray(prompt)
 
     def _decode(self, row: np.ndarray) -> Any:

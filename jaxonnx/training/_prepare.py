@@ -2,15 +2,17 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from onnx import ModelProto
 
 from jaxonnx._data.augmented import augment_examples
 from jaxonnx._data.batches import Source
+from jaxonnx._data.rows import Rows
 from jaxonnx.model import Model, as_model
 from jaxonnx.training._build_step import build_step
+from jaxonnx.training._continuations import as_messages
 from jaxonnx.training._data import open_data, read_data
 from jaxonnx.training._fit_to_data import fit_to_data
 from jaxonnx.training._head import with_heads
@@ -60,6 +62,8 @@ def prepare_run(
     net, notes = fit_to_data(net, settings, data)
     read = read_data(net, settings, data)
     settings = settings.with_length(read.examples.steps)
+    if isinstance(data, Rows) and data.is_chat:
+        settings = replace(settings, samples=as_messages(settings.samples))
     step = build_step(read.model, settings, settings.epochs, read.examples.steps, read.examples)
     changed = augment_examples(read.examples, settings.augment, settings.seed)
     sources = add_second_model(read.model, settings.loss, [changed, read.held_out])

@@ -585,7 +585,7 @@ def test_a_language_model_is_a_folder_before_and_after(tmp_path, monkeypatch, ca
     assert 'lora=jaxonnx.LoRA(4, where="mlp")' in program
     assert 'save("explained")' in program
     assert command(f"{line} --lora-where mlp --output tuned/ --samples list") == 0
-    assert "epoch 1: 'list" in capsys.readouterr().out
+    assert r"epoch 1: '<|im_start|>user\nlist<|im_end|>" in capsys.readouterr().out
     assert {p.name for p in Path("tuned").iterdir()} == {p.name for p in home.iterdir()}
     assert len({p.stat().st_mode for p in Path("tuned").glob("model.onnx*")}) == 1
     before, after = (jaxonnx.load(path).params for path in (home, "tuned"))

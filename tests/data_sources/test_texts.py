@@ -261,7 +261,10 @@ def test_a_chat_trains_with_two_programs(lines, tmp_path, monkeypatch, capsys):
     assert len(compiled) == 2
     said = [line for line in capsys.readouterr().out.splitlines() if line[6:8] in ("1:", "2:")]
     assert [line[:8] for line in said[::2]] == ["epoch 1:", "epoch 2:"]
-    assert all(line[10:].startswith("a") for line in said)
+    # as messages of the user, because the data are chats
+    assert said[0][10:].startswith(
+        repr("<|im_start|>user\na list<|im_end|>\n<|im_start|>ass")[1:-1]
+    )
     assert len(said) == 4
     losses = [row["validation_loss"] for row in result.history.epochs]
     assert losses[-1] < losses[0]

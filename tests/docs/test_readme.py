@@ -1,8 +1,10 @@
 """What the README and the pages print runs; the reference says what the docstrings say."""
 
+import io
 import json
 import re
 import shlex
+import shutil
 from base64 import b64decode
 from pathlib import Path
 
@@ -116,10 +118,12 @@ def test_commands_for_other_machines_are_understood():
 
 
 @pytest.mark.deep
-def test_examples_of_help(folder):
+def test_examples_of_help(folder, monkeypatch):
     python(ROOT / "jaxonnx" / "docs" / "command_line.md")
     text = '<ir_version: 8, opset_import: ["" : 17]> g (float[n, sequence] x) => (float[n, m] y) '
     onnx.save(onnx.parser.parse_model(text + "{ y = Relu(x) }"), "encoder.onnx")
+    shutil.copytree("tests/data/llm/qwen3-genai", "qwen")
+    monkeypatch.setattr("sys.stdin", io.StringIO("a list\n"))  # of chat
     Path("run.toml").write_text('data = "data.npz"\nmodel = "net.onnx"\noutput = "out.onnx"')
     for name, verb in VERBS.items():
         for line in verb.examples.splitlines():

@@ -22,11 +22,12 @@ def test_distill_takes_logits(targets):
         jaxonnx.losses.distill()(np.ones((2, 3), np.float32), targets)
 
 
-@pytest.mark.parametrize("ids", ["text", b"bytes", None, 3, {"a": 1}, np.array(1)])
-def test_generate_takes_tokens(ids):
+@pytest.mark.parametrize("prompts", ["text", b"bytes", None, 3, {"a": 1}, np.array(1)])
+def test_generate_takes_prompts(prompts):
     decoder = jaxonnx.load(DATA / "llm" / "pairs.onnx")
-    with pytest.raises(jaxonnx.InputError, match="ids must be a prompt of tokens"):
-        decoder.generate(ids, max_new_tokens=1)
+    message = "no tokenizer" if prompts == "text" else "prompts must be texts"
+    with pytest.raises(jaxonnx.InputError, match=message):
+        decoder.generate(prompts, max_new_tokens=1)
 
 
 X, Y = np.zeros((2, 1, 8, 8), np.float32), np.zeros(2, int)

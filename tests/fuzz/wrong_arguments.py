@@ -374,7 +374,9 @@ CALLS |= calls("jaxonnx.Model", with_dropout, with_dropout={"ratio": 0.5})
 CALLS |= calls(
     "jaxonnx.Model", cnn, recompute_statistics={"data": np.zeros((4, 1, 8, 8), np.float32)}
 )
-CALLS |= calls("jaxonnx.Model", decoder, generate={"ids": np.array([1, 2]), "max_new_tokens": 2})
+CALLS |= calls(
+    "jaxonnx.Model", decoder, generate={"prompts": np.array([1, 2]), "max_new_tokens": 2}
+)
 CALLS |= calls(
     "jaxonnx.training_info.Training",
     file_step,
@@ -437,7 +439,7 @@ ALSO = {
     "masks": ("a mask",),
     "values": ("fixed",),
     "function": ("a model", "an ONNX model"),
-    "ids": ("tokens to continue",),
+    "prompts": ("tokens to continue",),
     "metrics": ("metric",),
     "trainable": ("no parameter is to be trained",),
     "dropout": ("Dropout",),

@@ -1,0 +1,242 @@
+"""The inputs of a decoder: tokens, masks, positions, caches, and those of an encoder before it."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from jaxonnx._data.language_models import context_length, decoder_numbers
+from jaxonnx._data.ragged import DECODER_TOKENS, derived_inputs
+from jaxonnx._graph.caches import Caches, find_caches
+from jaxonnx._graph.values import Value
+from jaxonnx._rewrite.network import Network
+from jaxonnx._run.program import Program
+from jaxonnx.errors import InputError
+from jaxonnx.views import CallView
+
+_READING_BY_LENGTH = ("GroupQueryAttention", "SparseAttention")
+"""Operators whose past may have room behind its tokens."""
+_JOINING_CACHES = ("Concat", "Attention", "MultiHeadAttention")
+"""Operators that put new tokens behind all of the past."""
+
+Side = Literal["behind", "before"]
+"""The side of the tokens on which a cache is filled up."""
+
+
+@dataclass(frozen=True, eq=False)
+class Decoder:
+    """A model that continues rows of tokens, and how its inputs are made of them."""
+
+    model: Network
+
+    @cached_property
+    def _program(self) -> Program:
+        return self.model.program.leave(CallView)
+
+    @cached_property
+    def _inputs(self) -> tuple[Value, ...]:
+        return replace(self.model, program=self._program).inputs
+
+    @cached_property
+    def _caches(self) -> Caches | None:
+        return find_caches(self._program.graph, self._inputs)
+
+    @cached_property
+    def _token_inputs(self) -> tuple[Value, ...]:
+        """The decoder's inputs of tokens, masks and positions: neither caches nor the encoder's."""
+        names = set() if self._caches is None else self._caches.names
+        names |= {value.name for value in self._sources}
+        return tuple(value for value in self._inputs if value.name not in names)
+
+    @cached_property
+    def _sources(self) -> tuple[Value, ...]:
+        """The inputs of the encoder before a decoder; a decoder alone has none."""
+        if DECODER_TOKENS not in {value.name for value in self._inputs}:
+            return ()
+        names = set() if self._caches is None else self._caches.names
+        values = (v for v in self._inputs if not v.name.startswith("decoder_"))
+        return tuple(value for value in values if value.name not in names)
+
+    @cached_property
+    def _features(self) -> Value | None:
+        """The input of an encoder of sounds or images; None where prompts are tokens."""
+        features = [v for v in self._sources if v.dtype is not None and v.dtype.kind not in "iu"]
+        return features[0] if len(features) == len(self._sources) == 1 else None
+
+    @cached_property
+    def positions(self) -> int:
+        """The number of positions that the tables of the decoder have, or its folder says."""
+        limits = [value.rows for value in self._token_inputs if "position" in value.name]
+        for node in self._program.graph.nodes:
+            names = zip(inspect.signature(node.op.function).parameters, node.inputs, strict=False)
+            table = self.model.tensors.get(dict(names).get("cos_cache", ""))
+            limits.append(None if table is None else len(table))
+        folder = self.model.folder
+        limits.append(None if folder is None else context_length(folder))
+        return min((limit for limit in limits if limit is not None), default=sys.maxsize)
+
+    @cached_property
+    def _start_token(self) -> int:
+        """The first token of the decoder of an encoder-decoder model."""
+        folder = self.model.folder
+        first = None if folder is None else decoder_numbers(folder)[0]
+        if first is None:
+            raise InputError(
+                "the model is an encoder with a decoder, and was not loaded from a folder whose "
+                "config.json has decoder_start_token_id, the first token of the decoder"
+            )
+        return first
+
+    @cached_property
+    def _token_input(self) -> str:
+        return self._find_token_input(self._token_inputs)
+
+    @property
+    def rank_of_prompts(self) -> int:
+        """1 for rows of tokens; features have as many axes as the encoder's input without batch."""
+        return 1 if self._features is None else len(self._features.shape or ()) - 1
+
+    @cached_property
+    def _prompt_input(self) -> str:
+        return self._find_token_input(self._sources or self._token_inputs)
+
+    def _find_token_input(self, values: Sequence[Value]) -> str:
+        """Return the name of the one input of tokens; masks and positions are derived from it."""
+        derived = derived_inputs(values)
+        names = [value.name for value in values if value.name not in derived]
+        kinds = [v.dtype for v in values if v.name in names]
+        if len(names) != 1 or kinds[0] is None or kinds[0].kind not in "iu":
+            raise InputError(
+                f"tokens can be continued where they are the only input; there are {names}"
+            )
+        return names[0]
+
+    @cached_property
+    def _logits_output(self) -> str:
+        outputs = self._program.graph.outputs
+        name = "logits" if "logits" in outputs else outputs[0]
+        if self._caches is not None and name in self._caches.pairs.values():
+            raise InputError("the model has no output of logits")
+        return name
+
+    @cached_property
+    def _growing_axes(self) -> dict[str, int]:
+        """The axis along which each cache grows, by name; caches of a fixed size are absent."""
+        if self._caches is None:
+            return {}
+        axes = {}
+        for value in self._caches.values:
+            fixed_sizes = self._caches.sizes[value.name]
+            open_axes = [
+                axis
+                for axis, size in enumerate(value.shape or ())
+                if axis and not isinstance(size, int) and size not in fixed_sizes
+            ]
+            if len(open_axes) == 1:
+                axes[value.name] = open_axes[0]
+        return axes
+
+    @cached_property
+    def _has_fixed_caches(self) -> bool:
+        """Whether caches have a fixed size, so that they cannot tell padding from tokens."""
+        return self._caches is not None and len(self._growing_axes) < len(self._caches.pairs)
+
+    @cached_property
+    def _padding_side(self) -> Side | None:
+        """The side on which prompts and caches are padded; None if caches cannot be used.
+
+        Caches of a fixed length hold room for the tokens to come. Operators that take lengths
+        (GroupQueryAttention) read a prefix, so that the room is behind; those that join past and
+        new along an axis always append, so that the room is before the prompt, and masked.
+        """
+        masked = any(value.name.endswith("attention_mask") for value in self._token_inputs)
+        if self._sources or self._caches is None or not masked or not self._growing_axes:
+            return None
+        sizes = {
+            value.shape[axis]
+            for value in self._caches.values
+            if value.shape and (axis := self._growing_axes.get(value.name)) is not None
+        }
+        readers = {
+            node.op.name
+            for node in self._program.graph.nodes
+            if not {*node.reads}.isdisjoint(self._growing_axes)
+        }
+        if len(sizes) > 1:  # some slide over a window
+            return None
+        readers.discard("Shape")
+        if readers <= {*_READING_BY_LENGTH}:
+            return "behind"
+        return "before" if readers <= {*_JOINING_CACHES} else None
+
+    def _feed(self, tokens: jax.Array, mask: jax.Array, positions: jax.Array) -> dict[str, Any]:
+        """Return the inputs besides the caches and those of an encoder."""
+        return self._fill(self._token_inputs, self._token_input, tokens, mask, positions)
+
+    def _fill(
+        self, values: Sequence[Value], name: str, tokens: Any, mask: Any, positions: Any
+    ) -> dict[str, Any]:
+        """Return the tokens for the input `name`, and masks and positions for the others."""
+        feed: dict[str, Any] = {}
+        for value in values:
+            if value.name == name:
+                feed[value.name] = tokens
+            elif value.name.endswith("mask"):
+                feed[value.name] = mask
+            else:
+                feed[value.name] = positions if "position" in value.name else 0 * tokens
+            dtype = jax.dtypes.canonicalize_dtype(value.dtype or np.int64)
+            feed[value.name] = feed[value.name].astype(dtype)
+        return feed
+
+    def _run(self, program: Program, params: Any, state: Any, feed: Any) -> dict[str, Any]:
+        values = program.evaluate(params, state, feed, training=False)
+        return dict(zip(program.graph.outputs, values, strict=True))
+
+    def _feed_encoder(self, tokens: np.ndarray, lengths: np.ndarray) -> dict[str, jax.Array]:
+        """Return the inputs of the encoder, which reads tokens [batch, width]."""
+        mask = np.arange(tokens.shape[1]) < lengths[:, None]
+        has_mask = any(value.name.endswith("mask") for value in self._sources)
+        if not has_mask and not mask.all():
+            raise InputError("the encoder has no mask: it takes rows of one length")
+        return self._fill(self._sources, self._prompt_input, tokens, mask, mask.cumsum(1) - 1)
+
+    def _check_tokens(self, rows: Sequence[np.ndarray]) -> None:
+        """Raise an InputError unless rows are of tokens in the model's vocabulary."""
+        if not rows or not all(
+            row.ndim == 1 and row.size and row.dtype.kind in "iu" for row in rows
+        ):
+            raise InputError("tokens to continue are integers, [length] or a list of such")
+        count = next(value.rows for value in self._inputs if value.name == self._prompt_input)
+        for number, row in enumerate(rows):
+            unknown = row[(row < 0) | (row >= count)] if count is not None else row[row < 0]
+            if len(unknown):
+                limit = "" if count is None else f" to {count - 1}"
+                raise InputError(
+                    f"row {number} of the tokens to continue has {unknown[0]}; the model has "
+                    f"tokens from 0{limit}"
+                )
+
+    def _check_features(self, value: Value, rows: Sequence[np.ndarray]) -> None:
+        """Raise an InputError unless rows are of numbers, each of the shape that `value` takes."""
+        shape = (value.shape or ())[1:]
+        for row in rows:
+            sizes = zip(row.shape, shape, rows[0].shape, strict=False)
+            fits = len(row.shape) == len(shape) and all(
+                size == first and (size == wanted or not isinstance(wanted, int))
+                for size, wanted, first in sizes
+            )
+            if not fits or row.dtype.kind not in "fV":
+                raise InputError(
+                    f"the encoder reads features {list(shape)} of numbers for {value.name!r}, all "
+                    f"of one shape; one has {list(row.shape)} of {row.dtype}"
+                )
+        if not rows:
+            raise InputError(f"there are no input features for {value.name!r}")

@@ -1,0 +1,160 @@
+"""Choose tokens by logits: penalties, then the most likely token, or a draw from some of them.
+
+The definitions and their order are those of transformers' `LogitsProcessor`s.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxonnx._io.folders import GENAI, ModelFolder
+from jaxonnx._require import require, require_integer
+from jaxonnx._rewrite.network import Network
+from jaxonnx.errors import InputError
+
+_FILES = "generation_config.json", "config.json"
+_USUAL_TOP_K = 50
+"""What transformers and onnxruntime-genai take if a folder that samples does not say."""
+_UNREAD = {"num_beams": 1, "no_repeat_ngram_size": 0, "min_length": 0, "min_new_tokens": 0}
+"""Settings of folders that are ignored, and their values without an effect."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen.
+
+    Attributes:
+      temperature: 0 takes the most likely token.
+      top_k: draws from so many of the most likely tokens.
+      top_p: draws from the fewest most likely tokens that have this probability together.
+      min_p: draws from tokens with at least this fraction of the probability of the most likely
+        one.
+      repetition_penalty: logits of tokens that are in the prompt or were generated are divided by
+        it, or multiplied if they are negative.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+    def __post_init__(self) -> None:
+        require("temperature", self.temperature, self.temperature >= 0, "at least 0")
+        if self.top_k is not None:
+            require_integer("top_k", self.top_k)
+        for name, x in (("top_p", self.top_p), ("min_p", self.min_p)):
+            require(name, x, x is None or 0 <= x <= 1, "from 0 to 1")
+        penalty = self.repetition_penalty
+        require("repetition_penalty", penalty, penalty is None or penalty > 0, "above 0")
+
+    @classmethod
+    def of(cls, folder: ModelFolder | None, temperature: float | None, **others: Any) -> Sampling:
+        """Return the arguments of `generate`; without a temperature, those of a folder fill gaps.
+
+        `genai_config.json` wins over `generation_config.json`, and both do not count otherwise.
+        """
+        chosen = {name: value for name, value in others.items() if value is not None}
+        if temperature is not None:
+            sampling = cls(temperature, **chosen)
+        else:
+            sampling = replace(cls() if folder is None else _read_settings(folder), **chosen)
+        unused = [name for name in chosen if name != "repetition_penalty"]
+        if unused and not sampling.temperature:
+            raise InputError(
+                f"{', '.join(unused)}: at temperature 0 the most likely token is taken: pass "
+                "temperature=1.0 or the like"
+            )
+        return sampling
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The settings that have an effect, without `top_k`, whose value is compiled."""
+        names = {"repetition_penalty": 1.0}
+        if self.temperature > 0:
+            names |= {"temperature": None, "top_p": 1.0, "min_p": 0.0}
+        values = {name: getattr(self, name) for name in names}
+        return {name: x for name, x in values.items() if x is not None and x != names[name]}
+
+
+def _read_settings(folder: ModelFolder) -> Sampling:
+    settings = folder.read_json(GENAI).get("search", {}) or folder.read_json(_FILES[0])
+    named = {
+        field.name: settings[field.name] for field in fields(Sampling) if field.name in settings
+    }
+    if unread := [n for n, usual in _UNREAD.items() if settings.get(n) not in (None, usual)]:
+        warnings.warn(f"settings of '{folder.path}' that are ignored: {unread}", stacklevel=5)
+    if not settings.get("do_sample"):
+        return Sampling(repetition_penalty=named.get("repetition_penalty"))
+    usual = {"temperature": 1.0, "top_k": _USUAL_TOP_K}
+    sampling = {**usual, **{name: x for name, x in named.items() if x is not None}}
+    return Sampling(**{**sampling, "top_k": sampling["top_k"] or None})
+
+
+def stop_tokens(model: Network) -> tuple[int, ...]:
+    """Return the tokens that end a text.
+
+    Of the files of the model's folder, the first one that names any counts: genai_config.json,
+    generation_config.json, config.json.
+    """
+    if model.folder is None:
+        return ()
+    read = model.folder.read_json
+    for settings in (read(GENAI).get("model", {}), *map(read, _FILES)):
+        ids = settings.get("eos_token_id")
+        if isinstance(ids, list | int):
+            return tuple(ids) if isinstance(ids, list) else (ids,)
+    return ()
+
+
+def process_logits(
+    logits: jax.Array, seen: jax.Array | None, top_k: int | None, numbers: Mapping[str, Any]
+) -> jax.Array:
+    """Return the scores of tokens [batch, tokens], -inf for those that are not drawn from.
+
+    Args:
+      logits: [batch, tokens].
+      seen: bool[batch, tokens], the tokens that a penalty applies to.
+      top_k, numbers: those of `Sampling`. Where values tie at the end of the best ones, all of
+        them stay.
+    """
+    scores = logits.astype(jnp.float32)
+    penalty = numbers.get("repetition_penalty")
+    if seen is not None and penalty is not None:
+        scores = jnp.where(seen, jnp.where(scores < 0, scores * penalty, scores / penalty), scores)
+    if "temperature" not in numbers:
+        return scores
+    scores, best = scores / numbers["temperature"], None
+    if top_k is not None:
+        best = jax.lax.top_k(scores, min(top_k, scores.shape[-1]))[0]
+        scores = jnp.where(scores < best[:, -1:], -jnp.inf, scores)
+    if (top_p := numbers.get("top_p")) is not None:
+        best = jnp.sort(scores, descending=True) if best is None else best
+        shares = jnp.exp(best - jax.nn.logsumexp(scores, axis=-1, keepdims=True))
+        # a token stays if those before it have less than `top_p`; the first one always does
+        before = jnp.cumsum(shares, -1) - shares
+        stays = (before < top_p).at[:, 0].set(True)
+        least = jnp.min(jnp.where(stays, best, jnp.inf), -1, keepdims=True)
+        scores = jnp.where(scores < least, -jnp.inf, scores)
+    if (min_p := numbers.get("min_p")) is not None:
+        shares = jnp.exp(scores - scores.max(-1, keepdims=True))
+        scores = jnp.where(shares < min_p, -jnp.inf, scores)
+    return scores
+
+
+def choose_tokens(
+    logits: jax.Array,
+    seen: jax.Array | None,
+    top_k: int | None,
+    numbers: Mapping[str, Any],
+    key: jax.Array,
+) -> jax.Array:
+    """Return a token for each row, int[batch]; the arguments are those of `process_logits`."""
+    scores = process_logits(logits, seen, top_k, numbers)
+    return jax.random.categorical(key, scores) if "temperature" in numbers else scores.argmax(-1)

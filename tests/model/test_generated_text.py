@@ -1,0 +1,223 @@
+"""Prompts as texts and messages, streams of text, and the commands that print them."""
+
+import io
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import jaxonnx
+from jaxonnx.cli import main
+from jaxonnx.model._continuation import Continuation
+from tests.support.paths import DATA
+
+tokenizers = pytest.importorskip("tokenizers")
+pytest.importorskip("jinja2")
+
+GENAI, OPTIMUM = DATA / "llm" / "qwen3-genai", DATA / "llm" / "qwen3-optimum"
+CHAT = [{"role": "user", "content": "a list"}]
+
+
+@pytest.fixture(scope="module", params=[GENAI, OPTIMUM], ids=lambda path: path.name)
+def model(request):
+    return jaxonnx.load(request.param)
+
+
+@pytest.fixture(scope="module")
+def read():
+    return tokenizers.Tokenizer.from_file(str(GENAI / "tokenizer.json"))
+
+
+def bytes_of(pieces):
+    """Decode tokens that are bytes, as tokenizers do."""
+    return bytes(pieces).decode("utf-8", errors="replace")
+
+
+TEXT = "naïve 🙂 日本 é"
+
+
+def test_pieces_are_of_whole_characters():
+    written = Continuation(decode=bytes_of, room=100)
+    pieces = [written.add(byte) for byte in TEXT.encode()]
+    assert "".join(pieces) == TEXT
+    assert "\ufffd" not in "".join(pieces)
+    assert sum(map(bool, pieces)) == len(TEXT)
+    cut = Continuation(decode=bytes_of, room=len(TEXT.encode()) - 1)
+    assert "".join(map(cut.add, TEXT.encode())) == TEXT[:-1]  # its last character is not whole
+    assert cut.is_done
+
+
+@pytest.mark.parametrize("stop", ["🙂", " 日", "本 é", "x", "nai", "n"])
+def test_a_text_that_ends_never_appears(stop):
+    """Nor a part of it; what only begins like it does."""
+    written = Continuation(texts=(stop, "本 é!"), decode=bytes_of, room=100)
+    pieces = [*map(written.add, TEXT.encode())]
+    shown = "".join(pieces)
+    assert written.ended == (stop in TEXT)
+    held = "" if written.ended else "本 é"
+    assert shown + held == TEXT.split(stop)[0]
+    ended = Continuation(frozenset({0}), (stop, "本 é!"), bytes_of, 100)
+    assert "".join(map(ended.add, [*TEXT.encode(), 0, 65])) == TEXT.split(stop)[0]
+    full = Continuation(texts=(stop, "本 é!"), decode=bytes_of, room=len(TEXT.encode()))
+    assert "".join(map(full.add, TEXT.encode())) == TEXT.split(stop)[0]
+
+
+def test_texts_and_messages_are_their_tokens(model, read):
+    """One or several of any kind, whose results are of the kind of the prompt."""
+    more = {"max_new_tokens": 6}
+    prompts = ["a list", CHAT, np.array([5, 17]), "of"]
+    template = "<|im_start|>user\na list<|im_end|>\n<|im_start|>assistant\n"
+    ids = [read.encode(text).ids for text in ("a list", template)]
+    rows = [model.generate(np.array(row), **more) for row in (*ids, [5, 17], read.encode("of").ids)]
+    text, answer, tokens, last = model.generate(prompts, **more)
+    np.testing.assert_array_equal(tokens, rows[2])
+    for made, row, count in ((text, rows[0], len(ids[0])), (answer, rows[1], len(ids[1]))):
+        assert made == read.decode(row[count:].tolist(), skip_special_tokens=False).rstrip("\ufffd")
+    assert isinstance(last, str)
+    assert model.generate("a list", **more) == text
+    assert model.generate(CHAT, **more) == answer
+    assert model.generate([CHAT], **more) == [answer]
+    assert model.generate(("a list", "of"), **more) == [text, last]
+
+
+def test_a_stream_is_the_text(model):
+    for prompt in ("a list", CHAT):
+        text = model.generate(prompt, max_new_tokens=9)
+        pieces = [*model.generate(prompt, max_new_tokens=9, stream=True)]
+        assert "".join(pieces) == text
+        assert len(pieces) > 2
+        stop = text[3:5]
+        cut = model.generate(prompt, max_new_tokens=9, stop=stop)
+        assert cut == text[: text.index(stop)]
+        assert "".join(model.generate(prompt, max_new_tokens=9, stop=stop, stream=True)) == cut
+
+
+@pytest.fixture
+def copy_of(tmp_path):
+    """A copy of the folder of optimum, with some files of JSON, and a template of one's own."""
+
+    def copy(template=None, **files):
+        for file in OPTIMUM.iterdir():
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+        for name, content in files.items():
+            (tmp_path / f"{name}.json").write_text(json.dumps(content))
+        if template is not None:
+            (tmp_path / "chat_template.jinja").write_text(template)
+        return jaxonnx.load(tmp_path)
+
+    return copy
+
+
+def test_stops_are_those_of_the_first_file_that_names_any(copy_of, read):
+    """They hold beside texts, and tokens replace them."""
+    ids = np.array(read.encode("a list").ids)
+    more = {"max_new_tokens": 8, "repetition_penalty": 3.0}  # which makes them differ
+    whole = jaxonnx.load(OPTIMUM).generate(ids, stop=[], **more)
+    first, second, third = [*dict.fromkeys(whole[len(ids) :].tolist())][1:4]
+    config = json.loads((OPTIMUM / "config.json").read_text())
+
+    def length(stop):
+        return len(ids) + 1 + whole[len(ids) :].tolist().index(stop)
+
+    model = copy_of(
+        genai_config={"model": {"eos_token_id": [first, 2]}},
+        generation_config={"eos_token_id": second},
+        config=config | {"eos_token_id": third},
+    )
+    assert len(model.generate(ids, **more)) == length(first)
+    assert len(model.generate(ids, stop="never written", **more)) == length(first)
+    assert len(model.generate(ids, stop=third, **more)) == length(third)
+    assert len(model.generate(ids, stop=[third, "never written"], **more)) == length(third)
+    assert len(model.generate(ids, stop=[], **more)) == len(whole)
+    text = model.generate("a list", **more)
+    assert text == read.decode(whole[len(ids) : length(first) - 1].tolist()).rstrip("\ufffd")
+    model = copy_of(genai_config={}, generation_config={"eos_token_id": second})
+    assert len(model.generate(ids, **more)) == length(second)
+    model = copy_of(generation_config={}, genai_config={}, config=config | {"eos_token_id": third})
+    assert len(model.generate(ids, **more)) == length(third)
+
+
+def test_the_template_gets_its_variables(copy_of):
+    model = copy_of("{{ messages[0].content }}{% if enable_thinking %} of{% endif %}")
+    written = [
+        model.generate(CHAT, max_new_tokens=5, chat_template_kwargs={"enable_thinking": x})
+        for x in (False, True)
+    ]
+    assert written == [model.generate(t, max_new_tokens=5) for t in ("a list", "a list of")]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "arguments", "message"),
+    [
+        (["a", "list"], {"stream": True}, "stream=True is for one prompt, and there are 2"),
+        (7, {}, "prompts must be texts, lists of messages .* or arrays of tokens"),
+        ([CHAT, "a", [0.5]], {}, "tokens to continue are integers"),
+        ("a", {"stream": True, "max_new_tokens": 0}, "max_new_tokens must be"),
+        ([{"content": "a"}], {}, "messages must be objects with a role"),
+    ],
+)
+def test_prompts_that_do_not_fit_are_refused_at_once(prompts, arguments, message):
+    with pytest.raises((jaxonnx.Error, ValueError), match=message):
+        jaxonnx.load(GENAI).generate(prompts, **{"max_new_tokens": 2, **arguments})
+
+
+def test_texts_need_a_folder():
+    model = jaxonnx.load(GENAI / "model.onnx")
+    with pytest.raises(jaxonnx.InputError, match="not loaded from a folder"):
+        model.generate("a list", max_new_tokens=2)
+
+
+LINE = ["--max-new-tokens", "6"]
+
+
+def test_the_command_prints_the_text(capsys, tmp_path):
+    model = jaxonnx.load(GENAI)
+    assert main(["generate", str(GENAI), "--prompt", "a list", *LINE]) == 0
+    assert capsys.readouterr().out == model.generate("a list", max_new_tokens=6) + "\n"
+    chat = ["generate", str(GENAI), "--chat", "--prompt", "a list", "--json", *LINE]
+    assert main(chat) == 0
+    written = json.loads(capsys.readouterr().out)
+    assert written == {"prompt": "a list", "text": model.generate(CHAT, max_new_tokens=6)}
+    sampling = {"temperature": 3.0, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "seed": 4}
+    sampling |= {"repetition_penalty": 1.2}
+    flags = [f"--{n.replace('_', '-')}={x}" for n, x in sampling.items()]
+    assert main(["generate", str(GENAI), "--prompt", "a list", *LINE, *flags]) == 0
+    drawn = model.generate("a list", max_new_tokens=6, **sampling)
+    assert capsys.readouterr().out == drawn + "\n"
+    stop = ["--stop", drawn[2:4], "--stop", "never written"]
+    assert main(["generate", str(GENAI), "--prompt", "a list", *LINE, *flags, *stop]) == 0
+    assert capsys.readouterr().out == drawn[: drawn.index(drawn[2:4])] + "\n"
+    assert main(["generate", str(GENAI), "--prompt", "a", "--system", "b"]) == 2
+    assert "--system is for chats: pass --chat as well" in capsys.readouterr().err
+
+
+def test_adapters_change_what_commands_print(capsys, tmp_path):
+    model = jaxonnx.load(GENAI)
+    adapted = jaxonnx.LoRA(rank=2, where="all-linear").attach(model, jax.random.key(0))
+    adapted = adapted.replace(params={n: x + 0.3 for n, x in adapted.params.items()})
+    jaxonnx.Adapters.of(adapted).save(tmp_path / "a.npz")
+    line = ["generate", str(GENAI), "--prompt", "a list", *LINE]
+    assert main([*line, "--adapter", str(tmp_path / "a.npz")]) == 0
+    text = adapted.generate("a list", max_new_tokens=6)
+    assert text != model.generate("a list", max_new_tokens=6)
+    assert capsys.readouterr().out == text + "\n"
+
+
+def test_a_chat_keeps_its_history(capsys, monkeypatch):
+    model, messages = jaxonnx.load(GENAI), [{"role": "system", "content": "of"}]
+    for line in ("a list", "a tuple"):
+        messages.append({"role": "user", "content": line})
+        text = model.generate(messages, max_new_tokens=6)
+        messages.append({"role": "assistant", "content": text})
+    line = ["chat", str(GENAI), "--system", "of", *LINE]
+    for more, wanted in (
+        (["--json"], json.dumps({"messages": messages})),
+        ([], f"{messages[2]['content']}\n{messages[4]['content']}"),
+    ):
+        monkeypatch.setattr("sys.stdin", io.StringIO("a list\n\n a tuple"))
+        assert main([*line, *more]) == 0
+        assert capsys.readouterr().out == wanted + "\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO("a list " * 60 + "\n"))
+    assert main(line) == 1
+    assert "and the model has positions for 128: begin a new one" in capsys.readouterr().err

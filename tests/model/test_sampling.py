@@ -1,0 +1,150 @@
+"""Sampling against transformers' `LogitsProcessor`s, whose scores `sampling.json` has.
+
+python -m tests.model.test_sampling    # writes it; needs torch and transformers
+"""
+
+import json
+
+import numpy as np
+import pytest
+
+import jaxonnx
+from jaxonnx.model._sampling import Sampling, process_logits
+from tests.support.paths import DATA
+
+STORED = DATA / "llm" / "sampling.json"
+GENAI = DATA / "llm" / "qwen3-genai"
+SETTINGS = [
+    {"temperature": 0.7},
+    {"temperature": 1.3, "top_k": 4},
+    {"temperature": 1.0, "top_k": 40},  # more than there are
+    {"temperature": 1.0, "top_p": 0.6},
+    {"temperature": 1.0, "top_p": 0.0},
+    {"temperature": 2.5, "top_k": 6, "top_p": 0.7},
+    {"temperature": 0.8, "min_p": 0.2},
+    {"temperature": 1.0, "min_p": 1.0},
+    {"temperature": 0.0, "repetition_penalty": 1.5},
+    {"temperature": 1.5, "top_k": 9, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 0.7},
+]
+LOGITS = np.random.default_rng(0).normal(0, 2, (3, 12)).astype(np.float32)
+PROMPTS = np.array([[1, 2, 2, 5], [0, 11, 3, 7], [4, 4, 4, 4]])
+
+
+def scores_of_transformers(settings):
+    """What transformers draws from, by the processors that its `generate` makes."""
+    torch, transformers = map(pytest.importorskip, ("torch", "transformers"))
+    names = {"vocab_size": 12, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    network = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**names, num_attention_heads=1, num_key_value_heads=1)
+    )
+    draws = settings["temperature"] > 0
+    more = {n: x for n, x in settings.items() if n != "temperature" or draws}
+    config = transformers.GenerationConfig(do_sample=draws, **({"top_k": 0} | more))
+    config._eos_token_tensor = None
+    processors = network._get_logits_processor(generation_config=config)
+    return processors(torch.tensor(PROMPTS), torch.tensor(LOGITS)).numpy()
+
+
+def process(settings):
+    sampling = Sampling(**settings)
+    seen = np.zeros(LOGITS.shape, bool)
+    np.put_along_axis(seen, PROMPTS, True, 1)
+    return np.asarray(process_logits(LOGITS, seen, sampling.top_k, sampling.numbers))
+
+
+@pytest.mark.parametrize("number", range(len(SETTINGS)))
+def test_scores_are_those_of_transformers(number):
+    wanted = np.array(json.loads(STORED.read_text())[number], np.float32)
+    np.testing.assert_allclose(process(SETTINGS[number]), wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("number", range(len(SETTINGS)))
+def test_stored_scores_are_those_of_transformers(number):
+    wanted = json.loads(STORED.read_text())[number]
+    np.testing.assert_allclose(scores_of_transformers(SETTINGS[number]), wanted, rtol=1e-6)
+
+
+def test_tokens_are_drawn_by_their_probabilities():
+    """And only those of `top_k`, of 2,000 rows of one prompt."""
+    model = jaxonnx.load(GENAI)
+    prompt = np.array([5, 17, 33, 60, 8])
+    logits = np.asarray(model.without_cache()(prompt[None], np.ones((1, 5), np.int64)))[0, -1]
+    best = np.argsort(-logits)[:3]
+    rows = model.generate(
+        [prompt] * 2000, max_new_tokens=1, temperature=2.0, top_k=3, seed=1, stop=[]
+    )
+    counts = np.array([[row[-1] == token for token in best] for row in rows]).sum(0)
+    assert counts.sum() == 2000
+    shares = np.exp(logits[best].astype(np.float64) / 2)
+    shares /= shares.sum()
+    assert (np.abs(counts / 2000 - shares) < 4 * np.sqrt(shares * (1 - shares) / 2000)).all()
+
+
+def test_repeated_tokens_are_penalized_in_greedy_search():
+    """Whatever was generated counts, too: against NumPy on the logits of whole sequences."""
+    model, prompt = jaxonnx.load(GENAI), np.array([5, 17, 33, 60, 8])
+    whole, rows = model.without_cache(), []
+    for first in (prompt, prompt[:3]):
+        ids = [*first]
+        for _ in range(8):
+            logits = np.array(whole(np.array([ids]), np.ones((1, len(ids)), np.int64)))[0, -1]
+            chosen = logits[ids]
+            logits[ids] = np.where(chosen < 0, chosen * 1.8, chosen / 1.8)
+            ids.append(int(logits.argmax()))
+        rows.append(ids)
+    more = {"max_new_tokens": 8, "stop": []}
+    assert [*model.generate(prompt, **more)] != rows[0]
+    made = model.generate([prompt, prompt[:3]], repetition_penalty=1.8, **more)
+    assert [row.tolist() for row in made] == rows
+
+
+@pytest.fixture
+def settings_of(tmp_path):
+    """A folder with search settings in its files."""
+
+    def write(genai=None, other=None):
+        folder = tmp_path / "folder"
+        folder.mkdir(exist_ok=True)
+        for file in GENAI.iterdir():
+            (folder / file.name).write_bytes(file.read_bytes())
+        config = json.loads((GENAI / "genai_config.json").read_text())
+        config["search"] = genai or {}
+        (folder / "genai_config.json").write_text(json.dumps(config))
+        (folder / "generation_config.json").write_text(json.dumps(other or {}))
+        return Sampling.of(jaxonnx.load(folder).folder, None)
+
+    return write
+
+
+def test_settings_are_those_of_the_folder_where_no_temperature_is_passed(settings_of):
+    drawn = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20}
+    greedy = {"do_sample": False, "temperature": 0.6, "repetition_penalty": 1.2}
+    assert settings_of(drawn, greedy) == Sampling(0.6, 20, 0.9)
+    assert settings_of(greedy, drawn) == Sampling(repetition_penalty=1.2)
+    assert settings_of(None, {"do_sample": True}) == Sampling(1.0, 50)  # as transformers
+    assert settings_of(None, drawn | {"top_k": 0, "min_p": 0.1}) == Sampling(0.6, None, 0.9, 0.1)
+    assert settings_of() == Sampling()
+    with pytest.warns(UserWarning, match=r"ignored: \['num_beams'\]"):
+        settings_of({"num_beams": 4, "min_length": 0})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"top_k": 0, "temperature": 1}, "top_k must be an integer of at least 1, got 0"),
+        ({"top_p": 1.5, "temperature": 1}, "top_p must be from 0 to 1, got 1.5"),
+        ({"min_p": -0.1, "temperature": 1}, "min_p must be from 0 to 1"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0"),
+        ({"temperature": "hot"}, "temperature must be a number or None"),
+        ({"top_p": 0.5, "min_p": 0.1}, "top_p, min_p: at temperature 0 the most likely"),
+        ({"top_k": 2, "temperature": None}, "top_k: at temperature 0"),  # as the folder says
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(arguments, message):
+    with pytest.raises(jaxonnx.InputError, match=message):
+        jaxonnx.load(GENAI).generate(np.array([5, 6]), max_new_tokens=1, **arguments)
+
+
+if __name__ == "__main__":
+    scores = [scores_of_transformers(settings).tolist() for settings in SETTINGS]
+    STORED.write_text(json.dumps(scores).replace("], ", "],\n") + "\n")
