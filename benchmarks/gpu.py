@@ -44,7 +44,7 @@ def list_parts(out: Path) -> dict[str, tuple[float, list[str]]]:
     files = sorted(ROOT.glob("tests/**/test_*.py"))
     marked = [str(file) for file in files if "mark.gpu" in file.read_text()]
     parts = {
-        "device": (0.2, ["-c", "import jax; print(jax.__version__, jax.devices())"]),
+        "device": (0.1, ["-c", "import jax; print(jax.__version__, jax.devices())"]),
         "tests": (0.8, ["-m", "pytest", "-m", "gpu", "-q", "-rs", "-p", "no:cacheprovider"]),
     }
     parts["tests"][1].extend(marked)
@@ -56,10 +56,10 @@ def list_parts(out: Path) -> dict[str, tuple[float, list[str]]]:
         parts[f"steps of {network}"] = (minutes, [*arguments, "--systems", *systems])
     threads = str(len(os.sched_getaffinity(0)))
     return parts | {
-        "decoder": (1.2, ["-m", "benchmarks.speed.lora", "--rounds", "10"]),
+        "decoder": (1.4, ["-m", "benchmarks.speed.lora", "--rounds", "10", "--bf16"]),
         "masks": (0.4, ["-m", "benchmarks.sparse.mask", "--rounds", "5", "--threads", threads]),
         "sparse products": (0.6, ["-m", "benchmarks.sparse.products", "--rounds", "10"]),
-        "memory": (0.4, ["-m", "benchmarks.speed.memory", "--networks", "encoder"]),
+        "memory": (0.3, ["-m", "benchmarks.speed.memory", "--networks", "encoder"]),
         "device at most": (0.4, ["-m", "benchmarks.speed.ceilings"]),
     }
 

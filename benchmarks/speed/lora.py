@@ -2,6 +2,7 @@
 
     python -m benchmarks.speed.lora [--hidden 256] [--layers 4] [--sequence 128] [--batch 8]
     python -m benchmarks.speed.lora --apart [...]    # first steps and memory of processes
+    python -m benchmarks.speed.lora --bf16 [...]     # products in bfloat16 as well
 
 A Llama with random weights, saved by `transformers` and written as ONNX by onnxruntime-genai's
 builder, or with the same nodes where that is not installed. Both sides take AdamW steps on the same
@@ -90,12 +91,13 @@ def write_alike(folder: Path, hidden: int, layers: int) -> None:
     onnx.save(packed.model.model, folder / "int4" / "model.onnx")
 
 
-def ours(path: Path, ids: np.ndarray, lora: bool):
+def ours(path: Path, ids: np.ndarray, lora: bool, rounded: bool = False):
     """Return a function that takes a step, and the bytes that XLA reserves for it."""
     import jax
     import optax
 
     import jaxonnx
+    from jaxonnx.training._precision import round_products
 
     model = jaxonnx.load(path).with_outputs("logits")
     if lora:
@@ -112,8 +114,12 @@ def ours(path: Path, ids: np.ndarray, lora: bool):
         logits, _ = model.apply_train(params, state, jax.random.key(0), **given)
         return jaxonnx.losses.causal_lm()(logits, jax.numpy.asarray(ids))
 
+    gradient = jax.value_and_grad(loss)
+    if rounded:
+        gradient = round_products(gradient, jax.numpy.bfloat16)
+
     def step(params, moments, state):
-        value, gradients = jax.value_and_grad(loss)(params, state)
+        value, gradients = gradient(params, state)
         updates, moments = optimizer.update(gradients, moments, params)
         return optax.apply_updates(params, updates), moments, value
 
@@ -128,7 +134,7 @@ def ours(path: Path, ids: np.ndarray, lora: bool):
     return run, sizes.argument_size_in_bytes + sizes.temp_size_in_bytes
 
 
-def peers(folder: Path, ids: np.ndarray, lora: bool, compiled: bool = False):
+def peers(folder: Path, ids: np.ndarray, lora: bool, compiled: bool = False, rounded: bool = False):
     """Return a function that takes PyTorch's step, and None."""
     import peft
     import torch
@@ -150,7 +156,8 @@ def peers(folder: Path, ids: np.ndarray, lora: bool, compiled: bool = False):
     call: Any = torch.compile(net) if compiled else net
 
     def run() -> float:
-        loss = call(input_ids=tokens, attention_mask=mask, labels=tokens, use_cache=False).loss
+        with torch.autocast(device, torch.bfloat16, enabled=rounded):
+            loss = call(input_ids=tokens, attention_mask=mask, labels=tokens, use_cache=False).loss
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
@@ -162,10 +169,14 @@ def peers(folder: Path, ids: np.ndarray, lora: bool, compiled: bool = False):
 SYSTEMS = {
     "LoRA": partial(ours, lora=True),
     "LoRA, base in 4 bits": partial(ours, lora=True),
+    "LoRA, bf16": partial(ours, lora=True, rounded=True),
     "full": partial(ours, lora=False),
+    "full, bf16": partial(ours, lora=False, rounded=True),
     "peft": partial(peers, lora=True),
     "peft, compiled": partial(peers, lora=True, compiled=True),
+    "peft, bf16": partial(peers, lora=True, rounded=True),
     "PyTorch, full": partial(peers, lora=False),
+    "PyTorch, full, bf16": partial(peers, lora=False, rounded=True),
     "PyTorch, full, compiled": partial(peers, lora=False, compiled=True),
 }
 
@@ -234,6 +245,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument("--apart", action="store_true", help="each in a process of its own")
     parser.add_argument("--compiled", action="store_true", help="torch.compile as well")
+    parser.add_argument("--bf16", action="store_true", help="products in bfloat16 as well")
     parser.add_argument("--one", choices=SYSTEMS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -242,7 +254,8 @@ def main() -> None:
     if options.one:
         print(json.dumps(measure_alone(options.one, options.folder, ids, options.rounds)))
         return
-    names = [name for name in SYSTEMS if options.compiled or not name.endswith("compiled")]
+    omitted = [kind for kind in ("compiled", "bf16") if not getattr(options, kind)]
+    names = [name for name in SYSTEMS if name.split(", ")[-1] not in omitted]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write(folder, options.hidden, options.layers, ["fp32", "int4"])
