@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxonnx import loggers, losses, optim, sparse, training
+    from jaxonnx._hub.checkpoints import export_safetensors
     from jaxonnx._step_files.export import export_step
     from jaxonnx._step_files.load import import_step
     from jaxonnx.errors import (
@@ -55,6 +56,7 @@ __all__ = [
     "add_training",
     "convert",
     "evaluate",
+    "export_safetensors",
     "export_step",
     "import_step",
     "kernels_first",
@@ -73,6 +75,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 _MODULES = {
+    "jaxonnx._hub.checkpoints": ("export_safetensors",),
     "jaxonnx._step_files.export": ("export_step",),
     "jaxonnx._step_files.load": ("import_step",),
     "jaxonnx.lora": ("Adapters", "LoRA"),

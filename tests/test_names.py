@@ -39,8 +39,9 @@ NO_NAMES = {
     "jaxonnx.image",
     "onnx.proto",
     "onnx.quantize",
+    "model.embed_tokens.weight",
 }
-"""Keys of records in files, a file of ONNX's specification, and a producer's name."""
+"""Keys of records in files, a file of ONNX's specification, a producer's and a tensor's name."""
 
 PROPERTIES = property, cached_property
 

@@ -16,6 +16,7 @@ import jaxonnx
 SCHEME = ("quantization/_scheme.py", "Quantization")
 QUANTIZE = ("model/_quantize.py", "quantize")
 FIND_RATE = ("training/_find_rate.py", "find_rate")
+EXPORT_SAFETENSORS = ("_hub/checkpoints.py", "export_safetensors")
 SENSITIVITY = ("model/_quantize.py", "sensitivity")
 GENERATE = ("model/_model.py", "Model.generate")
 

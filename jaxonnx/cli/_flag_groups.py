@@ -15,6 +15,12 @@ from jaxonnx.cli._flag_types import (
     read_flags,
 )
 
+READING = {
+    "model file": [
+        Flag("--any-batch", "accept any batch size, if the file was exported for one size", SWITCH),
+        Flag("--dequantize", "convert integer weights to floating-point parameters", SWITCH),
+    ]
+}
 PICTURES = {
     "images: the network gets (pixel * scale - mean) / std; the file may set the defaults": [
         Flag("--scale", "the factor for pixels from 0 to 255 (fallback: 1/255)", REAL),

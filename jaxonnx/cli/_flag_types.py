@@ -223,6 +223,7 @@ _KINDS: Mapping[str, Mapping[str, Any]] = {
     "bool": {"action": argparse.BooleanOptionalAction},
     "int": POSITIVE,
     "float": REAL,
+    "str": {"metavar": "PATH"},
     "Select": MANY,
     "Sequence": MANY,
 }

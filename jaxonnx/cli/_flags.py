@@ -11,8 +11,8 @@ from jaxonnx._arguments import (
     RunArguments,
     StepArguments,
 )
-from jaxonnx.cli._declarations import FIND_RATE, QUANTIZE, SCHEME, SENSITIVITY
-from jaxonnx.cli._flag_groups import GENERATION, PICTURES, TEXTS
+from jaxonnx.cli._declarations import EXPORT_SAFETENSORS, FIND_RATE, QUANTIZE, SCHEME, SENSITIVITY
+from jaxonnx.cli._flag_groups import GENERATION, PICTURES, READING, TEXTS
 from jaxonnx.cli._flag_types import (
     COUNT,
     FILE,
@@ -49,12 +49,6 @@ COMMON = {
             "allocator of the system",
             {"choices": ("keep", "default"), "default": "keep"},
         ),
-    ]
-}
-_READING = {
-    "model file": [
-        Flag("--any-batch", "accept any batch size, if the file was exported for one size", SWITCH),
-        Flag("--dequantize", "convert integer weights to floating-point parameters", SWITCH),
     ]
 }
 _EXAMPLES = [
@@ -118,7 +112,7 @@ def _training(model: Sequence[Flag], without: Sequence[str] = ()) -> dict[str, S
         "step": [*declared_flags(StepArguments), _DISTRIBUTED],
         "run": [*declared_flags(RunArguments), _RESUME_ANYWAY, _REPORT],
         "data": declared_flags(DataArguments, without=without),
-        **_READING,
+        **READING,
         **PICTURES,
         **TEXTS,
     }
@@ -133,7 +127,7 @@ VERBS: Mapping[str, Verb] = {
                 _MODEL,
                 Flag("--layers", "list every layer: shape, parameters, names of weights", SWITCH),
             ],
-            **_READING,
+            **READING,
         },
     ),
     "run": Verb(
@@ -163,7 +157,7 @@ VERBS: Mapping[str, Verb] = {
                 *_FIXED,
             ],
             "sequences of unequal length, in a .jsonl file": _PADDING,
-            **_READING,
+            **READING,
             **PICTURES,
         },
     ),
@@ -192,7 +186,7 @@ VERBS: Mapping[str, Verb] = {
             "model": [*declared_flags(ModelArguments, without=("quantize",)), _LORA_WHERE],
             "step": declared_flags(StepArguments, without=("mesh", "sharding", "metrics")),
             "data": declared_flags(DataArguments),
-            **_READING,
+            **READING,
             **PICTURES,
         },
     ),
@@ -212,7 +206,7 @@ VERBS: Mapping[str, Verb] = {
                 Flag("--plots", "a folder for plots of the tables and curves", FOLDER),
             ],
             "data": declared_flags(DataArguments),
-            **_READING,
+            **READING,
             **PICTURES,
             **TEXTS,
         },
@@ -247,7 +241,7 @@ VERBS: Mapping[str, Verb] = {
     "verify": Verb(
         "verify that every product with a sparse weight can use its sparsity",
         "jaxonnx verify sparse.onnx",
-        {"": [_MODEL], **_READING},
+        {"": [_MODEL], **READING},
     ),
     "quantize": Verb(
         "quantize weights and activations with calibration data; train --quantize trains them",
@@ -261,7 +255,7 @@ VERBS: Mapping[str, Verb] = {
                 *read_flags(*QUANTIZE, ("method", "batches", "batch_size")),
             ],
             "scheme": read_flags(*SCHEME, _SCHEME_FIELDS, {"size": "share"}),
-            **_READING,
+            **READING,
             **PICTURES,
         },
     ),
@@ -274,7 +268,7 @@ VERBS: Mapping[str, Verb] = {
                 *read_flags(*SENSITIVITY, ("types", "batches", "batch_size")),
                 Flag("--plot", "a file for a plot: .png or .svg", FILE),
             ],
-            **_READING,
+            **READING,
             **PICTURES,
         },
     ),
@@ -298,7 +292,7 @@ VERBS: Mapping[str, Verb] = {
             "step": declared_flags(StepArguments, without=("mesh", "sharding")),
             "run": declared_flags(RunArguments, names=("epochs",)),
             "data": declared_flags(DataArguments),
-            **_READING,
+            **READING,
             **PICTURES,
             **TEXTS,
         },
@@ -332,13 +326,24 @@ VERBS: Mapping[str, Verb] = {
                 _SYSTEM,
             ],
             **GENERATION,
-            **_READING,
+            **READING,
         },
     ),
     "chat": Verb(
         "talk with a language model: each line of the input is a message",
         'jaxonnx chat qwen/ --system "Answer briefly."',
-        {"": [_MODEL, _SYSTEM], **GENERATION, **_READING},
+        {"": [_MODEL, _SYSTEM], **GENERATION, **READING},
+    ),
+    "export-safetensors": Verb(
+        "write the weights of a model as a checkpoint of Hugging Face's transformers",
+        "jaxonnx export-safetensors tuned/ hf/ --original Qwen3-0.6B/ --dequantize",
+        {
+            "": [
+                _MODEL,
+                Flag("folder", "the folder to write to", FOLDER),
+                *read_flags(*EXPORT_SAFETENSORS, ("original", "dequantize", "dtype")),
+            ],
+        },
     ),
     "classify": Verb(
         "classify images with a model",
@@ -397,7 +402,7 @@ VERBS: Mapping[str, Verb] = {
                 Flag("--precision", "also time the step with it", {"choices": ("bf16", "fp16")}),
                 Flag("--rounds", "the measurements (default: 11)", {**POSITIVE, "default": 11}),
             ],
-            **_READING,
+            **READING,
         },
     ),
 }

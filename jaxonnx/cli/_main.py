@@ -34,6 +34,7 @@ _VERBS = {
     "import-step": training.import_step,
     "generate": generation.generate,
     "chat": generation.chat,
+    "export-safetensors": verbs.export_safetensors,
     "classify": verbs.classify,
     "demo": verbs.demo,
     "bench": bench.run,

@@ -184,6 +184,15 @@ def sensitivity(options: argparse.Namespace) -> Report:
     return Report({"errors": result.errors, "sizes": result.sizes}, str(result), written=written)
 
 
+def export_safetensors(options: argparse.Namespace) -> Report:
+    from jaxonnx import export_safetensors
+
+    export_safetensors(
+        options.model, options.folder, **collect_values(options, "export_safetensors")
+    )
+    return Report({"output": options.folder}, None, written=[options.folder])
+
+
 def classify(options: argparse.Namespace) -> Report:
     model = load(options.model)
     prepare = reading.preparation(model, options)

@@ -31,7 +31,8 @@ from jaxonnx.lora._merge import (
     pair,
     warn_about_ties,
 )
-from jaxonnx.lora._nodes import factor_names, magnitude_name, module_name
+from jaxonnx.lora._module_names import module_name
+from jaxonnx.lora._nodes import factor_names, magnitude_name
 from jaxonnx.lora._view import Adaption
 from jaxonnx.model import Model
 

@@ -14,7 +14,7 @@ from jaxonnx._axes import Matrix
 from jaxonnx._graph.uses import weights
 from jaxonnx.errors import InputError
 from jaxonnx.lora._merge import is_float, pair
-from jaxonnx.lora._nodes import module_name
+from jaxonnx.lora._module_names import module_name
 from jaxonnx.model import Model
 from jaxonnx.quantization import dequantize
 

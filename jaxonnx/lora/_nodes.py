@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,17 +20,6 @@ from jaxonnx.errors import InputError
 
 RANK = "lora_r"
 """The symbolic dimension of adapters that are inputs."""
-
-_SUFFIX = re.compile(r"(\.MatMul)?[./](weight|kernel|qweight)(_\w+)?$")
-
-
-def module_name(weight: str) -> str:
-    """Return the name of the module that a weight belongs to, as Olive and PEFT have it.
-
-    >>> module_name("model.layers.0.attn.q_proj.MatMul.weight_Q4")
-    'model.layers.0.attn.q_proj'
-    """
-    return _SUFFIX.sub("", weight)
 
 
 @dataclass(frozen=True)

@@ -14,18 +14,19 @@ import numpy as np
 from onnx import ModelProto
 
 from jaxonnx import quantization
+from jaxonnx._arrays import to_host
 from jaxonnx._graph.uses import weights
 from jaxonnx._rewrite.network import Network
 from jaxonnx._text import format_count, list_some
 from jaxonnx.errors import InputError
 from jaxonnx.lora._merge import Merge
+from jaxonnx.lora._module_names import module_name
 from jaxonnx.lora._nodes import (
     Factors,
     factor_names,
     factor_types,
     insert_adapters,
     magnitude_name,
-    module_name,
 )
 from jaxonnx.lowering import LowRank, norm_factors, to_array
 from jaxonnx.views import Addition, View
@@ -143,6 +144,21 @@ def file_tensors(model: Network) -> dict[str, Any]:
     norms = view.magnitudes(tensors)
     factors |= {magnitude_name(weight, module_name): norms[weight] for weight in norms}
     return {**view.without_factors(tensors), **factors}
+
+
+def read_weight(model: Network, name: str) -> np.ndarray:
+    """Return a weight with its adapter; one in few bits as float32."""
+    view, tensors = model.program.find(Adaption), model.tensors
+    if view is not None and name in view.layouts:
+        view = dataclasses.replace(view, layouts={name: view.layouts[name]})
+        if name not in view.stored:
+            return to_host(to_array(view.read(tensors)[name]))
+        (matrix,) = quantization.dequantize(model.graph, tensors, [name]).values()
+        factors = view._arrays(model, tensors)[name]
+        return matrix + (factors.change() if factors.scale is None else factors.change_of(matrix))
+    if weights(model.graph, tensors)[name].storage:
+        return quantization.dequantize(model.graph, tensors, [name])[name]
+    return to_host(to_array(tensors[name]))
 
 
 def _describe_losses(losses: Mapping[str, quantization.Loss]) -> str:

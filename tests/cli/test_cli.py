@@ -247,6 +247,16 @@ def test_sensitivity(small, capsys):
     assert "weight  size  int4" in capsys.readouterr().out
 
 
+def test_export_safetensors(tmp_path, capsys):
+    tensors = pytest.importorskip("safetensors.numpy")
+    model, folder = DATA / "llm" / "qwen3-genai", tmp_path / "hf"
+    line = f"export-safetensors {model} {folder} --original {DATA / 'llm' / 'qwen3-optimum'}"
+    assert command(f"{line} --dtype bfloat16 --json") == 0
+    assert result(capsys) == {"output": str(folder)}
+    types = {str(x.dtype) for x in tensors.load_file(folder / "model.safetensors").values()}
+    assert types == {"bfloat16"}
+
+
 def test_evaluate(small, capsys):
     line = "evaluate net.onnx data.npz --batch-size 3"
     assert command(f"{line} --json") == 0

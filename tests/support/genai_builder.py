@@ -205,6 +205,17 @@ def list_matrices(network):
     return sorted(name for name in linear if name != "lm_head")
 
 
+def describe(tensors):
+    """Return the shape of each tensor, and a sum that tells its values and their order."""
+    import numpy as np
+
+    def total(x):
+        values = np.asarray(x, np.float64).ravel()
+        return round(float(values @ np.cos(np.arange(values.size))), 6)
+
+    return {name: [[*x.shape], total(x)] for name, x in sorted(tensors.items())}
+
+
 def write_peft(network, ids):
     """Write adapters of PEFT with random numbers, and the logits with them, into `FOLDER`."""
     import numpy as np
@@ -226,22 +237,26 @@ def write_peft(network, ids):
 
 def main():
     import numpy as np
+    from safetensors.numpy import load_file
 
     FOLDER.mkdir(parents=True, exist_ok=True)
     ids = np.random.default_rng(0).integers(3, VOCABULARY, (2, 12)).tolist()
-    losses, modules = {}, {}
+    losses, modules, checkpoints = {}, {}, {}
     with tempfile.TemporaryDirectory() as place:
         for name, (precision, provider, options) in STORED.items():
             checkpoint, target = Path(place) / name, Path(place) / f"{name}-file"
             network = write_checkpoint(name, checkpoint)
             losses[name] = loss_of(network, ids)
             modules[name] = list_matrices(network)
+            if name != "gpt_oss":  # has experts in another form
+                checkpoints[name] = describe(load_file(checkpoint / "model.safetensors"))
             if name == "gemma3_text":
                 write_peft(network, ids)
             path = build(checkpoint, target, precision, provider, options)
             onnx.save(onnx.load(path), FOLDER / f"{name}.onnx")
             shutil.rmtree(target)
     (FOLDER / "losses.json").write_text(json.dumps({"ids": ids, "losses": losses}) + "\n")
+    (FOLDER / "checkpoints.json").write_text(json.dumps(checkpoints) + "\n")
     (FOLDER / "modules.json").write_text(json.dumps(modules, indent=0) + "\n")
 
 

@@ -1,0 +1,1 @@
+"""Ways to Hugging Face: names of transformers, checkpoints, and folders that the hub stores."""

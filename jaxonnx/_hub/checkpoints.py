@@ -1,0 +1,233 @@
+"""Checkpoints of transformers: `model.safetensors` and `config.json`, by the names of modules."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import ml_dtypes
+import numpy as np
+from onnx import ModelProto
+
+from jaxonnx._atomic_write import write_atomically
+from jaxonnx._graph.uses import Weight, uses_by_tensor, weights
+from jaxonnx._hub.tensor_names import HEAD, TABLE, name_weights
+from jaxonnx._io.folders import ModelFolder
+from jaxonnx._io.formats import write_safetensors
+from jaxonnx._require import check_arguments, require
+from jaxonnx._text import list_some
+from jaxonnx.errors import InputError
+from jaxonnx.lora import EXPORTED, Block, find_family, read_weight
+from jaxonnx.model import Model, as_model
+
+SHARD = 5 * 10**9
+"""The most bytes of one file, as in transformers."""
+_INDEX = "model.safetensors.index.json"
+_WEIGHTS = re.compile(r"(pytorch_)?model.*\.(safetensors|bin)(\.index\.json)?")
+_COMPANIONS = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt"),
+    *("chat_template*", "generation_config.json", "preprocessor_config.json", "*.model"),
+)
+"""Files that go along: of the tokenizer, of generation, of images."""
+_OFFSETS = ("gemma", "gemma2", "gemma3", "gemma3text", "nemotron")
+"""Model types whose norms multiply by 1 + weight."""
+
+Arrays = Mapping[str, Callable[[], np.ndarray]]
+"""Functions that make the tensors of a checkpoint, by name."""
+
+
+def export_safetensors(
+    model: Model | str | os.PathLike | bytes | ModelProto,
+    folder: str | os.PathLike,
+    *,
+    original: str | os.PathLike | None = None,
+    names: Mapping[str, str] | None = None,
+    dequantize: bool = False,
+    dtype: Literal["float32", "float16", "bfloat16"] | None = None,
+) -> None:
+    """Write a checkpoint that transformers loads, as do the converters of llama.cpp and MLX.
+
+    `model.safetensors` has the weights by transformers' names, also where onnxruntime-genai's
+    builder, optimum or mobius renamed, joined, split or transposed them: a packed QKV matrix is
+    taken apart, the 1 in the scales of Gemma's norms is taken off, rotary tables stay out, and an
+    output layer that shares the embedding's table is written once. Beyond 5 GB there are several
+    files and an index. `config.json` is that of the model's folder or of `original`, with
+    `tie_word_embeddings` and the type as the weights have them; files of the tokenizer are copied.
+    Adapters are merged.
+
+    Args:
+      model: a Model, or anything that `jaxonnx.load` accepts.
+      folder: of the checkpoint; files with the same names are replaced.
+      original: the folder of the original checkpoint, which has `config.json` and the tokenizer; or
+        this file. Folders of onnxruntime-genai have no `config.json`.
+      names: the names in transformers of tensors whose own do not tell them.
+      dequantize: write matrices in few bits as floating-point numbers, in float32 unless `dtype`
+        says otherwise.
+      dtype: of all weights; None keeps those of the file.
+
+    Raises:
+      InputError: the name of a tensor in transformers is not known; matrices are in few bits, and
+        not to be dequantized; the folder has other weights, which transformers would load.
+      Error: the package safetensors is missing.
+      OSError: a file cannot be read or written.
+    """
+    check_arguments(export_safetensors, locals())
+    net, target = as_model(model), Path(folder)
+    if net.folder is not None and net.folder.encoder:
+        raise InputError("export_safetensors takes a model of one file, not encoder and decoder")
+    meanings = weights(net.graph, net.tensors)
+    settings = _read_config(net, original)
+    family = find_family(net, settings)
+    blocks = name_weights(net, meanings, family, names or {})
+    sources = dict.fromkeys(block.source for parts in blocks.values() for block in parts)
+    stored = [f"'{name}'" for name in sources if meanings[name].storage]
+    if stored and not dequantize:
+        raise InputError(
+            f"{list_some(stored)}: transformers has no matrices in few bits of this form; "
+            "dequantize=True writes them as floating-point numbers"
+        )
+    arrays: Arrays = {
+        key: partial(_read_tensor, net, meanings, parts, _scales_from_one(key, family), dtype)
+        for key, parts in blocks.items()
+    }
+    tied = HEAD not in arrays
+    if not tied and TABLE in arrays and settings.get("tie_word_embeddings"):
+        tied = np.array_equal(arrays[HEAD](), arrays[TABLE]())
+    if tied:
+        arrays.pop(HEAD, None)
+    target.mkdir(parents=True, exist_ok=True)
+    types = _write_weights(target, arrays)
+    if settings:
+        settings.pop("quantization_config", None)
+        settings |= {"tie_word_embeddings": tied} if TABLE in arrays else {}
+        ((kind, _),) = types.most_common(1)
+        settings |= dict.fromkeys({"dtype", "torch_dtype"} & settings.keys(), kind)
+        _write_json(target / "config.json", settings)
+    else:
+        warnings.warn(
+            f"'{target}' has no config.json, which transformers needs: pass original=, the "
+            "folder of the original checkpoint",
+            stacklevel=2,
+        )
+    _copy_companions(net, original, target)
+
+
+def _scales_from_one(key: str, family: str) -> bool:
+    """Check whether a norm of transformers multiplies by 1 + weight."""
+    return key.endswith("norm.weight") and family in _OFFSETS
+
+
+def _read_tensor(
+    model: Model,
+    meanings: Mapping[str, Weight],
+    blocks: list[Block],
+    offset: bool,
+    dtype: str | None,
+) -> np.ndarray:
+    """Return a tensor of a checkpoint, made of rows of the file's tensors.
+
+    Args:
+      offset: transformers adds 1 to it.
+    """
+    pieces = []
+    for name, first, _, _, rows in sorted(blocks, key=lambda block: block.start):
+        value, place = read_weight(model, name), meanings[name].matrix
+        renamed = EXPORTED.search(name) or name in model.aliases or meanings[name].storage
+        if renamed and place is not None and value.ndim == 2:
+            # transformers' matrices have a row for each output, its tables one for each input
+            axes = (place.input, place.output) if place.lookup else (place.output, place.input)
+            value = value.transpose(axes)
+        pieces.append(value[first : first + rows] if rows else value)
+        offset = offset and not _is_added(model, name)
+    result = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+    kind = np.dtype(getattr(ml_dtypes, dtype, dtype)) if dtype else result.dtype
+    result = result.astype(np.float32) - 1 if offset else result
+    return result.astype(kind, copy=False)
+
+
+def _is_added(model: Model, name: str) -> bool:
+    """Check whether a node adds something to a vector: 1, before it scales."""
+    used = uses_by_tensor(model.graph, model.tensors)[name]
+    return any(use.node.op.name == "Add" for use in used)
+
+
+def _write_weights(target: Path, arrays: Arrays) -> Counter[str]:
+    """Write `model.safetensors`, or several files and their index; return the bytes of each type.
+
+    Raises:
+      InputError: the folder has other files of weights.
+    """
+    shards: list[list[str]] = []
+    types: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory(dir=target, prefix=".jaxonnx-") as scratch:
+        shard: dict[str, np.ndarray] = {}
+        for key in (*arrays, None):
+            value = arrays[key]() if key else np.empty(0)
+            if key is None or (shard and _count_bytes(shard) + value.nbytes > SHARD):
+                write_safetensors(Path(scratch, str(len(shards))), shard, {"format": "pt"})
+                shards.append([*shard])
+                shard = {}
+            if key is not None:
+                shard[key] = value
+                types[str(value.dtype)] += value.nbytes
+        count = len(shards)
+        names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+        names = names if count > 1 else ["model.safetensors"]
+        written = {*names, _INDEX} if count > 1 else {*names}
+        there = {path.name for path in target.iterdir() if _WEIGHTS.fullmatch(path.name)}
+        if others := sorted(there - written):
+            raise InputError(
+                f"'{target}' has {list_some(others)}, which would be read instead or as well: "
+                "remove other weights, or choose another folder"
+            )
+        for i, name in enumerate(names):
+            os.replace(Path(scratch, str(i)), target / name)
+    if count > 1:
+        places = {key: name for name, keys in zip(names, shards, strict=True) for key in keys}
+        size = {"total_size": sum(types.values())}
+        _write_json(target / _INDEX, {"metadata": size, "weight_map": places})
+    return types
+
+
+def _count_bytes(arrays: Mapping[str, np.ndarray]) -> int:
+    return sum(value.nbytes for value in arrays.values())
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    with write_atomically(path) as written:
+        written.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+
+
+def _read_config(model: Model, original: str | os.PathLike | None) -> dict[str, Any]:
+    """Return the settings of `config.json`; empty where there is none.
+
+    Raises:
+      InputError: `original` has no such file.
+      ModelError: it is damaged.
+    """
+    if original is None:
+        return model.folder.read_json("config.json") if model.folder else {}
+    path = Path(original, "config.json") if Path(original).is_dir() else Path(original)
+    require("original", os.fspath(original), path.is_file(), "a folder with config.json, or it")
+    return ModelFolder(path.parent, "").read_json(path.name)
+
+
+def _copy_companions(model: Model, original: str | os.PathLike | None, target: Path) -> None:
+    """Copy files of the tokenizer and the like, those of the model's folder first."""
+    folders = [model.folder.path] if model.folder else []
+    if original is not None:
+        folders.append(Path(original) if Path(original).is_dir() else Path(original).parent)
+    for folder in reversed(folders):
+        for path in (path for pattern in _COMPANIONS for path in folder.glob(pattern)):
+            copy = target / path.name
+            if path.is_file() and not (copy.exists() and copy.samefile(path)):
+                shutil.copyfile(path, copy)
