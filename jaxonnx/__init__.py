@@ -28,12 +28,11 @@ if TYPE_CHECKING:
         convert,
         labels,
         load,
-        quantize,
         sensitivity,
     )
     from jaxonnx.onnx_out import to_onnx
     from jaxonnx.quantization import Quantization, Sensitivity
-    from jaxonnx.training import History, Result, evaluate, train
+    from jaxonnx.training import History, Result, evaluate, quantize, train
 
 __all__ = [
     "Adapters",
@@ -81,12 +80,11 @@ _MODULES = {
     "jaxonnx.lora": ("Adapters", "LoRA"),
     "jaxonnx.lowering": ("kernels_first",),
     "jaxonnx.model": (
-        *("Model", "Value", "add_training", "convert", "labels", "load"),
-        *("quantize", "sensitivity"),
+        *("Model", "Value", "add_training", "convert", "labels", "load", "sensitivity"),
     ),
     "jaxonnx.onnx_out": ("to_onnx",),
     "jaxonnx.quantization": ("Quantization", "Sensitivity"),
-    "jaxonnx.training": ("History", "Result", "evaluate", "train"),
+    "jaxonnx.training": ("History", "Result", "evaluate", "quantize", "train"),
 }
 """Where public names are defined; errors and submodules aside."""
 

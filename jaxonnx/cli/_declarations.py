@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jaxonnx
 
 SCHEME = ("quantization/_scheme.py", "Quantization")
-QUANTIZE = ("model/_quantize.py", "quantize")
+QUANTIZE = ("training/_quantize.py", "quantize")
 FIND_RATE = ("training/_find_rate.py", "find_rate")
 EXPORT_SAFETENSORS = ("_hub/checkpoints.py", "export_safetensors")
 SENSITIVITY = ("model/_quantize.py", "sensitivity")

@@ -247,12 +247,14 @@ VERBS: Mapping[str, Verb] = {
         "quantize weights and activations with calibration data; train --quantize trains them",
         "jaxonnx quantize net.onnx data.npz -o int8.onnx\n"
         "jaxonnx quantize net.onnx data.npz -o int4.onnx --weights int4 --block 32 --skip head\n"
-        "jaxonnx quantize net.onnx photos -o mixed.onnx --bits auto --share 0.3",
+        "jaxonnx quantize net.onnx photos -o mixed.onnx --bits auto --share 0.3\n"
+        "jaxonnx quantize net.onnx data.npz -o int8.onnx --max-loss 0.005 --metric accuracy",
         {
             "": [
                 *_EXAMPLES,
                 _OUTPUT,
-                *read_flags(*QUANTIZE, ("method", "batches", "batch_size")),
+                *read_flags(*QUANTIZE, ("method", "batches", "batch_size", "max_loss", "metric")),
+                *declared_flags(RunArguments, names=("validation",)),
             ],
             "scheme": read_flags(*SCHEME, _SCHEME_FIELDS, {"size": "share"}),
             **READING,
@@ -265,7 +267,7 @@ VERBS: Mapping[str, Verb] = {
         {
             "": [
                 *_EXAMPLES,
-                *read_flags(*SENSITIVITY, ("types", "batches", "batch_size")),
+                *read_flags(*SENSITIVITY, ("types", "activations", "batches", "batch_size")),
                 Flag("--plot", "a file for a plot: .png or .svg", FILE),
             ],
             **READING,

@@ -159,15 +159,27 @@ def quantize(options: argparse.Namespace) -> Report:
     model, where = reading.read(options), reading.examples(options)
     check_suffix(options.output)
     check_writable(options.output)
-    data, preprocess = reading.unlabeled(where, model, options)
-    more = collect_values(options, "quantize") | preprocess
+    more = collect_values(options, "quantize")
+    if options.validation is not None:
+        more["validation"] = options.validation
+    if "metric" in more:
+        data, _ = reading.data(where, model, options)
+        more["preprocess"] = reading.preprocessing(options, where) or None
+        if isinstance(options.validation, Path):
+            more["validation"], _ = reading.data(options.validation, model, options)
+    else:
+        data, preprocess = reading.unlabeled(where, model, options)
+        more |= preprocess
     quantized = quantize(model, data, scheme, **more)
     if reading.image_options(options):
         quantized = images.with_preparation(quantized, reading.preparation(model, options))
     quantized.save(options.output)
     before, after = (x.to_onnx().ByteSize() for x in (model, quantized))
-    shown = f"{before:,} bytes became {after:,}"
-    return Report({"output": options.output, "bytes": after}, shown, written=[options.output])
+    values, shown = {"output": options.output, "bytes": after}, f"{before:,} bytes became {after:,}"
+    if (tried := quantized.sensitivity) is not None:
+        values |= {"loss": tried.trials[-1].loss, "wider": tried.widened}
+        shown = f"{tried}\n\n{shown}"
+    return Report(values, shown, written=[options.output])
 
 
 def sensitivity(options: argparse.Namespace) -> Report:

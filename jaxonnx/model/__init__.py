@@ -8,7 +8,12 @@ from jaxonnx.model._generate import Generator
 from jaxonnx.model._load import as_model, load
 from jaxonnx.model._model import Model, Trainable
 from jaxonnx.model._predict import hide_caches, read_inputs
-from jaxonnx.model._quantize import insert_rounding, quantize, sensitivity
+from jaxonnx.model._quantize import (
+    hide_same_caches,
+    insert_rounding,
+    read_examples,
+    sensitivity,
+)
 from jaxonnx.model._sampling import stop_tokens
 from jaxonnx.model._save import check_nodes, to_proto
 from jaxonnx.model._show import operator_name

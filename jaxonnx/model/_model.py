@@ -48,7 +48,7 @@ from jaxonnx.model._sparsity import options, with_products, with_record
 from jaxonnx.model._statistics import MOST, recompute
 from jaxonnx.model._summary import Summary, summary
 from jaxonnx.model._warnings import describe_file
-from jaxonnx.quantization import is_quantized, open_quantized
+from jaxonnx.quantization import Rounding, Sensitivity, is_quantized, open_quantized
 from jaxonnx.training_info import Training
 from jaxonnx.views import Dropout, FrozenStatistics, Remat, drop
 
@@ -80,6 +80,12 @@ class Model(Network, Rendered):
     def training(self) -> Training:
         """The `training_info` of the file as pure functions `init` and `step`."""
         return Training(self.proto, self.merge_adapters()._file_values)
+
+    @property
+    def sensitivity(self) -> Sensitivity | None:
+        """The errors by which `jaxonnx.quantize(max_loss=)` chose types, and what it tried."""
+        rounding = self.program.find(Rounding)
+        return None if rounding is None else rounding.report
 
     @property
     def warnings(self) -> tuple[str, ...]:

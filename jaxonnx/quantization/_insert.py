@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -20,15 +21,17 @@ from jaxonnx.quantization._open import Rounding
 from jaxonnx.quantization._ranges import (
     COMPARED,
     Calibration,
+    Observed,
     Parameters,
-    calibrate,
+    find_ranges,
     fit_bias,
+    observe,
     take_sample,
     weight_parameters,
 )
 from jaxonnx.quantization._rounding import learn_rounding
-from jaxonnx.quantization._scheme import Quantization
-from jaxonnx.quantization._sensitivity import choose_types, measure
+from jaxonnx.quantization._scheme import Quantization, with_weights
+from jaxonnx.quantization._sensitivity import choose_types, measure, round_weight
 from jaxonnx.quantization._sites import Sites, WeightSite, find_sites
 from jaxonnx.views import EmptyCaches
 
@@ -44,6 +47,7 @@ def insert(
     method: str | None = None,
     *,
     keep_norms: bool = False,
+    types: Mapping[str, str | None] | None = None,
 ) -> N:
     """Calibrate a network and insert QuantizeLinear and DequantizeLinear by a scheme.
 
@@ -56,38 +60,42 @@ def insert(
       keep_norms: keep a BatchNormalization, for training, if the weight of the convolution before
         it has a scale for each output channel; `fold` writes it into these scales. All others are
         folded into the weights at once.
+      types: other types of some weights and activations than the scheme's, by name. None keeps
+        floating point.
 
     Raises:
       InputError: the scheme does not fit the network.
     """
     hides_caches = unfolded.program.find(EmptyCaches) is not None
-    model = _fold_norms(unfolded)
+    model = fold_normalizations(unfolded)
     whole = without_cache(model) if hides_caches else model
     tensors = model.tensors
-    types = _value_types(whole, examples[0])
-    where = model.graph, tensors, types, model._places
-    left_out = model._factors, model.program.constants
-    sites = find_sites(*where, scheme, *left_out)
-    schemes = dict.fromkeys(sites.weights, scheme)
-    if scheme.bits == "auto":
-        schemes = _choose_types(whole, sites.weights, examples, scheme)
-        chosen = replace(scheme, where=lambda name, _: name in schemes, skip=None)
-        sites = find_sites(*where, chosen, *left_out)
+    find = find_in(model, whole, examples[0])
+    sites = find(scheme)
+    if types is None and scheme.bits == "auto":
+        types = _choose_types(whole, sites.weights, examples, scheme)
+    types = types or {}
+    kinds = {name: types.get(name, scheme.weights) for name in sites.weights}
+    of_type = {kind: with_weights(scheme, kind) for kind in kinds.values() if kind is not None}
+    schemes = {name: of_type[kind] for name, kind in kinds.items() if kind is not None}
+    if len(schemes) < len(kinds):
+        chosen = with_weights(
+            scheme, scheme.weights, where=lambda name, _: name in schemes, skip=None
+        )
+        sites = find(chosen)
     squares: dict[str, np.ndarray] = {}
     if method == "awq":
         values, squares = scale_inputs(whole, sites.weights, examples, schemes)
         model, whole = _with_values(model, values), _with_values(whole, values)
         tensors = model.tensors
-    calibration = calibrate(whole, sites.values, sites.shared, examples, scheme)
+    observed = observe(whole, sites.measured, examples)
+    calibration = find_ranges(observed, sites.shared, scheme, types)
     ranges = calibration.ranges
-    # `calibrate` leaves attention masks out. A node that reads one stays in floating point with all
-    # of its inputs: runtimes compute with integers only where every input is quantized
-    masked = {output for (output, _), name in sites.reads.items() if name not in ranges}
-    reads = {place: name for place, name in sites.reads.items() if place[0] not in masked}
+    reads = sites.select_reads(ranges)
     norms = folded_outputs(unfolded.graph, unfolded.tensors) if keep_norms else {}
     norms = {name: pair for name, pair in norms.items() if _scales_channels(sites, name, schemes)}
     if norms:
-        model = _fold_norms(unfolded, norms)
+        model = fold_normalizations(unfolded, norms)
         outputs = [norm for _, norm in norms.values()]
         model = _with_values(model, flip_negative_scales(model.graph, outputs, model.tensors))
         tensors = model.tensors
@@ -120,13 +128,14 @@ def insert(
         model = replace(model, params={**model.params, **learned})
     net = with_file(model, writer.finish(norm for _, norm in norms.values()), writer.added)
     entered = without_cache(net) if hides_caches else net
-    _warn_if_worse(entered, calibration, writer.parameters, examples, scheme.calibration)
+    _warn_if_worse(entered, calibration, observed, writer.parameters, examples, scheme.calibration)
     return enter(net, Rounding())
 
 
 def _warn_if_worse(
     model: Network,
     calibration: Calibration,
+    observed: Observed,
     names: Mapping[str, Sequence[str]],
     examples: Sequence[Sequence[Any]],
     method: str,
@@ -157,7 +166,7 @@ def _warn_if_worse(
         change = sum(jnp.square(y - z).sum() for y, z in pairs)
         return jnp.sqrt(change / jnp.maximum(sum(jnp.square(z).sum() for _, z in pairs), 1e-30))
 
-    pairs = [*zip(examples, calibration.outputs, strict=False)]  # of the first batches
+    pairs = [*zip(examples, observed.outputs, strict=False)]  # of the first batches
 
     def measure(ranges: Mapping[str, Any], count: int = COMPARED) -> np.ndarray:
         state = {**model.state, **calibrated, **ranges}
@@ -196,21 +205,27 @@ def _choose_types(
     sites: Mapping[str, WeightSite],
     examples: Sequence[Sequence[Any]],
     scheme: Quantization,
-) -> dict[str, Quantization]:
-    """Choose int8 or int4 for each weight by its error alone (`bits="auto"`).
+) -> dict[str, str | None]:
+    """Choose int4, int8 or None (float32) for each weight by its error alone (`bits="auto"`)."""
+    learned = {name: site for name, site in sites.items() if name in model.params}
+    ladders = dict.fromkeys(learned, ("int4", "int8", None))
+    schemes = {kind: with_weights(scheme, kind) for kind in ("int4", "int8")}
+    errors = measure(model, ladders, partial(round_weight, model, learned, schemes), examples[:4])
+    sizes = {name: int(model.params[name].size) for name in learned}
+    return dict.fromkeys(sites) | choose_types(errors, ladders, sizes, scheme.size or 1)
 
-    Returns:
-      A scheme for each weight; weights that stay float32 are left out.
+
+def find_in(model: Network, whole: Network, inputs: Sequence[Any]) -> Callable[..., Sites]:
+    """Return `find_sites` of a network, as a function of the scheme.
+
+    Args:
+      model: the network.
+      whole: the same without caches.
+      inputs: one batch, in the order of the inputs of `whole`.
     """
-    kinds = ("int8", "int4")
-    schemes: dict[str, Quantization] = {
-        kind: replace(scheme, weights=kind, bits=None, size=None) for kind in kinds
-    }
-    sites = {name: site for name, site in sites.items() if name in model.params}
-    errors = measure(model, sites, examples[:4], schemes)
-    sizes = {name: int(model.params[name].size) for name in sites}
-    types = choose_types(errors, sizes, scheme.size or 1)
-    return {name: schemes[kind] for name, kind in types.items() if kind is not None}
+    types = _value_types(whole, inputs)
+    left_out = {"factors": model._factors, "buffers": model.program.constants}
+    return partial(find_sites, model.graph, model.tensors, types, model._places, **left_out)
 
 
 def _value_types(model: Network, inputs: Sequence[Any]) -> dict[str, np.dtype]:
@@ -237,7 +252,7 @@ def _value_types(model: Network, inputs: Sequence[Any]) -> dict[str, np.dtype]:
     return types | given
 
 
-def _fold_norms(model: N, keep: Collection[str] = ()) -> N:
+def fold_normalizations(model: N, keep: Collection[str] = ()) -> N:
     """Fold each BatchNormalization into the convolution before it."""
     proto, values = fold_norms(model.proto, model.graph, model.tensors, keep)
     net = _with_values(with_file(model, proto), values)

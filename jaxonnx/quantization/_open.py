@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -18,7 +18,13 @@ N = TypeVar("N", bound=Network)
 
 @dataclass(frozen=True)
 class Rounding(View):
-    """The file has integers where the network rounds weights; its record says which (`Record`)."""
+    """The file has integers where the network rounds weights; its record says which (`Record`).
+
+    Attributes:
+      report: the `Sensitivity` by which types were chosen, if they were.
+    """
+
+    report: Any = field(default=None, compare=False)
 
     def leave(self, network: N, form: str | None) -> tuple[N, list[Addition]]:
         network, _ = super().leave(network, form)

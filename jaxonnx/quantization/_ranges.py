@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -124,41 +125,38 @@ def fit_bias(parameters: Parameters, bias: Any, step: float) -> Parameters:
     return parameters._replace(scale=np.maximum(scale, np.float32(greatest / (step * 2.0**30))))
 
 
+class Observed(NamedTuple):
+    """Activations on calibration data."""
+
+    limits: dict[str, np.ndarray]
+    """The minimum and maximum of each batch, [batches, 2], by the name of the activation."""
+    samples: dict[str, np.ndarray]
+    """Some of the elements."""
+    sizes: dict[str, int]
+    """The number of elements of a batch."""
+    outputs: list[list[Any]]
+    """Samples of the network's outputs, of the first `COMPARED` batches."""
+
+
 class Calibration(NamedTuple):
-    """Ranges of activations, and what calibrated ones are compared with."""
+    """Ranges of activations, and the widest ones, which calibrated ones are compared with."""
 
     ranges: dict[str, Parameters]
     """By the name of the activation."""
     widest: dict[str, Parameters]
     """The ranges from the minimum to the maximum of all data."""
-    outputs: list[list[Any]]
-    """Samples of the network's outputs before quantization, of the first `COMPARED` batches."""
 
 
-def calibrate(
-    model: Network,
-    values: Sequence[str],
-    shared: Mapping[str, str],
-    batches: Iterable[Sequence[Any]],
-    scheme: Quantization,
-) -> Calibration:
-    """Measure the ranges of activations on calibration data.
-
-    Attention masks are left out: they hold numbers near the lowest of float32, and rounding them
-    together with zeros would destroy the scores that they are added to.
+def observe(model: Network, values: Iterable[str], batches: Iterable[Sequence[Any]]) -> Observed:
+    """Evaluate a network on calibration data and record its activations.
 
     Args:
       model: the network before quantization.
       values: the names of the activations.
-      shared: for an activation that has the range of another one, the other.
       batches: inputs, in the order of the model's.
-      scheme: the type of activations and the method of calibration.
-
-    Raises:
-      InputError: an activation is not finite.
     """
     # the program returns the measured values behind the outputs of the graph
-    measured = [name for name in values if name not in shared]
+    measured = [*values]
     program, first = model.program.with_values(measured), len(model.graph.outputs)
     names = [value.name for value in model.inputs]
 
@@ -167,42 +165,64 @@ def calibrate(
         outputs = program.evaluate(params, state, dict(zip(names, inputs, strict=True)))
         flat = [x.reshape(-1).astype(jnp.float32) for x in outputs[first:]]
         limits = [jnp.stack([x.min(), x.max()]) for x in flat]
-        return (
-            limits,
-            [*map(take_sample, flat)],
-            [*map(take_sample, jax.tree.leaves(outputs[:first]))],
-        )
+        sizes, samples = [x.size for x in flat], [*map(take_sample, flat)]
+        return (limits, samples, sizes), [*map(take_sample, jax.tree.leaves(outputs[:first]))]
 
-    limits: list[np.ndarray] = []
-    samples: list[list[np.ndarray]] = []
-    outputs: list[list[Any]] = []
+    parts, outputs = [], []
     for inputs in batches:
-        *measures, results = read(model.params, model.state, tuple(inputs))
-        found, sample = jax.device_get(measures)
-        limits.append(np.asarray(found).reshape(-1, 2))
-        samples.append(sample)
+        part, results = read(model.params, model.state, tuple(inputs))
+        parts.append(jax.device_get(part))
         outputs += [results] * (len(outputs) < COMPARED)
-    if not measured:
-        return Calibration({}, {}, outputs)
-    low, high = np.min([x[:, 0] for x in limits], 0), np.max([x[:, 1] for x in limits], 0)
-    ends = low, high
-    if scheme.calibration == "average":
-        low, high = np.mean(limits, 0).T
+    limits, samples, sizes = (
+        {name: [part[k][i] for part in parts] for i, name in enumerate(measured)} for k in range(3)
+    )
+    return Observed(
+        {name: np.stack(x) for name, x in limits.items()},
+        {name: np.concatenate(x) for name, x in samples.items()},
+        {name: int(x[0]) for name, x in sizes.items()},
+        outputs,
+    )
+
+
+def find_ranges(
+    observed: Observed,
+    shared: Mapping[str, str],
+    scheme: Quantization,
+    types: Mapping[str, str | None],
+) -> Calibration:
+    """Choose the ranges of activations.
+
+    Attention masks are left out: they hold numbers near the lowest of float32, and rounding them
+    together with zeros would destroy the scores that they are added to.
+
+    Args:
+      observed: the activations, but for those of `shared`.
+      shared: for an activation that has the range of another one, the other.
+      scheme: the type of activations and the method of calibration.
+      types: other types of some activations. Those with None are left out.
+
+    Raises:
+      InputError: an activation is not finite.
+    """
     result, widest = {}, {}
-    for i, name in enumerate(measured):
-        if low[i] <= _HIDDEN and high[i] < -_HIDDEN:
+    for name, limits in observed.limits.items():
+        kind = types.get(name, scheme.activations)
+        low, high = limits[:, 0].min(), limits[:, 1].max()
+        if kind is None or (low <= _HIDDEN and high < -_HIDDEN):
             continue
-        if not np.isfinite([low[i], high[i]]).all():
+        if not np.isfinite([low, high]).all():
             raise InputError(
                 f"'{name}' is not finite for some example of the calibration data, so that it has "
                 "no range"
             )
-        seen = np.concatenate([part[i] for part in samples])
-        result[name] = _parameters(*_range(low[i], high[i], seen, scheme), scheme)
-        widest[name] = _parameters(*_with_zero(*(end[i] for end in ends)), scheme)
-    origins = {name: _origin(name, shared) for name in values}
+        own = replace(scheme, activations=kind) if kind != scheme.activations else scheme
+        widest[name] = _parameters(*_with_zero(low, high), own)
+        if scheme.calibration == "average":
+            low, high = limits.mean(0)
+        result[name] = _parameters(*_range(low, high, observed.samples[name], own), own)
+    origins = {name: find_origin(name, shared) for name in (*observed.limits, *shared)}
     ranges = {name: result[origin] for name, origin in origins.items() if origin in result}
-    return Calibration(ranges, widest, outputs)
+    return Calibration(ranges, widest)
 
 
 def take_sample(x: jax.Array) -> jax.Array:
@@ -210,7 +230,7 @@ def take_sample(x: jax.Array) -> jax.Array:
     return x.reshape(-1)[:: max(-(-x.size // _SAMPLE), 1)]
 
 
-def _origin(name: str, shared: Mapping[str, str]) -> str:
+def find_origin(name: str, shared: Mapping[str, str]) -> str:
     """Return the activation whose range `name` has, through a chain of shared ranges."""
     while name in shared:
         name = shared[name]

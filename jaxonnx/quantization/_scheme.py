@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import ml_dtypes
@@ -22,6 +22,11 @@ class NumberType(NamedTuple):
     dtype: np.dtype
     opset: int
     """The first opset whose QuantizeLinear has the type, and a scale for each channel."""
+
+    @property
+    def bits(self) -> int:
+        """The bits of a number."""
+        return (ml_dtypes.iinfo if self.is_integer else ml_dtypes.finfo)(self.dtype).bits
 
     @property
     def is_integer(self) -> bool:
@@ -58,7 +63,7 @@ TYPES = {
     "int2": NumberType(np.dtype(ml_dtypes.int2), 25),
 }
 
-_WEIGHTS = ("int8", "uint8", "fp8", "int4", "uint4", "int2")
+_WEIGHTS = ("int8", "uint8", "fp8", "int16", "int4", "uint4", "int2")
 _DIALECTS: dict[str, tuple[str | None, ...]] = {
     "onnxruntime": ("uint8", "int8", "uint16", "int16", None),
     "tensorrt": ("int8", "fp8", None),
@@ -80,8 +85,8 @@ class Quantization:
     'int4'
 
     Attributes:
-      weights: the dtype of weights: "int8", "uint8", "fp8" (E4M3), "int4", "uint4" or "int2". The
-        zero point is the middle of the type, which is 0 for signed types.
+      weights: the dtype of weights: "int8", "uint8", "fp8" (E4M3), "int16", "int4", "uint4" or
+        "int2". The zero point is the middle of the type, which is 0 for signed types.
       activations: the dtype of the inputs of quantized operators: "uint8", "int8", "uint16",
         "int16" or "fp8". None quantizes weights only.
       per_channel: one scale per output channel of a weight, instead of one per weight.
@@ -107,10 +112,15 @@ class Quantization:
       reduce_range: use 7 of the 8 bits of weights. Sums of two products then fit into 16 bits,
         which onnxruntime needs on x86 processors with AVX2 or AVX512 but without VNNI. For
         `jaxonnx.quantize` only: training would exceed the range.
-      bits: "auto" chooses int4, int8 or float32 for each weight. The weights with the largest error
-        (`jaxonnx.sensitivity`) get more bits, so that all weights together fit into `size`.
+      bits: "auto" chooses types by their measured errors. With `size` it gives int4, int8 or
+        float32 to each weight, more bits to those with the largest errors (`jaxonnx.sensitivity`).
+        With `max_loss` all tensors start in the types of the scheme, and get 8 or 16 bits or
+        float32 until no more is lost.
       size: the size of the weights with bits="auto", as a fraction of their float32 size; more than
         0.125.
+      max_loss: what may be lost with bits="auto". `jaxonnx.quantize` says by which metric, as its
+        own argument `max_loss` does. `jaxonnx.train` takes its loss on the validation data (without
+        any, on the training data), before the first step.
       learn: what is trained besides the weights. "scales" trains all scales with the gradient of
         "Learned Step Size Quantization" (arXiv:1902.08153). "ranges" trains the scales of weights,
         while the ranges of activations follow the minimum and maximum of each batch. None keeps the
@@ -127,7 +137,7 @@ class Quantization:
         that are.
     """
 
-    weights: Literal["int8", "uint8", "fp8", "int4", "uint4", "int2"] = "int8"
+    weights: Literal["int8", "uint8", "fp8", "int16", "int4", "uint4", "int2"] = "int8"
     activations: Literal["uint8", "int8", "uint16", "int16", "fp8"] | None = "uint8"
     per_channel: bool = True
     block: int | None = None
@@ -139,6 +149,7 @@ class Quantization:
     reduce_range: bool = False
     bits: Literal["auto"] | None = None
     size: float | None = None
+    max_loss: float | None = None
     learn: Literal["scales", "ranges"] | None = "scales"
     decay: float = 0.9
     freeze: float = 0.5
@@ -165,19 +176,31 @@ class Quantization:
             raise InputError(
                 f"reduce_range needs weights of 8 bits, not {self.weights}: leave it out"
             )
-        share = 1 if self.size is None else self.size
-        if (self.bits is None) != (self.size is None) or not 0.125 <= share <= 1:
-            raise InputError(
-                "bits='auto' and size=, a share of the weights' bytes from 0.125 to 1, go "
-                f"together: bits={self.bits!r}, size={self.size!r}"
-            )
-        if self.bits and (self.weights != "int8" or self.block or self.reduce_range):
-            raise InputError(
-                "bits='auto' chooses the types: leave weights, block, reduce_range out"
-            )
+        self._check_choice()
         if self.symmetric is False and self.activations == "fp8":
             raise InputError("fp8 has no zero point: leave symmetric=False out")
         self._check_schedule()
+
+    def _check_choice(self) -> None:
+        share = 1 if self.size is None else self.size
+        limited = self.size is not None or self.max_loss is not None
+        if bool(self.bits) != limited or not 0.125 <= share <= 1:
+            raise InputError(
+                "bits='auto' and size=, a share of the weights' bytes from 0.125 to 1, or max_loss "
+                f"go together: bits={self.bits!r}, size={self.size!r}, max_loss={self.max_loss!r}"
+            )
+        if self.size is not None and (self.weights != "int8" or self.block or self.reduce_range):
+            raise InputError(
+                "bits='auto' chooses the types: leave weights, block, reduce_range out"
+            )
+        if self.max_loss is None:
+            return
+        fits = 0 <= self.max_loss < math.inf
+        require("max_loss", self.max_loss, fits, "a finite number of at least 0")
+        if self.size is not None or self.reduce_range or "fp8" in (self.weights, self.activations):
+            raise InputError(
+                "max_loss chooses among integer types: leave size, reduce_range and fp8 out"
+            )
 
     def _check_schedule(self) -> None:
         if self.learn == "ranges" and self.activations is None:
@@ -219,9 +242,10 @@ class Quantization:
     @property
     def opset(self) -> int:
         """The first ONNX opset that has the types and blocks of this scheme."""
-        weights = "int4" if self.bits else self.weights
+        weights = "int4" if self.size is not None else self.weights
         types = [TYPES[name].opset for name in (weights, self.activations) if name]
-        return max(*types, _BLOCKS_SINCE if self.block else 0)
+        wider = self.max_loss is not None and self.dialect != "tensorrt"  # types of 16 bits
+        return max(*types, _BLOCKS_SINCE if self.block or wider else 0)
 
     @property
     def is_symmetric(self) -> bool:
@@ -236,6 +260,12 @@ class Quantization:
         kind = TYPES[self.weights]
         least, most = (limit - kind.middle for limit in kind.limits)
         return (least // 2, most // 2) if self.reduce_range else (least, most)
+
+
+def with_weights(scheme: Quantization, kind: str, **changes: Any) -> Quantization:
+    """Return a scheme with one type of weights, in place of a choice (`bits`)."""
+    free = {"bits": None, "size": None, "max_loss": None}
+    return replace(scheme, weights=kind, **free, **changes)  # type: ignore[arg-type]
 
 
 def make_schedule(

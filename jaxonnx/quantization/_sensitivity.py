@@ -1,12 +1,11 @@
-"""`sensitivity`: the error of the outputs when a single weight is quantized or made sparse."""
+"""`sensitivity`: the error of the outputs when a single tensor is quantized or made sparse."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -17,155 +16,252 @@ from jaxonnx.quantization._ranges import spread_scale, weight_parameters
 from jaxonnx.quantization._scheme import TYPES, Quantization
 from jaxonnx.quantization._sites import WeightSite
 
+Changes = Mapping[str, Any] | None
+"""New values of parameters and state by name; None for a pattern that does not fit."""
+
+
+class Trial(NamedTuple):
+    """A choice of types that `jaxonnx.quantize(max_loss=)` evaluated."""
+
+    loss: float
+    """What it loses relative to floating point, in units of the metric."""
+    size: int
+    """The bytes of the weights, and of the activations of one example."""
+    widened: Mapping[str, str | None]
+    """The tensors with other types than the narrowest; None is floating point."""
+
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """The error that each weight causes when only it is quantized; prints as a table, largest
+    """The error that each tensor causes when only it is quantized; prints as a table, largest
     first.
 
     Attributes:
-      errors: by name of the weight, then by dtype or pattern: the mean squared change of the
-        outputs, divided by their mean square.
-      sizes: the number of elements of each weight.
+      errors: by name of the weight or activation, then by dtype or pattern: the mean squared change
+        of the outputs, divided by their mean square.
+      sizes: the number of elements of each weight, and of each activation for one example.
+      trials: what `jaxonnx.quantize(max_loss=)` evaluated, in order; the last one is its result.
     """
 
     errors: Mapping[str, Mapping[str, float]]
     sizes: Mapping[str, int]
+    trials: Sequence[Trial] = field(default=(), kw_only=True)
 
     @property
     def types(self) -> tuple[str, ...]:
         """The dtypes and patterns that were measured."""
-        return tuple(next(iter(self.errors.values())))
+        return tuple(dict.fromkeys(kind for row in self.errors.values() for kind in row))
 
     @property
     def ranking(self) -> list[str]:
-        """The names of the weights, sorted by their largest error, in descending order."""
+        """The names of the tensors, sorted by their largest error, in descending order."""
         return sorted(self.errors, key=lambda name: -max(self.errors[name].values()))
 
+    @property
+    def widened(self) -> dict[str, str]:
+        """The types of the tensors that the last trial gives more bits."""
+        return (
+            {n: t or "float32" for n, t in self.trials[-1].widened.items()} if self.trials else {}
+        )
+
     def __str__(self) -> str:
+        def show(name: str, kind: str) -> str:
+            return f"{self.errors[name][kind]:.2e}" if kind in self.errors[name] else ""
+
         rows = [
-            (name, f"{self.sizes[name]:,}", *(f"{e:.2e}" for e in self.errors[name].values()))
+            (name, f"{self.sizes[name]:,}", *(show(name, kind) for kind in self.types))
             for name in self.ranking
         ]
-        table = [("weight", "size", *self.types), *rows]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in table)
-        return "\n".join(lines)
+        head: tuple[str, ...] = "weight", "size", *self.types
+        if not self.trials:
+            return _align([head, *rows])
+        rows = [(*row, self.widened.get(row[0], "")) for row in rows]
+        tried = [
+            (f"{i}", f"{x.loss:.4g}", f"{x.size:,}", f"{len(x.widened)} of {len(rows)}")
+            for i, x in enumerate(self.trials, 1)
+        ]
+        tables = (
+            [("tensor", *head[1:], "result"), *rows],
+            [("trial", "loss", "bytes", "wider"), *tried],
+        )
+        return "\n\n".join(map(_align, tables))
 
     def plot(self, axes: Any = None) -> Any:
-        """Draw a bar for each weight and dtype, on a log axis; return the matplotlib axes."""
+        """Draw a bar for each tensor and dtype, on a log axis; return the matplotlib axes."""
         axes = new_axes(axes)
         names, height = [*self.errors], 0.8 / len(self.types)
         places = np.arange(len(names))
         for k, kind in enumerate(self.types):
-            measured = [self.errors[name][kind] for name in names]
+            measured = [self.errors[name].get(kind, np.nan) for name in names]
             values = [max(e, 1e-12) if np.isfinite(e) else np.nan for e in measured]
             axes.barh(places + k * height, values, height, label=kind)
-        axes.set_yticks(places + 0.4 - height / 2, names)
+        labels = [f"{n}: {self.widened[n]}" if n in self.widened else n for n in names]
+        axes.set_yticks(places + 0.4 - height / 2, labels)
         axes.invert_yaxis()
         axes.set(xscale="log", xlabel="relative squared change of the outputs")
         axes.legend()
         return axes
 
 
-def measure(
-    model: Network,
-    sites: Mapping[str, WeightSite],
-    examples: Sequence[Sequence[Any]],
-    schemes: Mapping[str, Quantization | None],
-) -> dict[str, dict[str, float]]:
-    """Measure the change of the outputs when one weight at a time is rounded or made sparse.
+def _align(table: Sequence[Sequence[str]]) -> str:
+    """Return the rows as lines with columns of one width."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in table)
+    return "\n".join(lines)
+
+
+def output_error(model: Network, examples: Sequence[Sequence[Any]]) -> Callable[[Network], float]:
+    """Return the squared change of the outputs of another network divided by their squares.
 
     Args:
-      model: the network in floating point.
-      sites: the weights.
+      model: the network to compare with.
       examples: batches of inputs, in the order of the model's.
-      schemes: by name; None if the name is that of a sparsity pattern.
-
-    Returns:
-      For each weight and scheme the squared change of the outputs divided by their squares.
     """
     names = [value.name for value in model.inputs]
 
-    @jax.jit
-    def evaluate(params, inputs):
-        outputs = model.program.evaluate(params, model.state, dict(zip(names, inputs, strict=True)))
+    def evaluate(network: Network, inputs: Sequence[Any]) -> list[Any]:
+        given = dict(zip(names, map(jnp.asarray, inputs), strict=True))
+        outputs = network.program(network.params, network.state, None, given)
         return [y for y in outputs if jnp.issubdtype(y.dtype, jnp.floating)]
 
-    exact = [evaluate(model.params, tuple(inputs)) for inputs in examples]
+    exact = [evaluate(model, inputs) for inputs in examples]
+    size = sum(float(jnp.square(y).sum()) for outputs in exact for y in outputs)
 
-    def error(params: Any) -> float:
-        changed, size = 0.0, 0.0
-        for inputs, expected in zip(examples, exact, strict=True):
-            found = evaluate(params, tuple(inputs))
-            changed += sum(
-                float(jnp.square(a - b).sum()) for a, b in zip(found, expected, strict=True)
-            )
-            size += sum(float(jnp.square(b).sum()) for b in expected)
+    def error(network: Network) -> float:
+        changed = sum(
+            float(jnp.square(a - b).sum())
+            for inputs, expected in zip(examples, exact, strict=True)
+            for a, b in zip(evaluate(network, inputs), expected, strict=True)
+        )
         return changed / max(size, float(np.finfo(np.float32).tiny))
 
-    result: dict[str, dict[str, float]] = {name: {} for name in sites}
-    for name, site in sites.items():
-        for kind, scheme in schemes.items():
-            w = _approximate(np.asarray(model.params[name]), site, kind, scheme)
-            value = np.inf if w is None else error({**model.params, name: jnp.asarray(w)})
-            result[name][kind] = value
+    return error
+
+
+def change_tensors(model: Network, changes: Mapping[str, Any]) -> Network:
+    """Return a network with other values of some parameters and state, and the same program."""
+    params, state = (
+        {name: jnp.asarray(changes.get(name, x)) for name, x in group.items()}
+        for group in (model.params, model.state)
+    )
+    return replace(model, params=params, state=state)
+
+
+def measure(
+    model: Network,
+    kinds: Mapping[str, Sequence[str | None]],
+    change: Callable[[str, str], Changes],
+    examples: Sequence[Sequence[Any]],
+) -> dict[str, dict[str, float]]:
+    """Measure the change of the outputs when one tensor at a time is rounded or made sparse.
+
+    Args:
+      model: the network in floating point.
+      kinds: the types or patterns to try, by the name of the tensor; None is left out.
+      change: from a name and a type to the new tensors.
+      examples: batches of inputs, in the order of the model's.
+
+    Returns:
+      For each tensor and type the squared change of the outputs divided by their squares.
+    """
+    error = output_error(model, examples)
+    result: dict[str, dict[str, float]] = {name: {} for name in kinds}
+    for name, tried in kinds.items():
+        for kind in filter(None, tried):
+            new = change(name, kind)
+            result[name][kind] = np.inf if new is None else error(change_tensors(model, new))
     return result
 
 
-def _approximate(
-    w: np.ndarray, site: WeightSite, kind: str, scheme: Quantization | None
-) -> np.ndarray | None:
+def round_weight(
+    model: Network,
+    sites: Mapping[str, WeightSite],
+    schemes: Mapping[str, Quantization | None],
+    name: str,
+    kind: str,
+) -> Changes:
     """Round a weight by a scheme, or prune it to the pattern `kind` if there is no scheme.
 
     Returns:
-      The weight, float32; None if its shape does not fit the pattern.
+      The weight by its name, float32; None if its shape does not fit the pattern.
     """
+    w, site, scheme = np.asarray(model.tensors[name]), sites[name], schemes[kind]
     if scheme is None:
         from jaxonnx import sparse
 
         pattern, axes = sparse.parse(kind, True), (site.output, site.input)
         if pattern.misfit(w.shape, axes):
             return None
-        return np.where(sparse.mask(w, pattern, axes=axes), w, 0)
+        return {name: np.where(sparse.mask(w, pattern, axes=axes), w, 0)}
     number = TYPES[scheme.weights]
     scale = spread_scale(weight_parameters(w, site, scheme), w)
     rounded = number.round(w / scale + number.middle) - number.middle
-    return (rounded * scale).astype(np.float32)
+    return {name: (rounded * scale).astype(np.float32)}
+
+
+Ladders = Mapping[str, Sequence[str | None]]
+"""The types of each tensor that are chosen among, from the narrowest. None is float32."""
+
+
+def bytes_of(kind: str | None, elements: int) -> float:
+    """Return the bytes that elements of a type take; those of None are float32."""
+    return elements * (TYPES[kind].bits if kind else 32) / 8
+
+
+def rank_steps(
+    errors: Mapping[str, Mapping[str, float]], ladders: Ladders, sizes: Mapping[str, int]
+) -> Iterator[tuple[str, str | None, float]]:
+    """Yield steps of a tensor to its next wider type, until all have their widest.
+
+    All tensors start in their narrowest type. The next step is that which saves most error for each
+    byte that it adds.
+
+    Args:
+      errors: of each tensor by type, from `measure`.
+      ladders: the types of each tensor.
+      sizes: the number of elements of each tensor.
+
+    Yields:
+      The tensor, its next type, and the bytes that this adds.
+    """
+
+    def step(name: str, i: int) -> tuple[float, float]:
+        """Return the error that the step from type i saves for each byte, and the bytes."""
+        now, after = ladders[name][i : i + 2]
+        cost = bytes_of(after, sizes[name]) - bytes_of(now, sizes[name])
+        better = errors[name][str(now)] - (errors[name][after] if after else 0.0)
+        return better / max(cost, 1e-9), cost
+
+    place = dict.fromkeys(ladders, 0)
+    while open_ := {n: step(n, i) for n, i in place.items() if i + 1 < len(ladders[n])}:
+        name = max(open_, key=lambda n: open_[n][0])
+        place[name] += 1
+        yield name, ladders[name][place[name]], open_[name][1]
 
 
 def choose_types(
-    errors: Mapping[str, Mapping[str, float]], sizes: Mapping[str, int], share: float
+    errors: Mapping[str, Mapping[str, float]],
+    ladders: Ladders,
+    sizes: Mapping[str, int],
+    share: float,
 ) -> dict[str, str | None]:
-    """Choose int4, int8 or None (float32) for each weight within a limit of their total size.
-
-    A greedy search: all weights start as int4; then the weight whose error falls most for each
-    added byte gets the next wider type, as long as one fits.
+    """Choose a type for each weight within a limit of their total size, by `rank_steps`.
 
     Args:
-      errors: of each weight by type, from `measure`.
-      sizes: the number of elements of each weight.
+      errors, ladders, sizes: as for `rank_steps`.
       share: the limit, as a fraction of the size of all weights in float32.
 
     Raises:
-      InputError: the limit is below the size with int4 for all.
+      InputError: the limit is below the size with the narrowest types for all.
     """
-    ladder: tuple[tuple[str | None, float], ...] = (("int4", 1 / 8), ("int8", 1 / 4), (None, 1.0))
-    total = sum(sizes.values())
-    step = dict.fromkeys(sizes, 0)
-    left = share * total - total / 8
+    types = {name: ladder[0] for name, ladder in ladders.items()}
+    left = sum(share * bytes_of(None, n) - bytes_of(types[name], n) for name, n in sizes.items())
     if left < 0:
         raise InputError(f"size={share} is less than four bits take, which is 0.125 of the weights")
-
-    def gain(name: str) -> tuple[float, float]:
-        """Return the error that the next type saves per size, and the size that it adds."""
-        (kind, now), (after, then) = ladder[step[name]], ladder[step[name] + 1]
-        better = errors[name][str(kind)] - (errors[name][after] if after else 0.0)
-        cost = (then - now) * sizes[name]
-        return better / cost, cost
-
-    while open_ := [n for n in sizes if step[n] + 1 < len(ladder) and gain(n)[1] <= left]:
-        name = max(open_, key=lambda n: gain(n)[0])
-        left -= gain(name)[1]
-        step[name] += 1
-    return {name: ladder[step[name]][0] for name in sizes}
+    full = set()
+    for name, kind, cost in rank_steps(errors, ladders, sizes):
+        if cost > left:
+            full.add(name)
+        elif name not in full:
+            types[name], left = kind, left - cost
+    return types

@@ -70,6 +70,20 @@ class Sites:
         """All quantized activations, each once, in the order of the nodes."""
         return tuple(dict.fromkeys((*self.reads.values(), *self.outputs)))
 
+    @property
+    def measured(self) -> tuple[str, ...]:
+        """The activations that have a range of their own."""
+        return tuple(name for name in self.values if name not in self.shared)
+
+    def select_reads(self, ranges: Collection[str]) -> dict[tuple[str, int], str]:
+        """Select the reads of nodes all of whose activations have a range.
+
+        Another node stays in floating point with all of its inputs: runtimes compute with integers
+        only where every input is quantized.
+        """
+        left_out = {output for (output, _), name in self.reads.items() if name not in ranges}
+        return {place: name for place, name in self.reads.items() if place[0] not in left_out}
+
 
 def find_sites(
     graph: Graph,

@@ -18,6 +18,7 @@ from jaxonnx.training._losses import find
 from jaxonnx.training._optimizers import optimizer
 from jaxonnx.training._plot import shade
 from jaxonnx.training._preview import Preview, preview
+from jaxonnx.training._quantize import quantize
 from jaxonnx.training._restore import restore_checkpoint
 from jaxonnx.training._result import Result
 from jaxonnx.training._settings import Settings

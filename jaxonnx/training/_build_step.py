@@ -101,12 +101,14 @@ def build_step(
     steps_per_epoch: int | None,
     examples: Source | None = None,
     platform: str | None = None,
+    held_out: Source | None = None,
 ) -> Step:
     """Return the step that trains a model as the settings say.
 
     Args:
       examples: for balanced class weights and the ranges of `quantize`.
       platform: of the run; by default that of the model's arrays.
+      held_out: for the bound of `quantize`.
     """
     notes: list[str] = []
     if settings.class_weights is not None:
@@ -114,7 +116,7 @@ def build_step(
         weights = class_weights_by_index(settings.class_weights, labels, examples, [*losses])
         settings = replace(settings, class_weights=weights)
     if settings.quantize is not None:
-        model, *notes = prepare(model, settings, examples, epochs, steps_per_epoch)
+        model, *notes = prepare(model, settings, examples, epochs, steps_per_epoch, held_out)
     step = _build_local_step(model, settings, epochs, steps_per_epoch, platform)
     step.notes = (*step.notes, *notes)
     return step if settings.mesh is None else MeshStep(step, settings.mesh, settings.sharding)

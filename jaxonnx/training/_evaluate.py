@@ -89,9 +89,15 @@ def evaluate_objective(
     examples: Source,
     labels: Sequence[str],
     progress: bool | None = None,
+    model: Model | None = None,
 ) -> dict[str, Any]:
-    """Return the values of an objective over all examples; tables get the names of classes."""
-    sums_of, merged = jax.jit(goal.sums), jax.jit(goal.merge_sums)
+    """Return the values of an objective over all examples; tables get the names of classes.
+
+    Args:
+      model: evaluated in place of the objective's, whose graph it has.
+    """
+    model = goal.model if model is None else model
+    sums_of, merged = goal.compiled_sums, jax.jit(goal.merge_sums)
     fitting: set[Any] = set()
 
     def start_batches() -> Iterator[tuple[Any, dict[str, Any]]]:
@@ -100,7 +106,7 @@ def evaluate_objective(
         for number, batch in enumerate(
             track_batches(examples.batches(0), examples.steps, progress)
         ):
-            outputs = goal.model(*batch.inputs)
+            outputs = model(*batch.inputs)
             shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), outputs)
             plain = is_zero_or_one(batch.weight)
             sizes = str((shapes, jax.tree.map(np.shape, batch.targets), plain))

@@ -417,3 +417,8 @@ def find(loss: Any) -> Loss:
         )
     function = named[loss]
     return Loss(function, function.name if isinstance(function, ClassLoss) else loss)
+
+
+def is_loss(argument: Any) -> bool:
+    """Check whether an argument is a loss, not the name of a metric."""
+    return not isinstance(argument, str) or argument in _named_losses()

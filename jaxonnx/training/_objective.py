@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -59,6 +60,11 @@ class Objective:
     measures: Mapping[str, Measure]
     names: tuple[str, ...]
     notes: tuple[str, ...]
+
+    @cached_property
+    def compiled_sums(self) -> Any:
+        """`sums`, compiled."""
+        return jax.jit(self.sums)
 
     @property
     def label_of_padding(self) -> int | None:

@@ -64,7 +64,10 @@ def prepare_run(
     settings = settings.with_length(read.examples.steps)
     if isinstance(data, Rows) and data.is_chat:
         settings = replace(settings, samples=as_messages(settings.samples))
-    step = build_step(read.model, settings, settings.epochs, read.examples.steps, read.examples)
+    step = build_step(
+        *(read.model, settings, settings.epochs, read.examples.steps, read.examples),
+        held_out=read.held_out,
+    )
     changed = augment_examples(read.examples, settings.augment, settings.seed)
     sources = add_second_model(read.model, settings.loss, [changed, read.held_out])
     return Prepared(

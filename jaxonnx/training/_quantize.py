@@ -1,15 +1,22 @@
-"""Prepare quantization-aware training: round a model, and train its scales or move its ranges."""
+"""`quantize`, after training; and the preparation of training through the rounding."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
+
+from onnx import ModelProto
 
 from jaxonnx._data.batches import Source
+from jaxonnx._require import check_arguments, require_integer
 from jaxonnx._rewrite.network import leave
 from jaxonnx.errors import InputError, TrainingError
-from jaxonnx.model import Model, insert_rounding
+from jaxonnx.model import Model, as_model, hide_same_caches, insert_rounding, read_examples
 from jaxonnx.quantization import (
+    Bound,
     MovingRanges,
     Quantization,
     is_quantized,
@@ -17,15 +24,162 @@ from jaxonnx.quantization import (
     make_schedule,
     move_ranges,
     open_quantized,
+    output_error,
     record_of,
     stored_types,
 )
+from jaxonnx.training import _objective as objective
+from jaxonnx.training._data import open_data, read_data
+from jaxonnx.training._evaluate import evaluate_objective
+from jaxonnx.training._fit_to_data import fit_to_evaluation
+from jaxonnx.training._losses import is_loss
 from jaxonnx.training._sequences import read_whole_sequences
 from jaxonnx.training._settings import Settings
+from jaxonnx.training._stopping import find_direction
 from jaxonnx.views import PackedRows
 
 _BATCHES = 16
 """The batches that ranges are measured on."""
+
+
+def quantize(
+    model: Model | str | os.PathLike | bytes | ModelProto,
+    data: Any,
+    scheme: str | Quantization = "int8",
+    *,
+    batch_size: int | None = None,
+    batches: int = _BATCHES,
+    preprocess: Any = None,
+    max_loss: float | None = None,
+    metric: str | Callable | None = None,
+    validation: Any = None,
+    method: Literal["round", "gptq", "awq"] | None = None,
+) -> Model:
+    """Quantize weights and activations of a model, with ranges calibrated on data.
+
+    The result has QuantizeLinear and DequantizeLinear nodes (QDQ), which onnxruntime, TensorRT and
+    others read from the file that `save` writes. BatchNormalization is folded into the convolution
+    before it. The parameters stay float32 until the model is saved, and every call computes with
+    the rounded values. Labels are not needed. `jaxonnx.train(..., quantize=)` recovers the accuracy
+    that rounding costs.
+
+    >>> import numpy as np, jaxonnx
+    >>> from jaxonnx import demo
+    >>> x = np.random.default_rng(0).random((64, 1, 8, 8), np.float32)
+    >>> model = jaxonnx.quantize(demo.model(), x, "int8")
+    >>> len(model.to_onnx().SerializeToString()) < len(demo.model().to_onnx().SerializeToString())
+    True
+
+    Args:
+      model: a Model, or anything that `jaxonnx.load` accepts.
+      data: inputs in any form that `Model.predict` accepts, or texts as in `jaxonnx.train`.
+        Targets are ignored. Caches of decoders that are not in the data are empty.
+      scheme: "int8", "int4", ... or a `jaxonnx.Quantization`.
+      batch_size: the number of examples per batch. Ignored for iterables.
+      batches: the number of batches to calibrate on.
+      preprocess: as in `jaxonnx.train`, for folders of images and texts.
+      max_loss: what may be lost, in units of `metric`: 0.005 is half a point of accuracy. Weights
+        and activations stay in more bits than the scheme's, or in floating point, as far as that
+        needs. The errors of single tensors (`jaxonnx.sensitivity`) say which come first. Types of
+        16 bits need opset 21.
+      metric: the metric of `max_loss`: a name as in `jaxonnx.evaluate`, like "accuracy", or a loss
+        as in `jaxonnx.train`, a name or a function of outputs and targets. By default it is the
+        squared change of the outputs relative to their squares, for which data need no targets.
+      validation: the data that `metric` is evaluated on, or the share of `data` that is held out
+        for it; with a `metric` 0.2 by default, else the batches that ranges are measured on.
+      method: how weights are rounded, by their inputs on the data instead of each to the nearest
+        value. The layers' outputs change less; compare the methods on held-out data.
+
+        * "gptq" rounds the matrices of MatMul, Gemm and pointwise Conv one input at a time. The
+          remaining ones make up for the error (GPTQ, arXiv:2210.17323).
+        * "awq" scales inputs of MatMul and Gemm such that the weights of large ones lose less, and
+          divides what computes them, such as a normalization (AWQ, arXiv:2306.00978).
+        * "round" learns for each weight of a Conv, ConvTranspose, Gemm or MatMul whether to round
+          up or down, and corrects the mean of biases (AdaRound, arXiv:2004.10568).
+
+        Weights that a method does not take are rounded to the nearest values.
+
+    Returns:
+      A model with the same inputs and outputs. Its parameters are those of `model`, after folding.
+      With `max_loss`, its `sensitivity` has the errors of the tensors and the choices that were
+      tried.
+
+    Raises:
+      InputError: the scheme does not fit the model, the model is already quantized, the data yield
+        no ranges, or `max_loss` is met in floating point only (the message has the choices that
+        were tried, and what the best of them loses).
+      TrainingError: the data do not fit the model.
+    """
+    check_arguments(quantize, locals())
+    require_integer("batches", batches)
+    net, rule = as_model(model), Quantization.of(scheme)
+    if max_loss is not None:
+        rule = replace(rule, bits="auto", size=None, max_loss=max_loss)
+    if rule.max_loss is None and (metric is not None or validation is not None):
+        raise InputError("metric and validation go with max_loss, which is None")
+    options = {"batch_size": batch_size, "preprocess": preprocess}
+    if metric is None:
+        whole, source = read_examples(net, data, **options)
+        held_out = (
+            validation if validation is None else read_examples(net, validation, **options)[1]
+        )
+    else:
+        whole, source, held_out = _read_labeled(net, data, validation, metric, options)
+    examples = [batch.inputs for batch in islice(source.batches(0), batches)]
+    bound = None
+    if rule.max_loss is not None:
+        if metric is None:
+            seen = held_out and [batch.inputs for batch in held_out.batches(0)]
+            evaluate = output_error(whole, seen or examples)
+        else:
+            evaluate = _make_evaluation(metric, held_out)
+        bound = Bound(rule.max_loss, evaluate, str(metric or "the outputs"))
+    return hide_same_caches(insert_rounding(whole, rule, examples, method, bound=bound), net)
+
+
+def _read_labeled(
+    net: Model, data: Any, validation: Any, metric: Any, options: Any
+) -> tuple[Model, Source, Any]:
+    """Read calibration data, and data with targets that a metric is evaluated on.
+
+    Returns:
+      The model, fitted to the data; batches of its inputs; batches with targets.
+    """
+    split = validation is None or isinstance(validation, int | float)
+    share = 0.2 if validation is None else validation
+    loss = metric if is_loss(metric) else None
+    settings = Settings(validation=share if split else None, loss=loss, **options)
+    labeled, settings, _ = open_data(data if split else validation, settings)
+    fitted = fit_to_evaluation(net, settings, labeled)
+    read = read_data(fitted, settings, labeled, training=split)
+    if split:
+        return read.model, read.examples, read.held_out
+    return *read_examples(net, data, **options), read.examples
+
+
+def _make_evaluation(metric: Any, examples: Any) -> Callable[[Model], float]:
+    """Return a function that evaluates a metric or loss of a model, where greater is worse.
+
+    Models that differ in their tensors only are compiled once.
+    """
+    goals: dict[int, tuple[Any, Any]] = {}
+
+    def evaluate(model: Model) -> float:
+        program = model.program
+        if id(program) not in goals:
+            if is_loss(metric):
+                goal = objective.find(read_whole_sequences(model, metric), metric, ())
+            else:
+                goal = objective.find(read_whole_sequences(model, None), None, [metric])
+            goals[id(program)] = program, goal  # the program lives as long as its id is a key
+        _, goal = goals[id(program)]
+        like = replace(goal.model, params=model.params, state=model.state)
+        (value,) = evaluate_objective(goal, examples, (), False, like).values()
+        if not isinstance(value, float):
+            raise InputError(f"metric={metric!r} is a table: pass a metric that is a number")
+        return value if is_loss(metric) else find_direction(metric)[1] * value
+
+    return evaluate
 
 
 def prepare(
@@ -34,6 +188,7 @@ def prepare(
     source: Source | None,
     epochs: int | None,
     steps_per_epoch: int | None,
+    held_out: Source | None = None,
 ) -> tuple[Model, str]:
     """Return a model that rounds as `quantize` says, with the inputs that it had, and a note.
 
@@ -42,6 +197,7 @@ def prepare(
     Args:
       source: the data to calibrate on.
       epochs, steps_per_epoch: the length of the run; None if not known.
+      held_out: the data that the bound of the scheme is evaluated on; by default `source`.
 
     Raises:
       InputError: there are no data to calibrate on, or the model is quantized to other dtypes than
@@ -49,7 +205,7 @@ def prepare(
       TrainingError: rows have several texts.
     """
     scheme: Any = settings.quantize
-    rounded, note = _round(leave(model, MovingRanges), scheme, source)
+    rounded, note = _round(leave(model, MovingRanges), settings, source, held_out)
     schedule = make_schedule(Quantization.of(scheme), epochs, steps_per_epoch)
     if schedule is not None:
         rounded, count = move_ranges(rounded, schedule)
@@ -63,8 +219,11 @@ def prepare(
     return rounded, note
 
 
-def _round(model: Model, scheme: str | Quantization, source: Source | None) -> tuple[Model, str]:
+def _round(
+    model: Model, arguments: Settings, source: Source | None, held_out: Source | None
+) -> tuple[Model, str]:
     """Return a model whose weights are rounded at their own scales or by a scheme, and a note."""
+    scheme: Any = arguments.quantize
     entry, settings = record_of(model.proto), Quantization.of(scheme)
     if entry is not None and not entry.folded:
         _check_types(model, scheme)
@@ -86,17 +245,30 @@ def _round(model: Model, scheme: str | Quantization, source: Source | None) -> t
             "reduce_range is for jaxonnx.quantize: weights that are trained leave the range"
         )
     examples = [batch.inputs for batch in islice(source.batches(0), _BATCHES)]
-    model = insert_rounding(model, settings, examples, keep_norms=True)
+    bound = None
+    if settings.max_loss is not None:
+        if arguments.loss is None:
+            raise InputError("quantize: max_loss needs loss=, which it limits the change of")
+        evaluate = _make_evaluation(arguments.loss, held_out or source)
+        bound = Bound(settings.max_loss, evaluate, "the loss")
+    model = insert_rounding(model, settings, examples, keep_norms=True, bound=bound)
     entry, activations = record_of(model.proto), "no activations"
     assert entry is not None
     weights = len(entry.names)
     if settings.activations is not None:
         activations = f"{len(entry.scales) - weights} activations to {settings.activations}"
     types = " and ".join(sorted(stored_types(model.proto, model.tensors).weights))
-    return model, (
+    note = (
         f"{weights} weights are rounded to {types} and {activations}, in training as in the "
         "saved file"
     )
+    if model.sensitivity is not None:
+        last = model.sensitivity.trials[-1]
+        note += (
+            f"; {len(model.sensitivity.widened)} tensors have more bits than that, so that the "
+            f"rounding changes the loss by {last.loss:.4g}, at most {settings.max_loss:g}"
+        )
+    return model, note
 
 
 def _check_types(model: Model, scheme: str | Quantization) -> list[str]:

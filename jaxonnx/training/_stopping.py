@@ -18,7 +18,7 @@ _END: Any = object()
 
 _SMALLER = ("loss", "mae", "mse", "perplexity")
 """Endings of the names of metrics that are better when smaller."""
-_GREATER = ("accuracy", "dice", "f1", "iou", "precision", "r2", "recall")
+_GREATER = ("accuracy", "dice", "f1", "iou", "precision", "r2", "recall", "roc_auc")
 """... and when greater; so is `top_5`, with any number."""
 
 
@@ -136,7 +136,7 @@ class Monitor:
     def __init__(self, settings: Settings, columns: list[str]):
         default = "validation_loss" if "validation_loss" in columns else "loss"
         monitor = default if settings.monitor is None else settings.monitor
-        self.name, self._sign = _direction(monitor)
+        self.name, self._sign = find_direction(monitor)
         if self.name not in columns:
             hint = (
                 "" if "validation_loss" in columns else "; pass validation= for validation metrics"
@@ -201,7 +201,7 @@ class Monitor:
         return row.get(self.name, np.nan) if row.get("phase", 3) == 3 else np.nan
 
 
-def _direction(monitor: Any) -> tuple[str, int]:
+def find_direction(monitor: Any) -> tuple[str, int]:
     """Return the name of a metric, and 1 if smaller is better, else -1."""
     if isinstance(monitor, tuple) and len(monitor) == 2 and monitor[1] in ("min", "max"):
         return monitor[0], 1 if monitor[1] == "min" else -1

@@ -79,3 +79,12 @@ def moving_range(x, low, high, count, *, to, decay, freeze=None, symmetric=0, tr
 def begin_rounding(x, rounded, count, *, start, training: Training):
     """`x` in the steps of training before the number `start`; `rounded` from then on."""
     return jnp.where(count < start, x, rounded) if training else rounded
+
+
+@op("RoundTo", since=1, domain=DOMAIN, view="same axes")
+def round_to(x, levels):
+    """`x` rounded to `levels`: scale, zero point, least and greatest integer; `x` if scale is 0."""
+    scale, zero_point, least, most = levels
+    factor = jnp.where(scale > 0, scale, 1)
+    codes = jnp.clip(jnp.rint(divide(x, factor)) + zero_point, least, most)
+    return jnp.where(scale > 0, (codes - zero_point) * factor, x)
