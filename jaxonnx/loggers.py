@@ -1,4 +1,4 @@
-"""Files that `train(on_log=...)` writes: a table, JSON lines, TensorBoard's events.
+"""Logs that `train(on_log=...)` writes: tables, JSON lines, TensorBoard, MLflow, Weights & Biases.
 
 Each is a function of a step and its metrics, as any `on_log` may be, and several go together::
 
@@ -6,7 +6,10 @@ Each is a function of a step and its metrics, as any `on_log` may be, and severa
 
 A run that is resumed continues its files: what they have of steps after the checkpoint is dropped,
 because these steps are done again. A new run replaces them. What they have of steps before a
-checkpoint is on disk before the checkpoint is.
+checkpoint is on disk before the checkpoint is. Runs of MLflow and of Weights & Biases are continued
+as well if they have the folder of the checkpoints, in which their identifiers are kept::
+
+    train(..., on_log=loggers.mlflow("digits", folder="run"), checkpoint_dir="run", resume=True)
 """
 
 import csv as tables
@@ -15,9 +18,10 @@ import math
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, ClassVar, Protocol, cast
 
 from jaxonnx._atomic_write import check_writable, write_atomically
 from jaxonnx._require import check_arguments
@@ -30,6 +34,10 @@ class Logger(Protocol):
     def __call__(self, step: int, metrics: Mapping[str, Any], /) -> None: ...
 
     def close(self) -> None: ...
+
+
+_MOST_METRICS = 1000
+"""How many numbers MLflow takes at a time."""
 
 
 def csv(path: str | os.PathLike) -> Logger:
@@ -63,6 +71,41 @@ def tensorboard(folder: str | os.PathLike) -> Logger:
     """
     check_arguments(tensorboard, locals())
     return _Events(folder)
+
+
+def wandb(project: str, *, folder: str | os.PathLike | None = None, **settings: Any) -> Logger:
+    """Log to a project of Weights & Biases, by the names that TensorBoard gets.
+
+    Args:
+      project: the name of the project.
+      folder: where the run's identifier is kept, so that a resumed run continues the same curve:
+        the folder of the checkpoints, say. None: each run is a new one.
+      settings: more of `wandb.init`: `name`, `config`, `mode="offline"`, ...
+
+    Raises:
+      Error: the package wandb is missing.
+      OSError: the folder cannot be written.
+    """
+    check_arguments(wandb, locals())
+    return _WandbRun(folder, {"project": project, **settings})
+
+
+def mlflow(experiment: str, *, folder: str | os.PathLike | None = None) -> Logger:
+    """Log to an experiment of MLflow, by the names that TensorBoard gets.
+
+    The server is that of `mlflow.set_tracking_uri` or of MLFLOW_TRACKING_URI. The numbers of steps
+    are sent with each checkpoint and at the end of each epoch.
+
+    Args:
+      experiment: its name; it is made if there is none.
+      folder: as in `wandb`.
+
+    Raises:
+      Error: the package mlflow is missing.
+      OSError: the folder cannot be written.
+    """
+    check_arguments(mlflow, locals())
+    return _MLflowRun(folder, experiment)
 
 
 class _Rows(ABC):
@@ -184,12 +227,10 @@ class _Events:
             log = self._events.SessionLog
             start = self._events.Event(**about, session_log=log(status=log.START))
             self._writer.write_event(start)
-        group = "epoch" if "epoch" in metrics else "step"
-        for name, value in metrics.items():
-            if isinstance(value, int | float) and name not in ("epoch", "step"):
-                summary = self._scalar(f"{group}/{name}", value)
-                self._writer.write_event(self._events.Event(**about, summary=summary))
-        if group == "epoch":
+        for name, value in _scalars(metrics):
+            summary = self._scalar(name, value)
+            self._writer.write_event(self._events.Event(**about, summary=summary))
+        if "epoch" in metrics:
             self.flush()
 
     def flush(self) -> None:
@@ -200,6 +241,113 @@ class _Events:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+
+class _TrackedRun(ABC):
+    """A run of a service, whose identifier a folder keeps."""
+
+    service: ClassVar[str]
+
+    def __init__(self, folder: str | os.PathLike | None):
+        try:
+            self._package: Any = import_module(self.service)
+        except ImportError as error:
+            message = f"logs of {self.service} need it: pip install {self.service}"
+            raise Error(message) from error
+        self._kept = None if folder is None else Path(folder, f"{self.service}_run.txt")
+        self._begun = False
+        if self._kept is not None:
+            self._kept.parent.mkdir(parents=True, exist_ok=True)
+            check_writable(self._kept)
+
+    def __call__(self, step: int, metrics: Mapping[str, Any], /) -> None:
+        if not self._begun:
+            resumed = step > 1 and self._kept is not None and self._kept.exists()
+            name = self._begin(self._kept.read_text("utf-8") if self._kept and resumed else None)
+            if self._kept is not None and not resumed:
+                with write_atomically(self._kept) as path:
+                    path.write_text(name, "utf-8")
+            self._begun = True
+        self._log(step, dict(_scalars(metrics)))
+
+    def close(self) -> None:
+        if self._begun:
+            self._end()
+            self._begun = False
+
+    @abstractmethod
+    def _begin(self, name: str | None) -> str: ...
+
+    @abstractmethod
+    def _log(self, step: int, values: dict[str, float]) -> None: ...
+
+    @abstractmethod
+    def _end(self) -> None: ...
+
+
+class _WandbRun(_TrackedRun):
+    service = "wandb"
+
+    def __init__(self, folder: str | os.PathLike | None, settings: Mapping[str, Any]):
+        super().__init__(folder)
+        self._settings = settings
+
+    def _begin(self, name):
+        self._run = self._package.init(**self._settings, id=name, resume="allow" if name else None)
+        # steps that are done again after a checkpoint are behind those of wandb's own counter
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        return self._run.id
+
+    def _log(self, step, values):
+        self._run.log({"step": step, **values})  # to a process of wandb's own, which outlives ours
+
+    def _end(self):
+        self._run.finish()
+
+
+class _MLflowRun(_TrackedRun):
+    service = "mlflow"
+
+    def __init__(self, folder: str | os.PathLike | None, experiment: str):
+        super().__init__(folder)
+        self._client = self._package.MlflowClient()
+        self._experiment = experiment
+        self._waiting: list[Any] = []
+
+    def _begin(self, name):
+        if name is None:
+            there = self._client.get_experiment_by_name(self._experiment)
+            number = there and there.experiment_id
+            number = number or self._client.create_experiment(self._experiment)
+            name = self._client.create_run(number).info.run_id
+        else:
+            self._client.update_run(name, status="RUNNING")
+        self._name = name
+        return name
+
+    def _log(self, step, values):
+        now, metric = int(time.time() * 1000), self._package.entities.Metric
+        self._waiting += [metric(name, value, now, step) for name, value in values.items()]
+        if "epoch/loss" in values or len(self._waiting) > _MOST_METRICS:
+            self.flush()
+
+    def flush(self):
+        while self._waiting:
+            self._client.log_batch(self._name, metrics=self._waiting[:_MOST_METRICS])
+            del self._waiting[:_MOST_METRICS]
+
+    def _end(self):
+        self.flush()
+        self._client.set_terminated(self._name)
+
+
+def _scalars(metrics: Mapping[str, Any]) -> Iterator[tuple[str, int | float]]:
+    """Yield the numbers of a step or an epoch, by the names that services get."""
+    group = "epoch" if "epoch" in metrics else "step"
+    for name, value in metrics.items():
+        if isinstance(value, int | float) and name not in ("epoch", "step"):
+            yield f"{group}/{name}", value
 
 
 def _odd(value: Any) -> bool:

@@ -91,6 +91,7 @@ BUDGETS = {
     "registry": (226, "what an operator declares of its inputs and attributes"),
     "_constraints": (200, "what a specification demands of arguments, and how it is said"),
     "docs": (305, "the reference from docstrings, and the site of pages and notebooks"),
+    "loggers": (230, "tables, lines, events, and runs of two services"),
     "demo": (200, "the digits network that the first command trains"),
 }
 """Lines of code, without comments, docstrings and blank lines, that a room may have, and for what.

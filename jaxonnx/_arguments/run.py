@@ -104,7 +104,7 @@ class RunArguments(TypedDict, total=False):
         Argument(
             form="logs",
             flag="log",
-            words="Log to a .csv or .jsonl file, or to a TensorBoard folder",
+            words="Log to a .csv or .jsonl file, a TensorBoard folder, wandb:NAME or mlflow:NAME",
         ),
     ]
     """A function `on_log(step, metrics)`, or a list of them; `jaxonnx.loggers` has some.

@@ -239,7 +239,7 @@ def _settings(
         "sparsity": sparsity,
         "lora": _lora(options) if sparsity is None else None,
         "mesh": reading.mesh(options),
-        "on_log": [_logger(path) for path in options.on_log or ()],
+        "on_log": [_logger(path, options.checkpoint_dir) for path in options.on_log or ()],
     }
     if options.resume_anyway:
         settings["resume"] = "anyway"
@@ -350,7 +350,10 @@ def _scheme(scheme: str | Mapping[str, Any] | None) -> str | partial | None:
     return partial(Quantization, **scheme)
 
 
-def _logger(path: Path) -> partial:
+def _logger(path: Path, folder: Path | None) -> partial:
+    service, _, name = str(path).partition(":")
+    if name and service in ("wandb", "mlflow"):
+        return partial(getattr(loggers, service), name, folder=folder)
     kinds = {".csv": loggers.csv, ".jsonl": loggers.jsonl, "": loggers.tensorboard}
     if path.suffix not in kinds:
         raise InputError(f"--log {path}: neither .csv, nor .jsonl, nor a folder")

@@ -208,6 +208,106 @@ def test_without_tensorboard_the_error_says_what_to_install(tmp_path, monkeypatc
         loggers.tensorboard(tmp_path)
 
 
+class Wandb:
+    """A stand-in for the package wandb, which records its calls."""
+
+    def __init__(self):
+        self.runs = {}
+
+    def init(self, *, project, id=None, resume=None, **settings):
+        assert resume == (None if id is None else "allow")
+        name = id or f"run{len(self.runs)}"
+        rows = self.runs.setdefault(name, {"project": project, "rows": [], **settings})["rows"]
+        axes = []
+        return SimpleNamespace(
+            id=name,
+            define_metric=lambda name, step_metric=None: axes.append((name, step_metric)),
+            log=rows.append,
+            finish=lambda: rows.append(axes),
+        )
+
+
+def test_wandb_continues_the_run_of_the_checkpoints(tmp_path, monkeypatch):
+    service = Wandb()
+    monkeypatch.setitem(sys.modules, "wandb", service)
+    run = tmp_path / "run"
+    log = loggers.wandb("digits", folder=run, name="first")
+    first = train(epochs=2, on_log=log, checkpoint_dir=run)
+    again = train(epochs=3, on_log=log, checkpoint_dir=run, resume=True)
+    ((name, kept),) = service.runs.items()
+    assert (kept["project"], kept["name"]) == ("digits", "first")
+    assert (run / "wandb_run.txt").read_text() == name
+    axes = [("step", None), ("*", "step")]
+    assert [row for row in kept["rows"] if isinstance(row, list)] == [axes, axes]
+    rows = [row for row in kept["rows"] if "step/loss" in row]
+    assert [row["step"] for row in rows] == list(range(1, 16))
+    assert [row["step/loss"] for row in rows] == again.history.losses
+    assert again.history.losses[:10] == first.history.losses
+    assert [row["step"] for row in kept["rows"] if "epoch/loss" in row] == [5, 10, 15]
+    train(epochs=1, on_log=log)
+    assert len(service.runs) == 2  # one that begins with the first step is a new one
+
+
+class MLflow:
+    """A stand-in for the package mlflow with the signatures of 3.17, which records its calls."""
+
+    def __init__(self):
+        self.experiments, self.runs = {}, {}
+        self.entities = SimpleNamespace(Metric=lambda *values: values)
+
+    def MlflowClient(self):
+        return self
+
+    def get_experiment_by_name(self, name):
+        number = self.experiments.get(name)
+        return number and SimpleNamespace(experiment_id=number)
+
+    def create_experiment(self, name):
+        return self.experiments.setdefault(name, f"e{len(self.experiments)}")
+
+    def create_run(self, experiment_id):
+        name = f"{experiment_id}/{len(self.runs)}"
+        self.runs[name] = {"status": ["RUNNING"], "metrics": []}
+        return SimpleNamespace(info=SimpleNamespace(run_id=name))
+
+    def update_run(self, run_id, status=None):
+        self.runs[run_id]["status"].append(status)
+
+    def log_batch(self, run_id, metrics):
+        assert 0 < len(metrics) <= 1000
+        self.runs[run_id]["metrics"] += metrics
+
+    def set_terminated(self, run_id):
+        self.runs[run_id]["status"].append("FINISHED")
+
+
+def test_mlflow_continues_the_run_of_the_checkpoints(tmp_path, monkeypatch):
+    service = MLflow()
+    monkeypatch.setitem(sys.modules, "mlflow", service)
+    run = tmp_path / "run"
+    train(epochs=2, on_log=loggers.mlflow("digits", folder=run), checkpoint_dir=run)
+    log = loggers.mlflow("digits", folder=run)
+    whole = train(epochs=3, on_log=log, checkpoint_dir=run, resume=True)
+    ((name, kept),) = service.runs.items()
+    assert name == "e0/0"
+    assert kept["status"] == ["RUNNING", "FINISHED", "RUNNING", "FINISHED"]
+    losses = [(step, value) for key, value, _, step in kept["metrics"] if key == "step/loss"]
+    assert losses == list(enumerate(whole.history.losses, 1))
+    assert [step for key, _, _, step in kept["metrics"] if key == "epoch/loss"] == [5, 10, 15]
+    before = len(kept["metrics"])
+    log(16, {"loss": 1.0})
+    assert len(kept["metrics"]) == before
+    log.flush()  # as before a checkpoint
+    assert kept["metrics"][-1][:2] == ("step/loss", 1.0)
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_without_a_service_the_error_says_what_to_install(name, monkeypatch):
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(jaxonnx.Error, match=f"pip install {name}"):
+        getattr(loggers, name)("digits")
+
+
 @pytest.mark.deep
 def test_the_algorithm_of_a_file_logs_as_well():
     model = jaxonnx.add_training(mlp(), loss=LABELS, optimizer=jaxonnx.optim.adam(0.01))
