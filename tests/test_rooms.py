@@ -67,7 +67,7 @@ FAMILIES = ("ops", "onnx_out.rules", "onnx_out.passes")
 
 
 BUDGETS = {
-    "ops": (6890, "250 operators of five domains, each as its specification writes it"),
+    "ops": (6897, "250 operators of five domains, each as its specification writes it"),
     "training": (5395, "step, loop, losses, metrics, checkpoints, reports, previews"),
     "_arguments": (315, "the arguments of train, each declared once, and the names that they take"),
     "losses": (340, "those that optax lacks: of tokens, from other models, of pairs in a batch"),
@@ -75,7 +75,7 @@ BUDGETS = {
     "_graph": (2840, "binding, and which tensor is a weight, by the habits of exporters"),
     "cli": (2020, "sixteen commands; their flags are declared where the arguments are"),
     "sparse": (2025, "patterns, the search of masks, training, packing, products and their proof"),
-    "lowering": (2060, "what XLA is quick with, or kernels, with a row in a benchmark each; forms"),
+    "lowering": (2105, "what XLA is quick with, or kernels, with a row in a benchmark each; forms"),
     "_data": (2775, "arrays, files, pictures, sequences and loaders, read as one kind of source"),
     "_run": (1410, "the evaluator, and what keeps hostile files from taking the machine"),
     "views": (395, "changes of a network and their ways back, those that belong to no feature"),

@@ -19,6 +19,8 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from jaxonnx._native import is_split
+from jaxonnx.lowering._few_bits_kernel import is_faster, multiply
 from jaxonnx.lowering._stored_array import StoredArray
 
 PART = 1 << 20
@@ -226,7 +228,18 @@ def _batch(operands, axes, *, form):
 ad.primitive_jvps[packed_product_p] = _jvp
 ad.primitive_transposes[packed_product_p] = _transpose
 batching.primitive_batchers[packed_product_p] = _batch
-mlir.register_lowering(
-    packed_product_p,
-    mlir.lower_fun(lambda *operands, form: form.on_devices(*operands), multiple_results=False),
-)
+
+
+def _lower_on_cpu(context, *operands, form):
+    exported = context.module_context.lowering_parameters.for_export
+    x, *_ = context.avals_in
+    plain = is_split(context) or exported or not form.transposed
+    if plain or len(operands) > 1 + form.count or not is_faster(x, form.unpack, form.size):
+        return _lower(context, *operands, form=form)
+    fast = lambda x, *groups, form: multiply(x, form.unpack, *groups)  # noqa: E731
+    return mlir.lower_fun(fast, multiple_results=False)(context, *operands, form=form)
+
+
+_lower = mlir.lower_fun(lambda *operands, form: form.on_devices(*operands), multiple_results=False)
+mlir.register_lowering(packed_product_p, _lower)
+mlir.register_lowering(packed_product_p, _lower_on_cpu, platform="cpu")

@@ -193,15 +193,26 @@ class _Rows:
     zeros: bool
     dtype: np.dtype
 
+    @property
+    def block(self):
+        """The codes of 4 bits that share a scale, for a kernel; 0 for other codes and types."""
+        return self.storage.block if (self.storage.bits, self.dtype) == (4, np.float32) else 0
+
+    @property
+    def middle(self):
+        return self.storage.middle
+
+    def read_zeros(self, scale, zero):
+        """Return the zero point of each block."""
+        zero = self.storage.unpack(zero, scale.shape) if zero.dtype == np.uint8 else zero
+        return zero.astype(self.dtype)
+
     def __call__(self, packed, scale, *others):
         # `others` are the zero points, if there are any, and then `g_idx`, the block of each column
-        zero, groups = others[0] if self.zeros else None, others[self.zeros :]
+        zero, groups = np.full((1, 1), self.middle, self.dtype), others[self.zeros :]
         (rows, count), columns = scale.shape, self.storage.shape[1]
-        if zero is None:
-            zero = np.full((1, count), self.storage.middle, self.dtype)
-        elif zero.dtype == np.uint8:
-            zero = self.storage.unpack(zero, scale.shape)
-        zero, scale = zero.astype(self.dtype), scale.astype(self.dtype)
+        zero = self.read_zeros(scale, others[0]) if self.zeros else zero.repeat(count, 1)
+        scale = scale.astype(self.dtype)
         if groups:
             values = self.storage.unpack(packed, (rows, columns)).astype(self.dtype)
             zero, scale = (jnp.take(x, groups[0], axis=1) for x in (zero, scale))
