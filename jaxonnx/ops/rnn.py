@@ -5,13 +5,13 @@ direction scans from the end; steps beyond a sequence's length leave the state a
 starts where its own data ends.
 """
 
-from typing import Literal
+from typing import Annotated, Any, Literal, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
 
 from jaxonnx._axes import recurrent
-from jaxonnx._constraints import NotNegative
+from jaxonnx._constraints import Default, NotNegative
 from jaxonnx.errors import NodeError
 from jaxonnx.lowering import (
     elementwise,
@@ -25,7 +25,37 @@ from jaxonnx.ops.common import widen
 from jaxonnx.registry import op
 
 MATRICES = {"w": recurrent(), "r": recurrent()}
-Direction = Literal["forward", "reverse", "bidirectional"]
+
+
+class Cell(TypedDict, total=False):
+    """The attributes of all recurrent layers in all opsets."""
+
+    activation_alpha: Any
+    activation_beta: Any
+    clip: NotNegative | None
+    hidden_size: Any
+    output_sequence: Annotated[Any, Default(0)]
+
+
+class Recurrent(Cell, total=False):
+    """The attributes that all recurrent layers have."""
+
+    direction: Annotated[Literal["forward", "reverse", "bidirectional"], Default("forward")]
+
+
+class Gated(Recurrent, total=False):
+    """The attributes of layers with gates."""
+
+    activations: Any
+
+
+class Misspelled(Cell, total=False):
+    """The attributes of the first GRU, whose schema misspells the default direction."""
+
+    activations: Any
+    direction: Annotated[
+        Literal["forward", "reverse", "bidirectional", "foward"], Default("foward")
+    ]
 
 
 def gates(count: int) -> str:
@@ -52,16 +82,31 @@ _ACTIVATIONS = {
 _REVERSED = {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}
 
 
-def activations_of(default, names, alphas, betas, clip, direction):
+def activations_of(
+    default,
+    r,
+    *,
+    activation_alpha=None,
+    activation_beta=None,
+    activations=None,
+    clip: Any = None,
+    direction="forward",
+    **_,
+):
     """Return the activation functions of each direction, with inputs clipped to [-clip, clip].
 
     Each function takes what it needs from the front of the lists of alphas and betas.
+
+    Raises:
+      NodeError: the activations or the weights `r` are not of as many directions.
     """
     count, directions = len(default), len(_REVERSED[direction])
-    names = names or default * directions
+    names = activations or default * directions
     if len(names) != count * directions:
         raise NodeError(f"{count * directions} activations are needed, {len(names)} are given")
-    remaining = iter(alphas or ()), iter(betas or ())
+    if (sets := r.shape[0]) != directions:
+        raise NodeError(f"direction {direction!r} needs {directions} sets of weights, not {sets}")
+    remaining = iter(activation_alpha or ()), iter(activation_beta or ())
 
     def function(name):
         if name.lower() not in _ACTIVATIONS:
@@ -76,14 +121,7 @@ def activations_of(default, names, alphas, betas, clip, direction):
     return [functions[i * count : (i + 1) * count] for i in range(directions)]
 
 
-def check_directions(r, direction):
-    """Raise if the weights are not of as many directions as the attribute says."""
-    count = len(_REVERSED[direction])
-    if r.shape[0] != count:
-        raise NodeError(f"direction {direction!r} needs {count} sets of weights, not {r.shape[0]}")
-
-
-def scan_over(cell, x, hidden, bias, sequence_lens, initial, direction, layout):
+def scan_over(cell, x, hidden, bias, sequence_lens, initial, *, layout=0, direction="forward", **_):
     """Compute Y and the last states over every direction d.
 
     Shapes as in the specification; `cell(d)` is (step, own gates, weight, recurrent weight, extra)
@@ -133,26 +171,22 @@ def rnn(
     sequence_lens=None,
     initial_h=None,
     *,
-    activation_alpha=None,
-    activation_beta=None,
     activations=("Tanh", "Tanh"),
-    clip: NotNegative | None = None,
-    direction: Direction = "forward",
-    hidden_size=None,
     layout=0,
-    output_sequence=0,
+    **attributes: Unpack[Recurrent],
 ):
     """H = f(X Wi' + H Ri' + Wbi + Rbi). Y is always returned, whatever `output_sequence` says."""
-    names = list(activations)[: len(_REVERSED[direction])]
-    functions = activations_of(["Tanh"], names, activation_alpha, activation_beta, clip, direction)
-    check_directions(r, direction)
+    names = list(activations)[: len(_REVERSED[attributes.get("direction", "forward")])]
+    functions = activations_of(["Tanh"], r, activations=names, **attributes)
 
     def cell(d):
         (f,) = functions[d]
         return (lambda gates, _, h: (f(gates),)), 0, w[d], r[d], None
 
-    bias = sum_of_biases(b)
-    return scan_over(cell, x, r.shape[-1], bias, sequence_lens, (initial_h,), direction, layout)
+    settings = {"layout": layout, **attributes}
+    return scan_over(
+        cell, x, r.shape[-1], sum_of_biases(b), sequence_lens, (initial_h,), **settings
+    )
 
 
 @op("GRU", since=3, weights=MATRICES, params={"b": 0.0}, shapes=gates(3))
@@ -164,15 +198,9 @@ def gru(
     sequence_lens=None,
     initial_h=None,
     *,
-    activation_alpha=None,
-    activation_beta=None,
-    activations=None,
-    clip: NotNegative | None = None,
-    direction: Direction = "forward",
-    hidden_size=None,
     layout=0,
     linear_before_reset=0,
-    output_sequence=0,
+    **attributes: Unpack[Gated],
 ):
     """Gates z (update), r (reset), h (hidden):
 
@@ -180,10 +208,7 @@ def gru(
     h = g(X Wh' + (r * H) Rh' + Rbh + Wbh), or with `linear_before_reset`
     h = g(X Wh' + r * (H Rh' + Rbh) + Wbh); H = (1 - z) * h + z * H.
     """
-    functions = activations_of(
-        ["Sigmoid", "Tanh"], activations, activation_alpha, activation_beta, clip, direction
-    )
-    check_directions(r, direction)
+    functions = activations_of(["Sigmoid", "Tanh"], r, **attributes)
     hidden = r.shape[-1]
     bias = None
     if b is not None:
@@ -201,7 +226,8 @@ def gru(
         r_zr, r_h = jnp.split(r[d], [2 * hidden])
         return reset_first(f, g), 0, w[d], r_zr, (r_h, transpose_weight(r_h))
 
-    return scan_over(cell, x, hidden, bias, sequence_lens, (initial_h,), direction, layout)
+    settings = {"layout": layout, **attributes}
+    return scan_over(cell, x, hidden, bias, sequence_lens, (initial_h,), **settings)
 
 
 def gru_step(f, g):
@@ -235,38 +261,11 @@ def reset_first(f, g):
 
 
 @op("GRU", since=1, weights=MATRICES, params={"b": 0.0}, shapes=gates(3))
-def gru_1(
-    x,
-    w,
-    r,
-    b=None,
-    sequence_lens=None,
-    initial_h=None,
-    *,
-    activation_alpha=None,
-    activation_beta=None,
-    activations=None,
-    clip: NotNegative | None = None,
-    direction: Literal["forward", "reverse", "bidirectional", "foward"] = "foward",
-    hidden_size=None,
-    output_sequence=0,
-):
+def gru_1(x, w, r, b=None, sequence_lens=None, initial_h=None, **attributes: Unpack[Misspelled]):
     """As `gru`, without `linear_before_reset`; the first schema misspells its default direction."""
-    return gru(
-        x,
-        w,
-        r,
-        b,
-        sequence_lens,
-        initial_h,
-        activation_alpha=activation_alpha,
-        activation_beta=activation_beta,
-        activations=activations,
-        clip=clip,
-        direction="forward" if direction == "foward" else direction,
-        hidden_size=hidden_size,
-        output_sequence=output_sequence,
-    )
+    direction = attributes.get("direction", "foward").replace("foward", "forward")
+    spelled: Any = {**attributes, "direction": direction}
+    return gru(x, w, r, b, sequence_lens, initial_h, **spelled)
 
 
 @op("LSTM", since=1, weights=MATRICES, params={"b": 0.0, "p": 0.0}, shapes=gates(4))
@@ -280,15 +279,9 @@ def lstm(
     initial_c=None,
     p=None,
     *,
-    activation_alpha=None,
-    activation_beta=None,
-    activations=None,
-    clip: NotNegative | None = None,
-    direction: Direction = "forward",
-    hidden_size=None,
     input_forget=0,
     layout=0,
-    output_sequence=0,
+    **attributes: Unpack[Gated],
 ):
     """Gates i, o, f (input, output, forget) and c (cell), with peepholes P:
 
@@ -296,10 +289,7 @@ def lstm(
     C = f * C + i * g(X Wc' + H Rc' + Wbc + Rbc), o = f(X Wo' + H Ro' + Po * C + Wbo + Rbo),
     H = o * h(C).
     """
-    functions = activations_of(
-        ["Sigmoid", "Tanh", "Tanh"], activations, activation_alpha, activation_beta, clip, direction
-    )
-    check_directions(r, direction)
+    functions = activations_of(["Sigmoid", "Tanh", "Tanh"], r, **attributes)
 
     def cell(d):
         f, g, h = functions[d]
@@ -307,9 +297,8 @@ def lstm(
         step = LSTM if usual else lstm_step(f, g, h, input_forget)
         return step, 0, w[d], r[d], None if p is None else p[d]
 
-    initial = initial_h, initial_c
-    bias = sum_of_biases(b)
-    return scan_over(cell, x, r.shape[-1], bias, sequence_lens, initial, direction, layout)
+    initial, settings = (initial_h, initial_c), {"layout": layout, **attributes}
+    return scan_over(cell, x, r.shape[-1], sum_of_biases(b), sequence_lens, initial, **settings)
 
 
 def lstm_step(f, g, h, input_forget):

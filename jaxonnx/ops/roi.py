@@ -1,6 +1,6 @@
 """Pooling over regions of interest."""
 
-from typing import Literal
+from typing import Annotated, Any, Literal, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 
 from jaxonnx import lowering
-from jaxonnx._constraints import NotNegative, Positive
+from jaxonnx._constraints import Default, NotNegative, Positive
 from jaxonnx._limits import check_size
 from jaxonnx.ops.common import divide, index_of
 from jaxonnx.registry import is_known, op, xp
@@ -60,30 +60,21 @@ def max_roi_pool(x, rois, *, pooled_shape, spatial_scale=1.0):
     return _per_roi(pool, rois)
 
 
+class Bins(TypedDict, total=False):
+    """The attributes of RoiAlign in all opsets."""
+
+    mode: Annotated[Literal["avg", "max"], Default("avg")]
+    output_height: Annotated[Positive, Default(1)]
+    output_width: Annotated[Positive, Default(1)]
+    sampling_ratio: Annotated[NotNegative, Default(0)]
+    spatial_scale: Annotated[Any, Default(1.0)]
+
+
 @op("RoiAlign", since=10)
-def roi_align_10(
-    x,
-    rois,
-    batch_indices,
-    *,
-    mode: Literal["avg", "max"] = "avg",
-    output_height: Positive = 1,
-    output_width: Positive = 1,
-    sampling_ratio: NotNegative = 0,
-    spatial_scale=1.0,
-):
+def roi_align_10(x, rois, batch_indices, **bins: Unpack[Bins]):
     """RoiAlign without the half-pixel shift of opset 16."""
-    return roi_align(
-        x,
-        rois,
-        batch_indices,
-        coordinate_transformation_mode="output_half_pixel",
-        mode=mode,
-        output_height=output_height,
-        output_width=output_width,
-        sampling_ratio=sampling_ratio,
-        spatial_scale=spatial_scale,
-    )
+    mode = "output_half_pixel"
+    return roi_align(x, rois, batch_indices, coordinate_transformation_mode=mode, **bins)
 
 
 @op("RoiAlign", since=16)

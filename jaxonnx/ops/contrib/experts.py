@@ -6,7 +6,7 @@ other, and gradients compute each again: time is that of all experts, memory tha
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from jaxonnx._axes import Form, Matrix, matrix
+from jaxonnx._constraints import Default
 from jaxonnx._few_bits import InBytes, Quantized, Storage, unpack_bits
 from jaxonnx._limits import check_size
 from jaxonnx.errors import NodeError
@@ -35,6 +36,21 @@ _ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
     "silu": jax.nn.silu,
     "identity": lambda x: x,
 }
+_GATED = ("swiglu", "geglu")
+
+
+class Mixed(TypedDict, total=False):
+    """The attributes of mixtures, whatever the form of their weights."""
+
+    activation_alpha: Annotated[Any, Default(1.0)]
+    activation_beta: Annotated[Any, Default(0.0)]
+    activation_type: Annotated[Activation, Default("relu")]
+    k: Annotated[Any, Default(1)]
+    normalize_routing_weights: Annotated[Any, Default(0)]
+    swiglu_fusion: Annotated[Literal[0, 1, 2], Default(0)]
+    swiglu_limit: Any
+    swiglu_limit_after_activation: Annotated[Any, Default(0)]
+    use_sparse_mixer: Annotated[Any, Default(0)]
 
 
 def _mixture_weights(router_probs, router_weights, k, normalize):
@@ -68,22 +84,38 @@ def _apply_gate(g, x, kind, alpha, beta, limit, limit_after_activation):
     return jnp.minimum(g, limit) * (jnp.clip(x, -limit, limit) + beta)
 
 
-def _mix(x, shares, experts, read, *, activation_type, swiglu_fusion, gate):
-    """Return the sum over experts of shares (tokens, experts) times the expert's output for x.
+def _mix(
+    x,
+    router_probs,
+    router_weights,
+    experts,
+    read,
+    *,
+    activation_alpha=1.0,
+    activation_beta=0.0,
+    activation_type: Activation = "relu",
+    k=1,
+    normalize_routing_weights=0,
+    swiglu_fusion=0,
+    swiglu_limit=None,
+    swiglu_limit_after_activation=0,
+    use_sparse_mixer=0,
+):
+    """Return the sum over experts of their shares times their outputs for x.
 
     A scan evaluates one expert after the other on all tokens, so that only one expert's weights
     are dequantized at a time.
 
     Args:
       x: tokens, (..., size).
-      shares: (tokens, experts).
+      router_probs, router_weights: as in `_mixture_weights`.
       experts: a pytree of arrays with a leading axis of experts.
       read: a function of one expert's arrays that returns its weights (outputs, inputs) and biases,
         w1, b1, w2, b2, w3, b3; None for those that it does not have.
-      activation_type, swiglu_fusion: attributes of the node.
-      gate: further arguments of `_apply_gate`.
     """
-    gated = activation_type in ("swiglu", "geglu")
+    refuse(use_sparse_mixer=use_sparse_mixer)
+    shares = _mixture_weights(router_probs, router_weights, k, normalize_routing_weights)
+    gate = (activation_alpha, activation_beta, swiglu_limit, swiglu_limit_after_activation)
     tokens = x.reshape(-1, x.shape[-1])
     wide = jnp.promote_types(x.dtype, np.float32)
 
@@ -96,7 +128,7 @@ def _mix(x, shares, experts, read, *, activation_type, swiglu_fusion, gate):
         share, arrays = expert
         w1, b1, w2, b2, w3, b3 = read(arrays)
         y = affine(tokens, w1, b1)
-        if not gated:
+        if activation_type not in _GATED:
             y = _ACTIVATIONS[activation_type](y)
         elif swiglu_fusion == 0:
             if w3 is None:
@@ -132,36 +164,18 @@ def mixture_of_experts(
     fc2_experts_bias=None,
     fc3_experts_weights=None,
     fc3_experts_bias=None,
-    *,
-    activation_alpha=1.0,
-    activation_beta=0.0,
-    activation_type: Activation = "relu",
-    k=1,
-    normalize_routing_weights=0,
-    swiglu_fusion: Literal[0, 1, 2] = 0,
-    swiglu_limit=None,
-    swiglu_limit_after_activation=0,
-    use_sparse_mixer=0,
+    **attributes: Unpack[Mixed],
 ):
     """Sum of the `k` experts with the greatest router_probs, by their softmax over all experts.
 
     Weights are (experts, outputs, inputs); x is (tokens, size) or (batch, steps, size).
     """
-    refuse(use_sparse_mixer=use_sparse_mixer)
     experts = (
         *(fc1_experts_weights, fc1_experts_bias),
         *(fc2_experts_weights, fc2_experts_bias),
         *(fc3_experts_weights, fc3_experts_bias),
     )
-    return _mix(
-        x,
-        _mixture_weights(router_probs, None, k, normalize_routing_weights),
-        experts,
-        lambda arrays: arrays,
-        activation_type=activation_type,
-        swiglu_fusion=swiglu_fusion,
-        gate=(activation_alpha, activation_beta, swiglu_limit, swiglu_limit_after_activation),
-    )
+    return _mix(x, router_probs, None, experts, lambda arrays: arrays, **attributes)
 
 
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
@@ -271,29 +285,20 @@ def quantized_mixture_of_experts(
     fc2_act_block_scale=None,
     *,
     accuracy_level=0,
-    activation_alpha=1.0,
-    activation_beta=0.0,
-    activation_type: Activation = "relu",
     block_size=None,
     expert_weight_bits=4,
     fc1_expert_weight_bits=None,
     fc2_expert_weight_bits=None,
     fc3_expert_weight_bits=None,
-    k=1,
-    normalize_routing_weights=0,
     quant_type: Literal["int", "fp4", "nvfp4"] = "int",
-    swiglu_fusion: Literal[0, 1, 2] = 0,
-    swiglu_limit=None,
-    swiglu_limit_after_activation=0,
-    use_sparse_mixer=0,
     weights_prepacked=-1,
+    **attributes: Unpack[Mixed],
 ):
     """MoE of weights in packed integers (experts, outputs, inputs), or in float4 with block scales.
 
     `accuracy_level` only allows coarser arithmetic, which is not used.
     """
     refuse(
-        use_sparse_mixer=use_sparse_mixer,
         fc1_act_scale=fc1_act_scale,
         fc2_act_scale=fc2_act_scale,
         fc1_act_block_scale=fc1_act_block_scale,
@@ -311,7 +316,7 @@ def quantized_mixture_of_experts(
     inputs = [x.shape[-1], 0, x.shape[-1]]
     if quant_type == "int":
         _check_packing(fc1_experts_weights, x.shape[-1], bits[0])
-        gated = activation_type in ("swiglu", "geglu") and swiglu_fusion > 0
+        gated = attributes.get("activation_type") in _GATED and attributes.get("swiglu_fusion")
         inputs[1] = fc1_experts_weights.shape[1] // (2 if gated else 1)
         _check_packing(fc2_experts_weights, inputs[1], bits[1])
 
@@ -328,15 +333,7 @@ def quantized_mixture_of_experts(
             weights += [None if stored is None else map_changed(unpack, stored), bias]
         return weights
 
-    return _mix(
-        x,
-        _mixture_weights(router_probs, router_weights, k, normalize_routing_weights),
-        _scannable(layers),
-        read,
-        activation_type=activation_type,
-        swiglu_fusion=swiglu_fusion,
-        gate=(activation_alpha, activation_beta, swiglu_limit, swiglu_limit_after_activation),
-    )
+    return _mix(x, router_probs, router_weights, _scannable(layers), read, **attributes)
 
 
 def _check_packing(codes, inputs, bits):

@@ -3,13 +3,14 @@
 Meaning as in onnxruntime's ContribOperators.md; tests compare with onnxruntime.
 """
 
-from typing import Unpack
+from typing import Annotated, Any, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._axes import convolution, matrix, table
+from jaxonnx._constraints import Default
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.activation import (
     elu,
@@ -63,15 +64,24 @@ def activate(x, name, parameters):
     return function(x, **dict(zip(names, values, strict=False)))
 
 
-@op(
-    "FusedMatMul",
-    since=1,
-    domain=DOMAIN,
-    weights={
-        "a": matrix(first=True, transpose="transA", batch="transBatchA"),
-        "b": matrix(transpose="transB", batch="transBatchB"),
-    },
-)
+BATCHED = {
+    "a": matrix(first=True, transpose="transA", batch="transBatchA"),
+    "b": matrix(transpose="transB", batch="transBatchB"),
+}
+"""The factors of a FusedMatMul."""
+
+
+class Product(TypedDict, total=False):
+    """The attributes of a FusedMatMul."""
+
+    alpha: Annotated[Any, Default(1.0)]
+    transA: Annotated[Any, Default(0)]
+    transB: Annotated[Any, Default(0)]
+    transBatchA: Annotated[Any, Default(0)]
+    transBatchB: Annotated[Any, Default(0)]
+
+
+@op("FusedMatMul", since=1, domain=DOMAIN, weights=BATCHED)
 def fused_matmul(a, b, *, alpha=1.0, transA=0, transB=0, transBatchA=0, transBatchB=0):
     """alpha * A' B'; `transBatch` moves the first axis behind the batch axes."""
 

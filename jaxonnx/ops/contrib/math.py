@@ -4,7 +4,7 @@ Meaning as in onnxruntime's ContribOperators.md; tests compare with onnxruntime 
 provider has them, else with NumPy and PyTorch.
 """
 
-from typing import Literal
+from typing import Literal, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jaxonnx.ops.activation import gelu, relu, softmax
 from jaxonnx.ops.cast import convert
 from jaxonnx.ops.common import axis_of, element_dtype, widen
 from jaxonnx.ops.constant import range_
-from jaxonnx.ops.contrib.fused import DOMAIN, activate, fused_matmul
+from jaxonnx.ops.contrib.fused import BATCHED, DOMAIN, Product, activate, fused_matmul
 from jaxonnx.ops.indexing import gather_nd, unique
 from jaxonnx.ops.linear import FACTORS, affine
 from jaxonnx.ops.normalization import dropout
@@ -29,15 +29,7 @@ def transpose_matmul(a, b, *, alpha=1.0, transA=0, transB=0):
     return fused_matmul(a, b, alpha=alpha, transA=transA, transB=transB)
 
 
-@op(
-    "FusedMatMulActivation",
-    since=1,
-    domain=DOMAIN,
-    weights={
-        "a": matrix(first=True, transpose="transA", batch="transBatchA"),
-        "b": matrix(transpose="transB", batch="transBatchB"),
-    },
-)
+@op("FusedMatMulActivation", since=1, domain=DOMAIN, weights=BATCHED)
 def fused_matmul_activation(
     a,
     b,
@@ -47,21 +39,9 @@ def fused_matmul_activation(
     activation_axis=None,
     activation_beta=None,
     activation_gamma=None,
-    alpha=1.0,
-    transA=0,
-    transB=0,
-    transBatchA=0,
-    transBatchB=0,
+    **product: Unpack[Product],
 ):
-    y = fused_matmul(
-        a,
-        b,
-        alpha=alpha,
-        transA=transA,
-        transB=transB,
-        transBatchA=transBatchA,
-        transBatchB=transBatchB,
-    )
+    y = fused_matmul(a, b, **product)
     if activation == "Softmax":
         return softmax(y, -1 if activation_axis is None else activation_axis)
     return activate(y, activation, (activation_alpha, activation_beta, activation_gamma))

@@ -9,7 +9,6 @@ from typing import Unpack
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._constraints import NotNegative
 from jaxonnx._few_bits import along, scaled
 from jaxonnx.errors import NodeError
 from jaxonnx.lowering import KernelFirst, RoundedArray, product
@@ -22,9 +21,8 @@ from jaxonnx.ops.pool import average_pool
 from jaxonnx.ops.quantize import dequantize_linear, dynamic_quantize_linear, quantize_linear
 from jaxonnx.ops.reduction import reduce_mean
 from jaxonnx.ops.rnn import (
-    Direction,
+    Gated,
     activations_of,
-    check_directions,
     lstm_step,
     scan_over,
     sum_of_biases,
@@ -287,6 +285,7 @@ def _fake_quantize(x):
     accepts={"w": RoundedArray, "r": RoundedArray},
     shapes="r (directions, hidden_size, 4*hidden_size), w (directions, _, 4*hidden_size), "
     "b (directions, 8*hidden_size), r_scale (directions, *_), w_scale (directions, *_)",
+    without=("output_sequence",),
 )
 def dynamic_quantize_lstm(
     x,
@@ -302,26 +301,18 @@ def dynamic_quantize_lstm(
     r_scale,
     r_zero_point,
     *,
-    activation_alpha=None,
-    activation_beta=None,
-    activations=None,
-    clip: NotNegative | None = None,
-    direction: Direction = "forward",
-    hidden_size=None,
     input_forget=0,
+    **attributes: Unpack[Gated],
 ):
     """LSTM whose weights are quantized, and whose inputs and hidden states are as it goes.
 
     W (directions, features, 4 hidden) and R (directions, hidden, 4 hidden) lie transposed.
     """
-    functions = activations_of(
-        ["Sigmoid", "Tanh", "Tanh"], activations, activation_alpha, activation_beta, clip, direction
-    )
+    functions = activations_of(["Sigmoid", "Tanh", "Tanh"], r, **attributes)
     w, r = (
         jnp.stack([_matrix(x[d], scale[d], zero[d]) for d in range(x.shape[0])])
         for x, scale, zero in ((w, w_scale, w_zero_point), (r, r_scale, r_zero_point))
     )
-    check_directions(r, direction)
 
     def cell(d):
         f, g, h = functions[d]
@@ -333,13 +324,6 @@ def dynamic_quantize_lstm(
 
         return quantized_gates, 0, w.mT[d], None, (r[d], None if p is None else p[d])
 
-    return scan_over(
-        cell,
-        _fake_quantize(x),
-        r.shape[1],
-        sum_of_biases(b),
-        sequence_lens,
-        (initial_h, initial_c),
-        direction,
-        0,
-    )
+    bias, initial = sum_of_biases(b), (initial_h, initial_c)
+    x = _fake_quantize(x)
+    return scan_over(cell, x, r.shape[1], bias, sequence_lens, initial, **attributes)

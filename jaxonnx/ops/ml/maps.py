@@ -1,10 +1,11 @@
 """Maps and vocabularies of ai.onnx.ml. A map is a `dict`, a sequence of maps a list of them."""
 
-from typing import Literal
+from typing import Annotated, Any, Literal, TypedDict, Unpack
 
 import jax.numpy as jnp
 import numpy as np
 
+from jaxonnx._constraints import Default
 from jaxonnx._limits import check_size
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.known_values import concrete, table
@@ -42,67 +43,56 @@ def label_encoder_1(x, *, classes_strings=None, default_int64=-1, default_string
     return translate(x, index, classes, np.asarray(default_string, object), last=False)
 
 
-@op("LabelEncoder", since=2, domain=ML)
-def label_encoder_2(
-    x,
-    *,
-    keys_floats=None,
-    keys_int64s=None,
-    keys_strings=None,
-    values_floats=None,
-    values_int64s=None,
-    values_strings=None,
-    default_float=-0.0,
-    default_int64=-1,
-    default_string="_Unused",
-):
+class Table(TypedDict, total=False):
+    """The attributes of a LabelEncoder: keys, values and a default, each in one of these types."""
+
+    keys_floats: Any
+    keys_int64s: Any
+    keys_strings: Any
+    keys_tensor: Any
+    values_floats: Any
+    values_int64s: Any
+    values_strings: Any
+    values_tensor: Any
+    default_float: Annotated[Any, Default(-0.0)]
+    default_int64: Annotated[Any, Default(-1)]
+    default_string: Annotated[Any, Default("_Unused")]
+    default_tensor: Any
+
+
+_TENSORS = ("keys_tensor", "values_tensor", "default_tensor")
+
+
+@op("LabelEncoder", since=2, domain=ML, without=_TENSORS)
+def label_encoder_2(x, **attributes: Unpack[Table]):
     """Each element's value in a table; of a repeated key the first counts, as in onnxruntime."""
-    keys = exactly_one(floats=keys_floats, int64s=keys_int64s, strings=keys_strings)
-    values = exactly_one(floats=values_floats, int64s=values_int64s, strings=values_strings)
-    defaults = {"floats": default_float, "int64s": default_int64, "strings": default_string}
-    return _encode(x, keys, values, defaults, last=False)
+    return _encode(x, attributes, last=False)
 
 
 @op("LabelEncoder", since=4, domain=ML)
-def label_encoder_4(
-    x,
-    *,
-    keys_floats=None,
-    keys_int64s=None,
-    keys_strings=None,
-    keys_tensor=None,
-    values_floats=None,
-    values_int64s=None,
-    values_strings=None,
-    values_tensor=None,
-    default_float=-0.0,
-    default_int64=-1,
-    default_string="_Unused",
-    default_tensor=None,
-):
+def label_encoder_4(x, **attributes: Unpack[Table]):
     """Each element's value in a table; of a repeated key the last counts."""
-    keys = exactly_one(
-        floats=keys_floats, int64s=keys_int64s, strings=keys_strings, tensor=keys_tensor
-    )
-    values = exactly_one(
-        floats=values_floats, int64s=values_int64s, strings=values_strings, tensor=values_tensor
-    )
-    defaults = {"floats": default_float, "int64s": default_int64, "strings": default_string}
-    if values_tensor is not None:
-        kind = {"O": "strings", "i": "int64s"}.get(values_tensor.dtype.kind, "floats")
-        default = defaults[kind] if default_tensor is None else default_tensor.reshape(())
-        defaults["tensor"] = default
-    return _encode(x, keys, values, defaults, last=True)
+    return _encode(x, attributes, last=True)
 
 
-def _encode(x, keys, values, defaults, *, last):
-    dtypes = {"floats": np.float32, "int64s": np.int64, "strings": object, "tensor": None}
-    (keys_kind, keys), (values_kind, values) = keys, values
+def _encode(x, attributes: Table, *, last):
+    dtypes = {"floats": np.float32, "int64s": np.int64, "strings": object}
+    dtypes |= {"tensor": None} if last else {}
+    (keys_kind, keys), (kind, values) = (
+        exactly_one(**{kind: attributes.get(f"{part}_{kind}") for kind in dtypes})
+        for part in ("keys", "values")
+    )
     keys = np.asarray(keys, dtypes[keys_kind]).reshape(-1)
-    values = np.asarray(values, dtypes[values_kind]).reshape(-1)
+    values, default = np.asarray(values, dtypes[kind]).reshape(-1), None
+    if kind == "tensor":
+        kind = {"O": "strings", "i": "int64s"}.get(values.dtype.kind, "floats")
+        default = attributes.get("default_tensor")
     if len(keys) != len(values):
         raise NodeError(f"{len(keys)} keys but {len(values)} values")
-    default = np.asarray(defaults[values_kind], values.dtype)
+    if default is None:
+        usual = {"floats": -0.0, "int64s": -1, "strings": "_Unused"}[kind]
+        default = attributes.get(f"default_{kind[:-1]}", usual)
+    default = np.asarray(default, values.dtype).reshape(())
     return translate(x, keys, values, default, last=last)
 
 

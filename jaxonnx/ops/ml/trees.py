@@ -1,7 +1,7 @@
 """Tree ensembles of ai.onnx.ml: all trees are walked at once, one level per step."""
 
 import operator
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -206,9 +206,30 @@ def _either(floats, tensor):
     return np.asarray(floats or [], np.float32) if tensor is None else tensor
 
 
-def _forest(nodes, values, tracks):
+class Nodes(TypedDict, total=False):
+    """The attributes of the nodes of the two older operators, lists with an entry for each node."""
+
+    nodes_falsenodeids: Any
+    nodes_featureids: Any
+    nodes_hitrates: Any
+    nodes_hitrates_as_tensor: Any
+    nodes_missing_value_tracks_true: Any
+    nodes_modes: Any
+    nodes_nodeids: Any
+    nodes_treeids: Any
+    nodes_truenodeids: Any
+    nodes_values: Any
+    nodes_values_as_tensor: Any
+
+
+def _forest(
+    nodes_values=None, nodes_values_as_tensor=None, nodes_missing_value_tracks_true=None, **nodes
+):
     """Build the forest of the two older operators, and a function from (tree, node id) to node."""
-    modes, treeids, nodeids, featureids, trueids, falseids = nodes
+    kinds = ("modes", "treeids", "nodeids", "featureids", "truenodeids", "falsenodeids")
+    required = {f"nodes_{kind}": nodes.get(f"nodes_{kind}") for kind in kinds}
+    modes, treeids, nodeids, featureids, trueids, falseids = _require_lists(**required)
+    values = _either(nodes_values, nodes_values_as_tensor)
     keys = list(zip(treeids, nodeids, strict=True))
     place = {key: i for i, key in enumerate(keys)}
     if len(place) < len(keys):
@@ -235,7 +256,7 @@ def _forest(nodes, values, tracks):
         split=values,
         true=children(trueids),
         false=children(falseids),
-        missing_true=_missing(tracks, len(keys)),
+        missing_true=_missing(nodes_missing_value_tracks_true, len(keys)),
         members=np.zeros((len(keys), 0), np.float32),
     )
     return forest, find
@@ -249,36 +270,16 @@ def tree_ensemble_regressor(
     base_values=None,
     base_values_as_tensor=None,
     n_targets=None,
-    nodes_falsenodeids=None,
-    nodes_featureids=None,
-    nodes_hitrates=None,
-    nodes_hitrates_as_tensor=None,
-    nodes_missing_value_tracks_true=None,
-    nodes_modes=None,
-    nodes_nodeids=None,
-    nodes_treeids=None,
-    nodes_truenodeids=None,
-    nodes_values=None,
-    nodes_values_as_tensor=None,
     post_transform: Transform = "NONE",
     target_ids=None,
     target_nodeids=None,
     target_treeids=None,
     target_weights=None,
     target_weights_as_tensor=None,
+    **nodes: Unpack[Nodes],
 ):
     """Targets [N, n_targets] of x [N, C] or [C]. Every transform is applied, also to one target."""
-    del nodes_hitrates, nodes_hitrates_as_tensor
-    nodes = _require_lists(
-        nodes_modes=nodes_modes,
-        nodes_treeids=nodes_treeids,
-        nodes_nodeids=nodes_nodeids,
-        nodes_featureids=nodes_featureids,
-        nodes_truenodeids=nodes_truenodeids,
-        nodes_falsenodeids=nodes_falsenodeids,
-    )
-    values = _either(nodes_values, nodes_values_as_tensor)
-    forest, find = _forest(nodes, values, nodes_missing_value_tracks_true)
+    forest, find = _forest(**nodes)
     trees, ids, voted = _require_lists(
         target_treeids=target_treeids, target_nodeids=target_nodeids, target_ids=target_ids
     )
@@ -302,18 +303,8 @@ def tree_ensemble_classifier(
     class_weights_as_tensor=None,
     classlabels_int64s=None,
     classlabels_strings=None,
-    nodes_falsenodeids=None,
-    nodes_featureids=None,
-    nodes_hitrates=None,
-    nodes_hitrates_as_tensor=None,
-    nodes_missing_value_tracks_true=None,
-    nodes_modes=None,
-    nodes_nodeids=None,
-    nodes_treeids=None,
-    nodes_truenodeids=None,
-    nodes_values=None,
-    nodes_values_as_tensor=None,
     post_transform: Transform = "NONE",
+    **nodes: Unpack[Nodes],
 ):
     """Label [N] and scores [N, classes] of x [N, C] or [C].
 
@@ -321,17 +312,7 @@ def tree_ensemble_classifier(
     gets votes, its score decides alone: the second class wins above 0.5, or above 0 if a weight
     is negative, and votes for the first class stand for the second (onnxruntime's convention).
     """
-    del nodes_hitrates, nodes_hitrates_as_tensor
-    nodes = _require_lists(
-        nodes_modes=nodes_modes,
-        nodes_treeids=nodes_treeids,
-        nodes_nodeids=nodes_nodeids,
-        nodes_featureids=nodes_featureids,
-        nodes_truenodeids=nodes_truenodeids,
-        nodes_falsenodeids=nodes_falsenodeids,
-    )
-    values = _either(nodes_values, nodes_values_as_tensor)
-    forest, find = _forest(nodes, values, nodes_missing_value_tracks_true)
+    forest, find = _forest(**nodes)
     trees, ids, voted = _require_lists(
         class_treeids=class_treeids, class_nodeids=class_nodeids, class_ids=class_ids
     )
