@@ -60,17 +60,17 @@ class _Chains:
           step: returns the neighbours of a node in one direction.
           ends: the operators to find.
         """
-        nodes, found, seen = [start], [], {start.index}
+        nodes, nearest, seen = [start], [], {start.index}
         for node in nodes:
             for other in step(node):
                 if other.index in seen or other.op.domain:
                     continue
                 seen.add(other.index)
                 if other.op.name in ends:
-                    found.append(other)
+                    nearest.append(other)
                 elif other.op.name in _BETWEEN:
                     nodes.append(other)
-        return found
+        return nearest
 
     def _before(self, node: Node) -> list[Node]:
         producers = self._graph.producers

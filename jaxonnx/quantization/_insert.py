@@ -159,8 +159,8 @@ def _warn_if_worse(
 
     @jax.jit
     def measure_distance(params, state, x, expected):
-        given = dict(zip(inputs, x, strict=True))
-        outputs = jax.tree.leaves(model.program.evaluate(params, state, given))
+        values = model.program.evaluate(params, state, dict(zip(inputs, x, strict=True)))
+        outputs = jax.tree.leaves(values)
         pairs = [*zip(map(take_sample, outputs), expected, strict=True)]
         pairs = [(y, z) for y, z in pairs if jnp.issubdtype(y.dtype, jnp.floating)]
         change = sum(jnp.square(y - z).sum() for y, z in pairs)
@@ -248,8 +248,8 @@ def _value_types(model: Network, inputs: Sequence[Any]) -> dict[str, np.dtype]:
         for name, x in zip(results, shapes[len(model.graph.outputs) :], strict=True)
         if x is not None
     }
-    given = {n: np.dtype(jnp.result_type(x)) for n, x in zip(names, inputs, strict=True)}
-    return types | given
+    pairs = zip(names, inputs, strict=True)
+    return types | {name: np.dtype(jnp.result_type(x)) for name, x in pairs}
 
 
 def fold_normalizations(model: N, keep: Collection[str] = ()) -> N:

@@ -151,12 +151,12 @@ def _clipped(
     """
     tensors = {**model.tensors}
     if inputs is not None:
-        given = dict(zip((value.name for value in model.inputs), inputs, strict=True))
-        known = tensors.keys() | given.keys()
-        made = [*{q.inputs[0] for q in quantizers.values()} - known]
+        fed = dict(zip((value.name for value in model.inputs), inputs, strict=True))
+        available = tensors.keys() | fed.keys()
+        made = [*{q.inputs[0] for q in quantizers.values()} - available]
         program = model.program.with_values(made)
-        read = jax.jit(program.evaluate)(model.params, model.state, given)
-        tensors |= given | dict(zip(made, read[len(model.graph.outputs) :], strict=True))
+        read = jax.jit(program.evaluate)(model.params, model.state, fed)
+        tensors |= fed | dict(zip(made, read[len(model.graph.outputs) :], strict=True))
     shares = {}
     for name, node in quantizers.items():
         if node.inputs[0] in tensors:
@@ -174,12 +174,12 @@ def _clipped(
 def plot_ranges(layers: Sequence[Layer], axes: Any = None) -> Any:
     """Draw the ranges of weights and activations of each layer; return the matplotlib axes."""
     axes = new_axes(axes)
-    parts = [("weights", [(i, one.weight) for i, one in enumerate(layers) if one.weight])]
-    read = [(i, one) for i, layer in enumerate(layers) for one in layer.activations]
+    parts = [("weights", [(i, x.weight) for i, x in enumerate(layers) if x.weight])]
+    read = [(i, x) for i, layer in enumerate(layers) for x in layer.activations]
     for k, (label, rounded) in enumerate([*parts, ("activations", read)]):
         places = [i + 0.4 * k for i, _ in rounded]
-        starts = [one.range[0] for _, one in rounded]
-        widths = [one.range[1] - one.range[0] for _, one in rounded]
+        starts = [x.range[0] for _, x in rounded]
+        widths = [x.range[1] - x.range[0] for _, x in rounded]
         axes.barh(places, widths, 0.4, starts, label=label)
     axes.set_yticks(np.arange(len(layers)) + 0.2, [layer.name for layer in layers])
     axes.invert_yaxis()

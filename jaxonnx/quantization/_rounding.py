@@ -31,7 +31,7 @@ exponent hardly pulls h towards 0 or 1 unless it is near one of them; a small on
 def learn_rounding(
     model: Network,
     sites: Sites,
-    found: Mapping[str, Parameters],
+    scales: Mapping[str, Parameters],
     examples: Sequence[Sequence[Any]],
     schemes: Mapping[str, Quantization],
 ) -> dict[str, np.ndarray]:
@@ -44,7 +44,7 @@ def learn_rounding(
     Args:
       model: the network before quantization.
       sites: what is quantized.
-      found: the scales of the weights.
+      scales: the scales of the weights.
       examples: batches of inputs, in the order of the model's.
       schemes: the scheme of each weight.
 
@@ -55,7 +55,7 @@ def learn_rounding(
     nodes = {
         node.inputs[1]: node
         for node in graph.nodes
-        if node.op.name in PRODUCTS and not node.op.domain and node.inputs[1] in found
+        if node.op.name in PRODUCTS and not node.op.domain and node.inputs[1] in scales
         if node.inputs[0] not in model.tensors
     }
     reads = _evaluate(model, [node.inputs[0] for node in nodes.values()], examples)
@@ -65,7 +65,7 @@ def learn_rounding(
         if name not in model.params:
             continue
         layer = partial(_apply, graph, node, dict(model.tensors))
-        w, parameters = np.asarray(model.tensors[name]), found[name]
+        w, parameters = np.asarray(model.tensors[name]), scales[name]
         x = reads[node.inputs[0]]
         result[name] = rounded = _round(layer, w, parameters, x, schemes[name])
         bias = node.inputs[2] if len(node.inputs) > 2 else ""

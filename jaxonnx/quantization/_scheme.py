@@ -165,7 +165,7 @@ class Quantization:
         fits = self.block is None or (type(self.block) is int and self.block >= 2)
         require("block", self.block, fits, "a number of inputs, at least 2")
         if self.activations not in (taken := _DIALECTS[self.dialect]):
-            types = " or ".join(one for one in taken if one)
+            types = " or ".join(kind for kind in taken if kind)
             raise InputError(
                 f"{_NAMES[self.dialect]} takes activations of {types}, not of {self.activations}: "
                 f"pass activations={taken[0]!r}"
@@ -236,7 +236,7 @@ class Quantization:
             if callable(value):
                 fields[name] = "a predicate"
             elif value is not None and not isinstance(value, str):
-                fields[name] = [getattr(one, "pattern", one) for one in value]
+                fields[name] = [getattr(x, "pattern", x) for x in value]
         return fields
 
     @property

@@ -120,8 +120,8 @@ def output_error(model: Network, examples: Sequence[Sequence[Any]]) -> Callable[
     names = [value.name for value in model.inputs]
 
     def evaluate(network: Network, inputs: Sequence[Any]) -> list[Any]:
-        given = dict(zip(names, map(jnp.asarray, inputs), strict=True))
-        outputs = network.program(network.params, network.state, None, given)
+        feed = dict(zip(names, map(jnp.asarray, inputs), strict=True))
+        outputs = network.program(network.params, network.state, None, feed)
         return [y for y in outputs if jnp.issubdtype(y.dtype, jnp.floating)]
 
     exact = [evaluate(model, inputs) for inputs in examples]

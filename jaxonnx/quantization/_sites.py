@@ -113,13 +113,13 @@ def find_sites(
     """
     weights = {n: s for n, s in find_weights(graph, tensors).items() if n not in buffers}
     if scheme.where is not None or scheme.skip is not None or factors:
-        known = {name: tensors[name] for name in weights}
+        candidates = {name: tensors[name] for name in weights}
         kind = "weight that can be quantized"
         chosen = weights.keys() - factors
         if scheme.where is not None:
-            chosen = select(scheme.where, known, "where", kind=kind, places=places)
+            chosen = select(scheme.where, candidates, "where", kind=kind, places=places)
         if scheme.skip is not None:
-            chosen -= select(scheme.skip, known, "skip", kind=kind, places=places)
+            chosen -= select(scheme.skip, candidates, "skip", kind=kind, places=places)
         weights = {name: site for name, site in weights.items() if name in chosen}
     if not weights:
         raise InputError(
@@ -234,16 +234,16 @@ def find_weights(graph: Graph, tensors: Mapping[str, Any]) -> dict[str, WeightSi
         for g in (*node.subgraphs, *([] if node.body is None else [node.body]))
         for name in graph_tensors(g)
     }
-    found = {}
+    sites = {}
     for use in uses(graph, tensors):
         place, name = use.matrix, use.name
         product = _is(use.node, (*PRODUCTS, *_RECURRENT)) and use.outer is use.node
-        if not product or place is None or name in found or name in inner:
+        if not product or place is None or name in sites or name in inner:
             continue
         if tensors[name].dtype == np.float32 and name in graph.weights and tensors[name].size:
             in_blocks = use.node.op.name in ("Gemm", "MatMul")
-            found[name] = WeightSite(name, place.output, place.input, in_blocks)
-    return found
+            sites[name] = WeightSite(name, place.output, place.input, in_blocks)
+    return sites
 
 
 def _add_views(graph: Graph, weights: Mapping[str, WeightSite]) -> set[str]:
