@@ -74,7 +74,7 @@ class Storage:
             return scales
         return tuple(-(-n // self.block) if i == self.axis else n for i, n in enumerate(self.shape))
 
-    def packed(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of a tensor that holds numbers of this shape."""
         return shape
 
@@ -101,7 +101,7 @@ class InBytes(Storage):
     def levels(self) -> np.ndarray | None:
         return None
 
-    def packed(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return *shape[:-1], -(-shape[-1] * self.bits // 8)
 
     def unpack(self, x: Any, shape: tuple[int, ...]) -> Any:
@@ -171,7 +171,7 @@ class Quantized:
         return cast("tuple[int, int, int]", tuple(order.index(n) if n else -1 for n in names))
 
 
-def scaled(*names: str, storage: StorageOf = as_it_is) -> dict[str, Quantized]:
+def with_scales(*names: str, storage: StorageOf = as_it_is) -> dict[str, Quantized]:
     """Declare operands `x` with inputs `x_scale` and `x_zero_point`, multiplied as integers."""
     parts = {name: (f"{name}_scale", f"{name}_zero_point") for name in names}
     return {name: Quantized(*both, "", storage, scalable=False) for name, both in parts.items()}

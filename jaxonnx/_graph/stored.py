@@ -125,11 +125,11 @@ def _check_packing(node: Node, name: str, position: int, codes: Any, scale: Any,
     assert storage is not None
     told = f"{node.label}: zero points '{name}' are {zero.dtype} {[*zero.shape]}"
     floats, shape = declared[position].float_zeros, storage.blocks(scale.shape)
-    packed = storage.packed(shape) if zero.dtype == codes.dtype else shape
+    stored = storage.stored_shape(shape) if zero.dtype == codes.dtype else shape
     if zero.dtype != codes.dtype and not (floats and jnp.issubdtype(zero.dtype, jnp.floating)):
         more = " or in floating point" if floats else ""
         raise ModelError(f"{told}; they must be {codes.dtype} as the weights{more}")
-    if zero.size != math.prod(packed):
+    if zero.size != math.prod(stored):
         bits = f", packed in {storage.type.removeprefix('int')} bits along rows"
-        more = bits if packed != shape else ""
-        raise ModelError(f"{told}; their shape must be {[*packed]}{more}")
+        more = bits if stored != shape else ""
+        raise ModelError(f"{told}; their shape must be {[*stored]}{more}")

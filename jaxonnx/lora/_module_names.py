@@ -110,8 +110,8 @@ def find_matrices(
         if weight.matrix and (is_float(tensors[name]) or weight.storage)
     }
     used = [*uses(model.graph, tensors)]
-    packed = find_packed_projections(model.graph, meanings, used, tensors)
-    return name_modules(rows, names, model.aliases), rows, packed
+    fused = find_fused_projections(model.graph, meanings, used, tensors)
+    return name_modules(rows, names, model.aliases), rows, fused
 
 
 def name_modules(
@@ -127,7 +127,7 @@ def name_modules(
 def find_blocks(
     modules: Mapping[str, str],
     rows: Mapping[str, int],
-    packed: Mapping[str, Sequence[int]] | None,
+    fused: Mapping[str, Sequence[int]] | None,
     family: str,
 ) -> list[Block]:
     """Return the rows of weights (sources) that are rows of modules (targets).
@@ -135,13 +135,13 @@ def find_blocks(
     Args:
       modules: the module of each weight.
       rows: the outputs of each weight.
-      packed: the outputs of each part of weights that pack several modules; None: none does.
+      fused: the outputs of each part of weights that fuse several modules; None: none does.
       family: the model type.
     """
     parts: dict[str, list[tuple[str, int, int]]] = {}
     for weight, module in modules.items():
-        names = [module] if packed is None else split_name(weight, module)
-        sizes = [rows[weight]] if len(names) == 1 else (packed or {}).get(weight, ())
+        names = [module] if fused is None else split_name(weight, module)
+        sizes = [rows[weight]] if len(names) == 1 else (fused or {}).get(weight, ())
         first = 0
         for name, size in zip(names, sizes, strict=False):
             parts.setdefault(name, []).append((weight, first, size))
@@ -153,7 +153,7 @@ def find_blocks(
             members = [stem + member for member in ends]
             if parts.keys() >= {*members}:
                 pieces = [piece for name in members for piece in parts.pop(name)]
-                if len({weight for weight, *_ in pieces}) == 1:  # packed in the file as well
+                if len({weight for weight, *_ in pieces}) == 1:  # fused in the file as well
                     pieces = [(*pieces[0][:2], sum(size for *_, size in pieces))]
                 parts[stem + end] = pieces
     blocks = []
@@ -176,7 +176,7 @@ def split_name(weight: str, module: str) -> list[str]:
     return [f"{stem}.{part}" for part in _PACKED[end]] if packs else [module]
 
 
-def find_packed_projections(
+def find_fused_projections(
     graph: Graph, meanings: Mapping[str, Weight], used: Collection[Use], tensors: Mapping[str, Any]
 ) -> dict[str, tuple[int, ...]]:
     """Find matrices whose outputs a GroupQueryAttention or a Split takes apart.
@@ -210,7 +210,7 @@ def find_packed_projections(
 def _part_sizes(node: Node, rows: int, tensors: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the numbers of outputs that a node takes apart; empty if it takes none apart."""
     if node.op.name == "GroupQueryAttention" and not any(node.inputs[1:3]):
-        # packed outputs: count heads of queries, then shared heads of keys and of values each
+        # fused outputs: count heads of queries, then shared heads of keys and of values each
         count, shared = (node.attributes[key] for key in ("num_heads", "kv_num_heads"))
         size = rows // (count + 2 * shared)
         return count * size, shared * size, shared * size

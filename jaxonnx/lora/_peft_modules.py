@@ -41,7 +41,7 @@ def choose_blocks(
       InputError: the module of a weight is not known.
     """
     if model is None:
-        modules, heights, packed, family = name_modules(rows, names, {}), rows, None, ""
+        modules, heights, fused, family = name_modules(rows, names, {}), rows, None, ""
         packs = [w for w, module in modules.items() if len(split_name(w, module)) > 1]
         if packs and names is None:
             raise InputError(
@@ -49,9 +49,9 @@ def choose_blocks(
                 "as well, save(path, model)"
             )
     else:
-        modules, heights, packed = find_matrices(model, names)
+        modules, heights, fused = find_matrices(model, names)
         family = find_family(model)
-    blocks = find_blocks(modules, heights, packed, family)
+    blocks = find_blocks(modules, heights, fused, family)
     for weight, height in rows.items():
         if sum(block.rows for block in blocks if block.source == weight) != height:
             raise InputError(
@@ -86,10 +86,10 @@ def read(
       InputError: a module without a weight, or what is not LoRA.
       ModelError: the file is damaged.
     """
-    modules, rows, packed = find_matrices(model, names)
+    modules, rows, fused = find_matrices(model, names)
     places: dict[str, list[Block]] = {}
     layouts = [
-        *(find_blocks(modules, rows, packed, key) for key in (find_family(model), "", *FAMILIES)),
+        *(find_blocks(modules, rows, fused, key) for key in (find_family(model), "", *FAMILIES)),
         find_blocks({name: (names or module_name)(name) for name in rows}, rows, None, ""),
     ]
     for blocks in layouts:

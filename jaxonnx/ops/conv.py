@@ -10,7 +10,7 @@ from jax import lax
 from jaxonnx import lowering
 from jaxonnx._axes import convolution
 from jaxonnx._constraints import Positive
-from jaxonnx._few_bits import along, scaled
+from jaxonnx._few_bits import along, with_scales
 from jaxonnx._limits import check_size
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import divide
@@ -158,7 +158,7 @@ def conv_integer(
     return lowering.integer_convolution(x, w, windows, group, x_zero_point, w_zero_point, channels)
 
 
-QUANTIZED = scaled("x", "w", storage=along(lambda attributes: 0))
+QUANTIZED = with_scales("x", "w", storage=along(lambda attributes: 0))
 
 
 @op(

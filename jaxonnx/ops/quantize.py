@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxonnx import lowering
 from jaxonnx._constraints import NotNegative
-from jaxonnx._few_bits import Quantized, along, scaled
+from jaxonnx._few_bits import Quantized, along, with_scales
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.cast import convert
 from jaxonnx.ops.common import axis_of, divide, element_dtype
@@ -263,7 +263,7 @@ def matmul_integer(a, b, a_zero_point=None, b_zero_point=None):
     "QLinearMatMul",
     since=10,
     like="MatMul",
-    quantized=scaled("a", "b"),
+    quantized=with_scales("a", "b"),
     result="y_scale",
     shapes="a_scale #a, a_zero_point #a, b_scale #b, b_zero_point #b, y_scale #y, y_zero_point #y",
 )

@@ -215,11 +215,11 @@ def find_ranges(
                 f"'{name}' is not finite for some example of the calibration data, so that it has "
                 "no range"
             )
-        own = replace(scheme, activations=kind) if kind != scheme.activations else scheme
-        widest[name] = _parameters(*_with_zero(low, high), own)
+        settings = replace(scheme, activations=kind) if kind != scheme.activations else scheme
+        widest[name] = _parameters(*_with_zero(low, high), settings)
         if scheme.calibration == "average":
             low, high = limits.mean(0)
-        result[name] = _parameters(*_range(low, high, observed.samples[name], own), own)
+        result[name] = _parameters(*_range(low, high, observed.samples[name], settings), settings)
     origins = {name: find_origin(name, shared) for name in (*observed.limits, *shared)}
     ranges = {name: result[origin] for name, origin in origins.items() if origin in result}
     return Calibration(ranges, widest)

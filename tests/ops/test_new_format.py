@@ -31,7 +31,7 @@ class Trits(Storage):
     def levels(self):
         return np.array([-1, 0, 1], np.float32)
 
-    def packed(self, shape):
+    def stored_shape(self, shape):
         return *shape[:-1], -(-shape[-1] // 5)
 
     def unpack(self, x, shape):

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxonnx import lowering
 from jaxonnx._axes import Form, Matrix, matrix, packed
-from jaxonnx._few_bits import InBytes, Quantized, Storage, pack_bits, scaled, unpack_bits
+from jaxonnx._few_bits import InBytes, Quantized, Storage, pack_bits, unpack_bits, with_scales
 from jaxonnx._limits import check_size
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import INDEX, axis_of
@@ -78,7 +78,7 @@ _pair = partial(
     op,
     since=1,
     domain=DOMAIN,
-    quantized=scaled("a", "b"),
+    quantized=with_scales("a", "b"),
     result="c_scale",
     accepts={"a": lowering.RoundedArray, "b": lowering.RoundedArray},
 )
@@ -91,7 +91,7 @@ _pair("QLinearMul", like="Mul")(_binary(lambda a, b: a * b))
     since=1,
     domain=DOMAIN,
     like="GlobalAveragePool",
-    quantized=scaled("x"),
+    quantized=with_scales("x"),
     result="y_scale",
     accepts={"x": lowering.RoundedArray},
 )
@@ -151,7 +151,7 @@ def _row(zero_point):
     since=1,
     domain=DOMAIN,
     like="MatMul",
-    quantized=scaled("b"),
+    quantized=with_scales("b"),
     bias="bias",
     weights={"b": matrix()},
     params=("bias",),
@@ -167,7 +167,7 @@ def dynamic_quantize_matmul(a, b, b_scale, b_zero_point=None, bias=None):
     since=1,
     domain=DOMAIN,
     like="MatMul",
-    quantized=scaled("a", "b"),
+    quantized=with_scales("a", "b"),
     bias="bias",
     weights={"b": matrix()},
     params=("bias",),

@@ -9,7 +9,7 @@ from typing import Unpack
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._few_bits import along, scaled
+from jaxonnx._few_bits import along, with_scales
 from jaxonnx.errors import NodeError
 from jaxonnx.lowering import KernelFirst, RoundedArray, product
 from jaxonnx.ops.activation import leaky_relu, sigmoid, softmax
@@ -74,7 +74,7 @@ def qlinear_reduce_mean(x, x_scale, x_zero: Omissible, y_scale, y_zero=None, *, 
     since=1,
     domain=DOMAIN,
     like="AveragePool",
-    quantized=scaled("x"),
+    quantized=with_scales("x"),
     result="y_scale",
     accepts={"x": RoundedArray},
     shapes="x (N, _, _, *D)",
@@ -159,7 +159,7 @@ def _matrix(x, scale, zero):
     since=1,
     domain=DOMAIN,
     like="Gemm",
-    quantized=scaled(
+    quantized=with_scales(
         "a", "b", storage=along(lambda attributes: 0 if attributes.get("transB") else 1)
     ),
     result="y_scale",
@@ -198,7 +198,7 @@ def qgemm(
     "QAttention",
     since=1,
     domain=DOMAIN,
-    quantized=scaled("x", "weight"),
+    quantized=with_scales("x", "weight"),
     params=("bias",),
     accepts={"x": RoundedArray, "weight": RoundedArray},
 )
@@ -280,7 +280,7 @@ def _fake_quantize(x):
     "DynamicQuantizeLSTM",
     since=1,
     domain=DOMAIN,
-    quantized=scaled("w", "r"),
+    quantized=with_scales("w", "r"),
     params={"b": 0.0, "p": 0.0},
     accepts={"w": RoundedArray, "r": RoundedArray},
     shapes="r (directions, hidden_size, 4*hidden_size), w (directions, _, 4*hidden_size), "
