@@ -67,7 +67,7 @@ FAMILIES = ("ops", "onnx_out.rules", "onnx_out.passes")
 
 
 BUDGETS = {
-    "ops": (6770, "250 operators of five domains, each as its specification writes it"),
+    "ops": (6785, "250 operators of five domains, each as its specification writes it"),
     "training": (5395, "step, loop, losses, metrics, checkpoints, reports, previews"),
     "_arguments": (315, "the arguments of train, each declared once, and the names that they take"),
     "losses": (340, "those that optax lacks: of tokens, from other models, of pairs in a batch"),
