@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 import jaxonnx
 from jaxonnx._data.batch_memory import Memory
 from jaxonnx._data.batches import Arrays, prefetch
-from jaxonnx._graph.values import Value
 from jaxonnx.training._data import sources
 
-ONE = (Value("x", None, None),)
+ONE = (jaxonnx.Value("x", None, None),)
 TEXT = """<ir_version: 8, opset_import: ["": 17]>
     net (float[n, 2] x) => (float[n, 1] y) <float[2, 1] w = {0.5, -0.25}> { y = MatMul(x, w) }"""
 PAIR = """<ir_version: 8, opset_import: ["": 17]>

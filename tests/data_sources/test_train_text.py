@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 import jaxonnx
 from jaxonnx import demo
-from jaxonnx._graph.values import Value
 from jaxonnx.losses import causal_lm, cross_entropy
+from jaxonnx.training import Settings
 from jaxonnx.training._data import padding_of, sources
 from jaxonnx.training._gradient_step import GradientStep
-from jaxonnx.training._settings import Settings
 from tests.support import tiny_networks
 from tests.support.lazy_cases import Module
 from tests.support.paths import DATA
@@ -99,7 +98,7 @@ def test_forms():
 
 def batches_of(data, epoch=0, start=0, **wanted):
     names = ("input_ids", "attention_mask")
-    inputs = [Value(name, np.dtype(np.int64), ("n", "t")) for name in names]
+    inputs = [jaxonnx.Value(name, np.dtype(np.int64), ("n", "t")) for name in names]
     loss, seed = wanted.pop("loss", "causal_lm"), wanted.pop("seed", 0)
     pad, buckets = wanted.pop("pad", None), wanted.pop("length_buckets", None)
     padding = padding_of(demo.model(), Settings(pad=pad, length_buckets=buckets, loss=loss))

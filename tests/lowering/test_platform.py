@@ -15,8 +15,7 @@ import jaxonnx
 from jaxonnx._run.call_form import prepare_tensors
 from jaxonnx.lowering import _contract, _layout
 from jaxonnx.lowering._conv import Conv
-from jaxonnx.training._build_step import build_step
-from jaxonnx.training._settings import Settings
+from jaxonnx.training import Settings, build_step
 from jaxonnx.training._weight_layout import WeightLayout
 from tests.support.tiny_networks import LABELS, examples, mlp
 

@@ -8,7 +8,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.capi._pybind_state import quantize_matmul_4bits
 
 import jaxonnx
-from jaxonnx.quantization._requantize import requantize
+from jaxonnx.quantization import requantize
 from tests.support.adapter_files import base_tensors, changed, two_layers
 from tests.support.few_bit_files import (
     FILES,

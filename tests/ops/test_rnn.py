@@ -11,8 +11,7 @@ from jax.test_util import check_grads
 
 import jaxonnx.ops  # noqa: F401 - registers the operators
 from jaxonnx.errors import NodeError
-from jaxonnx.lowering import _recurrence, _recurrence_kernel
-from jaxonnx.lowering._recurrence import elementwise, transpose_weight
+from jaxonnx.lowering import _recurrence, _recurrence_kernel, elementwise, transpose_weight
 from jaxonnx.registry import lookup
 
 rnn, lstm, gru = (lookup("", name, 22) for name in ("RNN", "LSTM", "GRU"))

@@ -6,7 +6,7 @@ import onnx.parser
 import pytest
 
 import jaxonnx
-from jaxonnx.quantization._dequantize import dequantize_weights
+from jaxonnx.quantization import dequantize_weights
 from jaxonnx.views import Dropout
 from tests.support.paths import DATA
 

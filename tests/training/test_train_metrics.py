@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
 import jaxonnx
-from jaxonnx._data.batches import Batch
+from jaxonnx.training import Batch
 from jaxonnx.training import _objective as objective
 from jaxonnx.training._data import sources
 from tests.support.lazy_cases import Module
