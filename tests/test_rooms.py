@@ -84,7 +84,7 @@ BUDGETS = {
     "_rewrite": (1100, "networks and files to files: heads, batches, outputs"),
     "training_info": (520, "the file's own training graphs, run and written"),
     "_step_files": (500, "exported steps, their manifest, the page for browsers"),
-    "quantization": (2830, "schemes, sites, ranges, records and views; GPTQ and AWQ; bounds"),
+    "quantization": (2935, "schemes, sites, ranges, records and views; GPTQ and AWQ; bounds"),
     "_mesh": (450, "rules, shardings and processes"),
     "lora": (1300, "adapters: their view, sums, nodes and files, and the modules that PEFT names"),
     "_hub": (280, "checkpoints of transformers: names, rows and files"),

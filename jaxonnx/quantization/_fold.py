@@ -15,6 +15,7 @@ from jaxonnx._graph.bind import Graph
 from jaxonnx._graph.uses import uses
 from jaxonnx._io import order, records
 from jaxonnx._run.scope import Context, run
+from jaxonnx.ops.contrib.moving_ranges import limits_of
 from jaxonnx.quantization._fold_norms import fold_rounded_norms
 from jaxonnx.quantization._qoperators import Opened, close_operators
 from jaxonnx.quantization._record import Bias, Record, declare, record_of, remove_tensor
@@ -60,6 +61,7 @@ def fold(proto: ModelProto, graph: Graph, values: Mapping[str, np.ndarray]) -> M
         main.initializer.append(numpy_helper.from_array(value, name))
     for bias in entry.biases:
         _store_bias(main, bias, tensors[bias.name], *(tensors[name] for name in bias.scales))
+    read |= _remove_idle(main, entry.idle, tensors)
     used = {name for node in main.node for name in node.input}
     used.update(value.name for value in main.output)
     for name in read - used - folded.keys():
@@ -67,7 +69,7 @@ def fold(proto: ModelProto, graph: Graph, values: Mapping[str, np.ndarray]) -> M
     records.rename_sparse(proto, {name: stored for stored, name in entry.names.items()})
     close_operators(main, entry.opened)
     order.sort(main)
-    replace(entry, norms=(), folded=True, learned={}).write(proto)
+    replace(entry, norms=(), idle=(), positive=(), folded=True, learned={}).write(proto)
     return proto
 
 
@@ -95,6 +97,52 @@ def _restrict(entry: Record, graph: GraphProto, values: Mapping[str, np.ndarray]
         ),
         norms=tuple(name for name in entry.norms if name in folded),
     )
+
+
+def _remove_idle(
+    graph: GraphProto, results: tuple[str, ...], tensors: Mapping[str, np.ndarray]
+) -> set[str]:
+    """Remove each Relu and Clip whose limits the QuantizeLinear that alone reads it has, too.
+
+    Args:
+      results: of the nodes that may be removed.
+
+    Returns:
+      The names that the removed nodes read.
+    """
+    producers = {node.output[0]: node for node in graph.node if node.output[0] in results}
+    times = Counter(name for node in graph.node for name in node.input)
+    times.update(value.name for value in graph.output)
+    read: set[str] = set()
+    for node in graph.node:
+        before = producers.get(node.input[0]) if node.op_type == "QuantizeLinear" else None
+        if before is None or times[node.input[0]] > 1 or len(node.input) < 3:
+            continue
+        scale, point = (tensors.get(name) for name in node.input[1:3])
+        limits = _limits_of(before, tensors)
+        if scale is None or point is None or scale.size > 1 or limits is None:
+            continue
+        least, _, most = limits_of(point.dtype)
+        with np.errstate(divide="ignore"):
+            low, high = np.rint(np.asarray(limits, np.float32) / scale) + point.astype(np.float32)
+        if low <= least and most <= high:
+            node.input[0] = before.input[0]
+            read.update(before.input)
+            graph.node.remove(before)
+    return read
+
+
+def _limits_of(node: NodeProto, tensors: Mapping[str, np.ndarray]) -> tuple[Any, Any] | None:
+    """Return the least and the greatest number of a Relu or Clip; None if they are computed."""
+    limits = (
+        {"min": -np.inf, "max": np.inf} if node.op_type == "Clip" else {"min": 0, "max": np.inf}
+    )
+    limits |= {part.name: helper.get_attribute_value(part) for part in node.attribute}
+    stored = {key: name for key, name in zip(limits, node.input[1:], strict=False) if name}
+    if any(name not in tensors for name in stored.values()):
+        return None
+    limits |= {key: tensors[name].item() for key, name in stored.items()}
+    return limits["min"], limits["max"]
 
 
 def _store_bias(graph: GraphProto, bias: Bias, value: np.ndarray, *scales: np.ndarray) -> None:
@@ -190,7 +238,14 @@ def unfold(
         result.graph.initializer.append(declare(name, value))
     order.sort(result.graph)
     scales = dict.fromkeys(entry.scales or _scales_of(result.graph, tensors))
-    entry = Record(tuple(folds), tuple(scales), names, tuple(biases), opened)
+    positive = tuple(
+        node.input[0]
+        for node in proto.graph.node
+        if node.op_type == "QuantizeLinear" and len(node.input) > 2 and node.input[0] in producers
+        if (point := tensors.get(node.input[2])) is not None and point.size == 1
+        if int(point.item()) == limits_of(point.dtype)[0]
+    )
+    entry = Record(tuple(folds), tuple(scales), names, tuple(biases), opened, positive=positive)
     records.rename_sparse(result, names)
     entry.write(result)
     return result, floats, points

@@ -116,6 +116,7 @@ def move_ranges(model: N, schedule: Schedule) -> tuple[N, int]:
     state = {count: np.zeros((), np.float32)}
     nodes = [_make_node("CountSteps", [count], [step])]
     freeze = {} if schedule.freeze is None else {"freeze": schedule.freeze}
+    positive = (record_of(result) or Record()).positive
     ranges = [] if schedule.decay is None else [*_find_ranges(main, graph, tensors, schedule)]
     for value, scale, zero_point, point in ranges:
         ends = [unused_name(f"{scale}_{end}", used) for end in ("low", "high")]
@@ -127,6 +128,7 @@ def move_ranges(model: N, schedule: Schedule) -> tuple[N, int]:
             state[end] = np.asarray(initial)
         kind = helper.np_dtype_to_tensor_dtype(point.dtype)
         options = {"to": kind, "symmetric": int(not zero_point), "decay": schedule.decay, **freeze}
+        options |= {"positive": 1} if value in positive else {}
         outputs = [scale, "", "", zero_point]
         nodes.append(_make_node("MovingRange", [value, *ends, step], outputs, **options))
         for name in filter(None, (scale, zero_point)):
@@ -141,8 +143,10 @@ def move_ranges(model: N, schedule: Schedule) -> tuple[N, int]:
             if node.op_type == "DequantizeLinear" and node.input[0] in quantizers:
                 name = node.output[0]
                 node.output[0] = unused_name(f"{name}_rounded", used)
-                inputs = [quantizers[node.input[0]].input[0], node.output[0], step]
-                nodes.append(_make_node("BeginRounding", inputs, [name], start=schedule.start))
+                value = quantizers[node.input[0]].input[0]
+                options = {"start": schedule.start} | ({"positive": 1} if value in positive else {})
+                inputs = [value, node.output[0], step]
+                nodes.append(_make_node("BeginRounding", inputs, [name], **options))
     main.node.extend(nodes)
     main.initializer.extend(declare(name, np.asarray(value)) for name, value in state.items())
     order.sort(main)
@@ -213,7 +217,7 @@ def _find_ranges(
     for node in main.node:
         if node.op_type == "QuantizeLinear" and node.input[0] in fed and len(node.input) > 2:
             groups.setdefault(node.input[1], []).append(node)
-    producers = {node.output[0]: node for node in main.node if node.output}
+    producers = {name: node for node in main.node for name in node.output}
     for scale, (first, *others) in groups.items():
         scale_value, zero_point = tensors.get(scale), first.input[2]
         if scale_value is None or scale_value.size != 1 or scale_value.dtype != np.float32:
@@ -230,7 +234,7 @@ def _find_ranges(
 
 def _has_numbers_of(name: str, origin: str, producers: Mapping[str, NodeProto]) -> bool:
     """Check whether a value is computed from `origin` by views, MaxPool and rounding alone."""
-    moves = (*SAME_NUMBERS, "QuantizeLinear", "DequantizeLinear")
+    moves = (*SAME_NUMBERS, "Pad", "QuantizeLinear", "DequantizeLinear")
     while name != origin and name in producers and producers[name].op_type in moves:
         name = producers[name].input[0]
     return name == origin

@@ -110,7 +110,10 @@ class Writer:
           norms: the outputs of the BatchNormalizations that the saved file has folded.
         """
         order.sort(self.proto.graph)
-        replace(self._record, norms=tuple(norms)).write(self.proto)
+        quantized = {n.input[0] for n in self.proto.graph.node if n.op_type == "QuantizeLinear"}
+        idle = (n.output[0] for n in self.proto.graph.node if n.op_type in ("Clip", "Relu"))
+        idle = tuple(name for name in idle if name in quantized)
+        replace(self._record, norms=tuple(norms), idle=idle).write(self.proto)
         least = helper.find_min_ir_version_for(self.proto.opset_import, ignore_unknown=True)
         self.proto.ir_version = max(self.proto.ir_version, least)
         return self.proto

@@ -23,7 +23,11 @@ _CONTRIB = "com.microsoft"
 _CHANNELS_SINCE = 13
 
 
-SAME_NUMBERS = ("Flatten", "MaxPool", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
+SAME_NUMBERS = (
+    *("Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze", "DepthToSpace"),
+    *("Expand", "Gather", "GatherElements", "Slice", "Split", "Tile"),
+    *("MaxPool", "ReduceMax", "ReduceMin", "Resize"),
+)
 """Operators of ONNX that only move or select numbers, so that scale and zero point stay the same;
 ONNX has them for integers, too, and a QOperator file has them between quantized operators."""
 
@@ -173,15 +177,17 @@ class _Opener:
         """Make a node a floating-point `op` on `inputs`, with a QuantizeLinear behind it.
 
         The QuantizeLinear has the scale and zero point `result`, and the name of the node's result.
+        A Split has several.
         """
-        output, real = node.output[0], f"{node.output[0]}/real"
-        self._parameters[output] = result
-        self.opened.append(Opened(real, node.op_type, node.domain))
+        outputs = node.output if op == "Split" else node.output[:1]  # MaxPool has indices, too
+        self.opened.append(Opened(f"{outputs[0]}/real", node.op_type, node.domain))
         attributes = [part for part in node.attribute if part.name != "channels_last"]
         del node.attribute[:]
         node.attribute.extend(attributes)
-        node.op_type, node.domain, node.output[0], node.input[:] = op, "", real, inputs
-        self._append("QuantizeLinear", [real, *result], output, None)
+        node.op_type, node.domain, node.input[:] = op, "", inputs
+        for i, output in enumerate(outputs):
+            self._parameters[output], node.output[i] = result, f"{output}/real"
+            self._append("QuantizeLinear", [node.output[i], *result], output, None)
 
     def _append(self, op: str, inputs: list[str], output: str, axis: int | None) -> None:
         chosen: dict[str, Any] = {} if axis is None else {"axis": axis}
@@ -202,26 +208,31 @@ def close_operators(graph: GraphProto, opened: Iterable[Opened]) -> None:
     readers = {name: node for node in graph.node for name in node.input}
     used = set()
     for output, op, domain in opened:
-        node, after = producers.get(output), readers.get(output)
-        quantized = _find_operator(domain, op)
+        node, quantized = producers.get(output), _find_operator(domain, op)
         like = op if quantized is None else quantized.like
-        if node is None or after is None or node.op_type != like:
+        if node is None or node.op_type != like:
             continue
+        after = [readers.get(name) for name in node.output[: None if op == "Split" else 1]]
         # a view has one quantized input; its others (shapes, axes) are plain tensors
         count = 1 if quantized is None else len(node.input)
         before = [producers.get(name) for name in node.input[:count]]
-        if after.op_type != "QuantizeLinear" or any(
-            x is None or x.op_type != "DequantizeLinear" for x in before
-        ):
+        pairs = [
+            *((x, "DequantizeLinear") for x in before),
+            *((x, "QuantizeLinear") for x in after),
+        ]
+        if any(x is None or x.op_type != kind for x, kind in pairs):
             continue  # another rewrite has changed the neighbours
+        quantizers = [x for x in after if x is not None]
         used.update(x.output[0] for x in before if x is not None)
         parts = [[*x.input] for x in before if x is not None]
         if quantized is None:
             node.input[0] = parts[0][0]
         else:
-            node.input[:] = _arrange_inputs(quantized, parts, [*after.input[1:3]])
-        node.op_type, node.domain, node.output[0] = op, domain, after.output[0]
-        graph.node.remove(after)
+            node.input[:] = _arrange_inputs(quantized, parts, [*quantizers[0].input[1:3]])
+        node.op_type, node.domain = op, domain
+        for i, x in enumerate(quantizers):
+            node.output[i] = x.output[0]
+            graph.node.remove(x)
     _remove_unread(graph, used)
 
 

@@ -48,6 +48,11 @@ class Record:
     """Nodes that were operators on quantized tensors, and are so again in the saved file."""
     norms: tuple[str, ...] = ()
     """The outputs of BatchNormalizations that the saved file has in the scales of weights."""
+    idle: tuple[str, ...] = ()
+    """The results of Relu and Clip that the saved file lacks where a QuantizeLinear behind them has
+    their limits."""
+    positive: tuple[str, ...] = ()
+    """Values whose Relu, if there was one, the file lacks: zero is the least of their integers."""
     folded: bool = False
     """Whether the file is a saved one, in which integers are initializers."""
     learned: Mapping[str, tuple[str, str]] = field(default_factory=dict)
@@ -68,14 +73,17 @@ class Record:
         opened = tuple(Opened(*map(str, fields)) for fields in entry.get("opened", ()))
         norms = tuple(map(str, entry.get("norms", ())))
         learned = {name: (pair[0], pair[1]) for name, pair in entry.get("learned", {}).items()}
-        folded = bool(entry["folded"])
-        return cls(*lists, dict(entry["names"]), tuple(biases), opened, norms, folded, learned)
+        idle, positive = (tuple(map(str, entry.get(key, ()))) for key in ("idle", "positive"))
+        names, folded = dict(entry["names"]), bool(entry["folded"])
+        parts = tuple(biases), opened, norms, idle, positive, folded, learned
+        return cls(*lists, names, *parts)
 
     def write(self, proto: ModelProto) -> None:
         """Replace the record of a file."""
         fields = asdict(self)
-        if not self.learned:
-            del fields["learned"]
+        for name in ("idle", "positive", "learned"):
+            if not fields[name]:
+                del fields[name]
         records.put(proto, records.QUANTIZATION, fields)
 
 

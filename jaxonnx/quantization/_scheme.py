@@ -103,9 +103,10 @@ class Quantization:
         `Model.with_trainable`. They are chosen among the weights of Conv, ConvTranspose, Gemm,
         MatMul, RNN, GRU and LSTM. None: all of them, but for adapters that the file has as nodes.
       skip: the weights not to quantize. They are chosen in the same way.
-      dialect: the runtime that the file is for. "onnxruntime" also quantizes the inputs of pooling,
-        Add, Mul and Concat, and the biases of convolutions and Gemm when the model is saved
-        (int32), so that these run on integers. "tensorrt" does neither; its activations are
+      dialect: the runtime that the file is for. "onnxruntime" also quantizes what other operators
+        read of a Conv, the inputs of pooling, Add, Mul and Concat between quantized layers, and the
+        biases of convolutions and Gemm when the model is saved (int32), so that it computes with
+        integers from one layer to the next. "tensorrt" does neither; its activations are
         symmetric int8 or fp8. "qnn" (Qualcomm) quantizes the inputs of all floating-point operators
         and the outputs of the graph to uint8 or uint16, and has per-channel scales for convolutions
         only.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,9 @@ PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 _RECURRENT = ("RNN", "GRU", "LSTM")
 """Operators of which only the weights are quantized."""
 _ELEMENTWISE = ("Add", "Mul", "Concat", "AveragePool", "GlobalAveragePool")
-"""Operators that onnxruntime computes with integers where their inputs are quantized."""
+"""Operators that onnxruntime computes with integers where inputs and results are quantized."""
+_ACTIVATIONS = ("Relu", "Clip")
+"""Operators that runtimes fuse with the product or sum before and the QuantizeLinear behind."""
 
 
 @dataclass(frozen=True)
@@ -153,14 +155,8 @@ def find_sites(
             stored = bias in tensors and tensors[bias].dtype == np.float32
             if stored and weight in weights and _has_outputs(node, tensors, weights[weight]):
                 biases.append(Bias(bias, value, weight))
-    # onnxruntime has integer kernels for operators that only move or select numbers. Their input is
-    # quantized where their output is read quantized. Nodes are visited backwards, so that this
-    # passes through a chain of them.
     if scheme.dialect == "onnxruntime":
-        for node in reversed(graph.nodes):
-            read = _is(node, SAME_NUMBERS) and node.outputs[0] in reads.values()
-            if read and is_activation(node.inputs[0]):
-                reads[node.outputs[0], 0] = node.inputs[0]
+        _add_reads(graph, tensors, reads, is_activation, floats)
     times = Counter(name for node in graph.nodes for name in node.reads)
     alone = tuple(
         bias
@@ -175,11 +171,66 @@ def find_sites(
         outputs = tuple(n for n in graph.outputs if n in graph.producers and is_activation(n))
     values = {*reads.values(), *outputs}
     shared = {
-        node.outputs[0]: node.inputs[0]
+        name: node.inputs[0]
         for node in graph.nodes
-        if _is(node, SAME_NUMBERS) and {node.inputs[0], node.outputs[0]} <= values
+        if _keeps_numbers(node, tensors) and node.inputs[0] in values
+        for name in values.intersection(node.outputs)
     }
     return Sites(weights, reads, shared, () if scheme.dialect == "tensorrt" else alone, outputs)
+
+
+def _add_reads(
+    graph: Graph,
+    tensors: Mapping[str, Any],
+    reads: dict[tuple[str, int], str],
+    is_activation: Callable[[str], bool],
+    floats: Set[str],
+) -> None:
+    """Let further nodes read quantized values, so that onnxruntime computes with integers.
+
+    It has no Conv of integers with a result in floating point, so every reader of a Conv reads it
+    quantized. Sums, pools and operators that only move numbers are computed with integers if all
+    readers of their results read these quantized.
+
+    Args:
+      graph, tensors: the network.
+      reads: as in `Sites`, of the products; changed in place.
+      floats: values whose readers stay in floating point.
+    """
+
+    def result(node: Node) -> str:
+        """Return the result of a node, or of the activation function that alone reads it."""
+        name = node.outputs[0]
+        while name not in graph.outputs and len(after := graph.readers.get(name, ())) == 1:
+            if not _is(after[0], _ACTIVATIONS):
+                break
+            name = after[0].outputs[0]
+        return name
+
+    def places(node: Node, name: str) -> list[tuple[str, int]]:
+        """Return where a node reads a value; -1 stands for its subgraphs."""
+        positions = [i for i, x in enumerate(node.inputs) if x == name] or [-1]
+        return [(node.outputs[0], i) for i in positions]
+
+    def is_quantized(name: str) -> bool:
+        """Check whether every reader of a value reads it quantized."""
+        read = [place for node in graph.readers.get(name, ()) for place in places(node, name)]
+        return name not in graph.outputs and {*read} <= reads.keys()
+
+    for node in graph.nodes:
+        if _is(node, ("Conv",)) and (node.outputs[0], 0) in reads:
+            name = result(node)
+            for reader in graph.readers.get(name, ()) if name not in graph.outputs else ():
+                if not _is(reader, PRODUCTS) and floats.isdisjoint(reader.inputs):
+                    reads |= {place: name for place in places(reader, name) if place[1] >= 0}
+    for node in reversed(graph.nodes):  # so that this passes through chains
+        moves = _keeps_numbers(node, tensors)
+        if not (moves or _is(node, _ELEMENTWISE)) or not floats.isdisjoint(node.inputs):
+            continue
+        operands = node.inputs[: 1 if moves else None]
+        results = [*filter(is_activation, node.outputs)] if moves else [result(node)]
+        if all(map(is_activation, operands)) and all(map(is_quantized, results)):
+            reads |= {(node.outputs[0], i): name for i, name in enumerate(operands)}
 
 
 def _check_int2(
@@ -276,12 +327,18 @@ def _positions(
         return activations if all(name in quantized for name in rest) else []
     if scheme.dialect == "qnn" and node.body is None and not node.subgraphs:
         return [i for i, name in enumerate(node.inputs) if name and is_activation(name)]
-    if scheme.dialect == "onnxruntime" and _is(node, _ELEMENTWISE):
-        inputs = [name for name in node.inputs if name]
-        return [*range(len(inputs))] if all(map(is_activation, inputs)) else []
     return []
 
 
 def _is(node: Node, names: tuple[str, ...]) -> bool:
     """Check whether a node is one of these operators of the default domain."""
     return node.op.name in names and not node.op.domain and node.body is None
+
+
+def _keeps_numbers(node: Node, tensors: Mapping[str, Any]) -> bool:
+    """Check whether the results have no numbers beyond those of the first input and 0."""
+    if _is(node, ("Pad",)):
+        values = [tensors.get(name) for name in node.inputs[2:3] if name]
+        zero = all(value is not None and not np.any(value) for value in values)
+        return zero and not node.attributes.get("value")
+    return _is(node, SAME_NUMBERS) and node.attributes.get("mode") != "cubic"

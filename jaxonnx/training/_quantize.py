@@ -287,7 +287,11 @@ def _check_types(model: Model, scheme: str | Quantization) -> list[str]:
     weights, activations = (sorted(kinds) for kinds in (stored_in.weights, stored_in.activations))
     same = wanted.weights in weights
     if isinstance(scheme, Quantization):
-        same = same and (wanted.activations in (activations or [None]))
+        dequantized = {x for node in model.graph.nodes if node.op.dequantizes for x in node.outputs}
+        readers = {n.op.name for x in dequantized for n in model.graph.readers.get(x, ())}
+        # recurrences read activations in floating point under every scheme
+        fits = wanted.activations in (activations or [None])
+        same = same and (fits or (not activations and readers <= {"GRU", "LSTM", "RNN"}))
         same = same and (wanted.block is None or stored_in.blocks == {wanted.block})
     if not same:
         blocks = [f"in blocks of {n}" for n in sorted(stored_in.blocks) if n]

@@ -55,15 +55,18 @@ def count_steps(count, *, training: Training):
 
 
 @op("MovingRange", since=1, domain=DOMAIN, state=("low", "high"))
-def moving_range(x, low, high, count, *, to, decay, freeze=None, symmetric=0, training: Training):
+def moving_range(
+    x, low, high, count, *, to, decay, freeze=None, symmetric=0, positive=0, training: Training
+):
     """(scale, low, high, zero point) of type `to` for a range that follows that of `x` in training.
 
     A step before the number `freeze` leaves the share `decay` of the range as it was, and rounds by
-    the new one.
+    the new one. The range of what is `positive`, as behind a Relu, begins at 0.
     """
     if training:
         x = lax.stop_gradient(x)
-        seen = jnp.minimum(x.min(), 0), jnp.maximum(x.max(), 0)
+        least = jnp.zeros_like(low) if positive else jnp.minimum(x.min(), 0)
+        seen = least, jnp.maximum(x.max(), 0)
         moved = (
             old + (1 - decay) * (new - old) for old, new in zip((low, high), seen, strict=True)
         )
@@ -76,8 +79,12 @@ def moving_range(x, low, high, count, *, to, decay, freeze=None, symmetric=0, tr
 
 
 @op("BeginRounding", since=1, domain=DOMAIN, view="same axes")
-def begin_rounding(x, rounded, count, *, start, training: Training):
-    """`x` in the steps of training before the number `start`; `rounded` from then on."""
+def begin_rounding(x, rounded, count, *, start, positive=0, training: Training):
+    """`x` in the steps of training before the number `start`; `rounded` from then on.
+
+    Of what is `positive`, as behind a Relu, `x` has no negative numbers either.
+    """
+    x = jnp.maximum(x, 0) if positive else x
     return jnp.where(count < start, x, rounded) if training else rounded
 
 
