@@ -54,10 +54,12 @@ class Run:
 
     Attributes:
       held_out: the validation data.
+      data: the name of the data, and the number of its examples, as far as they are known.
     """
 
     settings: Settings
     held_out: Source | None
+    data: str = ""
 
 
 class ReportSource(Protocol):
@@ -105,12 +107,14 @@ def _page(result: ReportSource, configuration: Mapping[str, Any] | None) -> Iter
     yield from _layers(result)
     yield from _rounded(result)
     if configuration is None:
-        configuration = {} if result.run is None else _changed_settings(result.run.settings)
+        configuration = {} if result.run is None else list_changed(result.run.settings)
     if configuration:
         yield "<h2>Configuration</h2>"
-        yield from _table(("setting", "value"), [(k, _text(v)) for k, v in configuration.items()])
+        yield from _table(
+            ("setting", "value"), [(k, format_setting(v)) for k, v in configuration.items()]
+        )
     yield "<h2>Versions</h2>"
-    yield from _table(("", ""), _versions())
+    yield from _table(("", ""), list_versions())
     yield "</body></html>"
 
 
@@ -222,7 +226,7 @@ def _fit_to_validation(result: ReportSource) -> tuple[Model, Batch | None]:
     return take_packed_rows(model) if packs else model, batch
 
 
-def _changed_settings(settings: Settings) -> dict[str, Any]:
+def list_changed(settings: Settings) -> dict[str, Any]:
     """Return the settings that say more than their defaults."""
     always = ("loss", "epochs", "batch_size", "seed")
     values = [
@@ -231,7 +235,7 @@ def _changed_settings(settings: Settings) -> dict[str, Any]:
     return {name: x for name, x, default in values if name in always or x is not default}
 
 
-def _text(value: Any) -> str:
+def format_setting(value: Any) -> str:
     """Format a setting; one without a short form by its name or type."""
     if isinstance(value, float):
         return f"{value:.6g}"
@@ -240,9 +244,9 @@ def _text(value: Any) -> str:
     if isinstance(value, Mesh):
         value = dict(value.shape)
     if isinstance(value, Mapping):
-        return ", ".join(f"{name}: {_text(x)}" for name, x in value.items())
+        return ", ".join(f"{name}: {format_setting(x)}" for name, x in value.items())
     if isinstance(value, list | tuple) and type(value) in (list, tuple) and len(value) <= _CLASSES:
-        return ", ".join(map(_text, value))
+        return ", ".join(map(format_setting, value))
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, np.ndarray | jax.Array):
@@ -250,7 +254,7 @@ def _text(value: Any) -> str:
     return getattr(value, "__name__", None) or f"a {type(value).__name__}"
 
 
-def _versions() -> list[tuple[str, str]]:
+def list_versions() -> list[tuple[str, str]]:
     versions = [("python", platform.python_version()), ("machine", platform.platform())]
     versions.append(("device", f"{jax.device_count()} x {jax.devices()[0].device_kind}"))
     for name in _PACKAGES:

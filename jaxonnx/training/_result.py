@@ -3,16 +3,20 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 
 from jaxonnx._arrays import to_host
 from jaxonnx._data.batches import Source
+from jaxonnx._hub.checkpoints import export_safetensors
 from jaxonnx._require import check_arguments
 from jaxonnx._text import format_count
+from jaxonnx.errors import InputError
 from jaxonnx.lora import Adapters
 from jaxonnx.model import Model
+from jaxonnx.training._card import check_card, write_card
 from jaxonnx.training._history import History
 from jaxonnx.training._report import Run, write
 from jaxonnx.training._step import Step
@@ -51,13 +55,61 @@ class Result:
         check_arguments(Result.report, locals())
         write(self, path, configuration)
 
+    def save(
+        self,
+        folder: str | os.PathLike,
+        form: Literal["model", "peft", "safetensors"] = "model",
+        *,
+        card: bool = True,
+        license: str | None = None,
+        **options: Any,
+    ) -> None:
+        """Write a folder with the model, and a model card for the Hugging Face hub.
+
+        The card, `README.md`, has the base model, data, settings, losses and metrics, quantization,
+        sparsity and versions; its head has what the hub reads. `jaxonnx.push_to_hub` uploads it.
+
+        Args:
+          folder: of the model; it is made.
+          form: "model", the folder of `Model.save`, where a model that was loaded from a file is
+            called `model.onnx`; "peft", the adapters alone, as `Adapters.save` writes them for
+            PEFT; or "safetensors", the checkpoint of `jaxonnx.export_safetensors`.
+          card: write the card.
+          license: of the card; by default that of the base model's card, if its folder has one.
+          options: those of the function of the form.
+
+        Raises:
+          InputError: the folder has a card that jaxonnx did not write; or as the function of the
+            form says.
+          OSError: a file cannot be written.
+        """
+        check_arguments(Result.save, locals())
+        target = Path(folder)
+        if card:
+            check_card(target, self.model)
+        if form == "safetensors":
+            export_safetensors(self.model, target, **options)
+        elif form == "peft":
+            if self.lora is None:
+                raise InputError("form='peft': the run has trained no adapters (lora=)")
+            self.lora.save(f"{target}/", self.model, **options)
+        elif self.model.folder is not None:
+            self.model.save(f"{target}/", **options)
+        else:
+            target.mkdir(parents=True, exist_ok=True)
+            self.model.save(target / "model.onnx", **options)
+        if card:
+            write_card(self, target, license)
+
     def __str__(self) -> str:
         return "\n".join([str(self.history), *self.history.notes, *_list_changes(self)])
 
     __repr__ = __str__
 
 
-def to_result(step: Step, trained: Model, history: History, held_out: Source | None) -> Result:
+def to_result(
+    step: Step, trained: Model, history: History, held_out: Source | None, data: str
+) -> Result:
     """Return the result of a run, with adapters apart or merged into the weights."""
     if held_out is not None:
         held_out.release()
@@ -69,7 +121,7 @@ def to_result(step: Step, trained: Model, history: History, held_out: Source | N
             trained, before = trained.merge_adapters(), before.merge_adapters()
     old, tensors = {**before.state, **before.params}, {**trained.params, **trained.state}
     new = {n: x for n, x in tensors.items() if n in old and (names is None or n in names)}
-    return Result(trained, history, changes(old, new), adapters, Run(step.settings, held_out))
+    return Result(trained, history, changes(old, new), adapters, Run(step.settings, held_out, data))
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, float]:

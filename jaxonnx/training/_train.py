@@ -10,6 +10,7 @@ from jaxonnx._arguments import TrainArguments, check_names, documented
 from jaxonnx._data.images.batches import notes_on_images
 from jaxonnx._mesh.processes import Processes
 from jaxonnx.model import Model
+from jaxonnx.training._card import describe_data
 from jaxonnx.training._loop import run
 from jaxonnx.training._memory import explain_memory_errors
 from jaxonnx.training._mesh_step import automatic
@@ -121,4 +122,5 @@ def train(
         history.notes += [*made.notes, *notes_on_images(made.examples, made.held_out)]
         if history.stopped and not history.early:
             warnings.warn(history.stopped, stacklevel=2)
-        return to_result(made.step, processes.gather(trained), history, made.held_out)
+        about = describe_data(data, made.examples)
+        return to_result(made.step, processes.gather(trained), history, made.held_out, about)

@@ -1,0 +1,152 @@
+"""The model card of a run: the README.md of a folder, as the Hugging Face hub reads it."""
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxonnx._atomic_write import write_atomically
+from jaxonnx._data.batches import Examples, Source
+from jaxonnx._graph.uses import weights
+from jaxonnx._text import format_count
+from jaxonnx.errors import InputError
+from jaxonnx.model import Model
+from jaxonnx.training._report import ReportSource, format_setting, list_changed, list_versions
+
+NAME = "README.md"
+_MARK = "<!-- written by jaxonnx -->"
+_LIBRARIES = (
+    ("adapter_config.json", "peft"),
+    ("model.safetensors", "transformers"),
+    ("model.safetensors.index.json", "transformers"),
+    ("genai_config.json", "onnxruntime-genai"),
+)
+"""By a file of the folder, the library that the hub shows; otherwise ONNX."""
+_TASKS = {
+    "ForCausalLM": "text-generation",
+    "ForSequenceClassification": "text-classification",
+    "ForTokenClassification": "token-classification",
+    "ForQuestionAnswering": "question-answering",
+    "ForMaskedLM": "fill-mask",
+    "ForImageClassification": "image-classification",
+}
+"""The tasks of the hub, by the end of the class of transformers."""
+_HEAD = re.compile(r"---\n(.*?)\n---\n", re.DOTALL)
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def check_card(folder: Path, model: Model) -> None:
+    """Raise an InputError if a folder has a card that someone else wrote for it."""
+    text, base = _read(folder / NAME), _read_base_card(model)
+    if text and _MARK not in text and text != base:
+        raise InputError(
+            f"'{folder / NAME}' exists, and jaxonnx did not write it: move it, or pass card=False"
+        )
+
+
+def write_card(result: ReportSource, folder: Path, license: str | None) -> None:
+    """Write the card of a run into the folder of its model or adapters."""
+    model = result.model
+    base, head = _find_base(model), _HEAD.match(_read_base_card(model))
+    if license is None and head and (line := re.search(r"^license: *(\S+)", head[1], re.M)):
+        license = line[1]
+    present = (library for name, library in _LIBRARIES if (folder / name).is_file())
+    fields = {
+        "base_model": base,
+        "library_name": next(present, "onnx"),
+        "pipeline_tag": _find_task(model),
+        "license": license,
+        "tags": ["jaxonnx", *(["lora"] if result.lora else [])],
+    }
+    # JSON is YAML
+    lines = [f"{name}: {json.dumps(value)}" for name, value in fields.items() if value]
+    text = "\n".join(["---", *lines, "---", _MARK, "", *_list_sections(result, base)])
+    with write_atomically(folder / NAME) as written:
+        written.write_text(text + "\n", "utf-8")
+
+
+def describe_data(data: Any, examples: Source) -> str:
+    """Return the name of the data and the number of its examples, as far as they are known."""
+    name = Path(data).name if isinstance(data, str | os.PathLike) else ""
+    count = format_count(len(examples.rows), "example") if isinstance(examples, Examples) else ""
+    return ", ".join(filter(None, [name, count]))
+
+
+def _list_sections(result: ReportSource, base: str) -> Iterator[str]:
+    model, history, run = result.model, result.history, result.run
+    named = f"[{base}](https://huggingface.co/{base})" if base else "an ONNX file"
+    yield f"# {base.rpartition('/')[2] or model.proto.graph.name or 'A model'}, fine-tuned"
+    yield f"\nFine-tuned from {named} with [jaxonnx](https://pypi.org/project/jaxonnx/)."
+    yield f"\n{history}"
+    yield from (f"\n* {note}" for note in history.notes)
+    about = {"data": run.data if run else "", "quantization": _describe_types(model)}
+    about["sparsity"] = _describe_sparsity(model)
+    if result.lora is not None:
+        weights = f"{len(result.lora.layouts)} weights"
+        about["adapters"] = f"rank {result.lora.rank}, alpha {result.lora.alpha:g}, of {weights}"
+    settings = list_changed(run.settings) if run else {}
+    about |= {name: format_setting(value) for name, value in settings.items()}
+    yield "\n## Training\n"
+    yield from _table(("setting", "value"), [(k, v) for k, v in about.items() if v])
+    if history.epochs:
+        names = dict.fromkeys(n for row in history.epochs for n in row if "/" not in n)
+        yield "\n## Losses and metrics\n"
+        rows = [[format_setting(row.get(name, "")) for name in names] for row in history.epochs]
+        yield from _table([*names], rows)
+    yield "\n## Versions\n"
+    yield from _table(("package", "version"), list_versions())
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    for row in (heads, ["---"] * len(heads), *rows):
+        yield f"| {' | '.join(str(x).replace('|', '/') for x in row)} |"
+
+
+def _describe_types(model: Model) -> str:
+    """Count the matrices in few bits by their form."""
+    meanings = weights(model.graph, model.tensors).values()
+    forms = Counter(str(weight.storage) for weight in meanings if weight.storage)
+    return ", ".join(f"{count} matrices in {form}" for form, count in forms.items())
+
+
+def _describe_sparsity(model: Model) -> str:
+    layers = model.sparsity.layers if model.sparsity else ()
+    patterns = Counter(str(layer.pattern) for layer in layers)
+    return ", ".join(f"{count} weights of {pattern}" for pattern, count in patterns.items())
+
+
+def _find_base(model: Model) -> str:
+    """Return the repository of the hub that a model's folder is from; empty if that is not known.
+
+    The hub's cache tells it, or `_name_or_path`, which transformers writes into `config.json`.
+    """
+    if model.folder is None:
+        return ""
+    cached = re.search(r"models--([^/\\]+?)--([^/\\]+)", str(model.folder.path.absolute()))
+    if cached:
+        return f"{cached[1]}/{cached[2]}"
+    name = str(model.folder.read_json("config.json").get("_name_or_path") or "")
+    return name if _REPOSITORY.fullmatch(name) else ""
+
+
+def _find_task(model: Model) -> str:
+    """Return the hub's name of what a model does; empty if its folder does not tell."""
+    read: Any = model.folder.read_json if model.folder else lambda name: {}
+    if read("genai_config.json"):
+        return "text-generation"
+    classes: Sequence[str] = read("config.json").get("architectures") or ()
+    ends: Mapping[str, str] = {
+        end: task for end, task in _TASKS.items() if any(c.endswith(end) for c in classes)
+    }
+    return next(iter(ends.values()), "")
+
+
+def _read_base_card(model: Model) -> str:
+    return _read(model.folder.path / NAME) if model.folder else ""
+
+
+def _read(path: Path) -> str:
+    return path.read_text("utf-8") if path.is_file() else ""
