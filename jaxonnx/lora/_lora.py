@@ -153,7 +153,8 @@ class LoRA:
         elif self.where in ROLES:
             fixed = model.program.constants  # tables, unless they are weights in few bits
             adaptable = {name for name in places if meanings[name].storage or name not in fixed}
-            adaptable -= inseparable | model._factors
+            vectors = {name for name in places if 1 in sizes[name]}  # a probe, which attends
+            adaptable -= inseparable | model._factors | vectors
             chosen = find_projections(model.graph, tensors, adaptable, cast(Role, self.where))
             if not chosen:
                 raise InputError(

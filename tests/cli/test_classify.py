@@ -13,6 +13,7 @@ from jaxonnx._data.images import preparation as images
 from jaxonnx.cli import main
 from jaxonnx.cli._inputs import arrange_pixels, classify
 from jaxonnx.errors import InputError, ModelError
+from tests.support.paths import DATA
 from tests.support.pictures import RNG, net
 
 LAYOUTS = {
@@ -130,6 +131,16 @@ def test_the_file_says_how(tmp_path):
 def test_networks_that_take_no_picture(shape, size, message):
     with pytest.raises(InputError, match=message):
         images.layout(net(shape), size)
+
+
+def test_channels_that_the_file_leaves_open():
+    """optimum writes [batch_size, num_channels, height, width]: the first convolution has them."""
+    vit = jaxonnx.load(DATA / "transformers" / "vit")
+    assert vit.inputs[0].shape == ("batch_size", "num_channels", "height", "width")
+    where = images.layout(vit, (16, 16))
+    assert (where.kind, where.channels, where.size) == ("NCHW", 3, (16, 16))
+    with pytest.raises(InputError, match="--size HxW"):
+        images.layout(vit)
 
 
 def test_train_on_pixels_then_classify(tmp_path, monkeypatch, capsys):

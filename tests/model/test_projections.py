@@ -66,3 +66,13 @@ def test_packed_experts_are_adapted_only_by_name(tmp_path):
 def test_a_role_that_there_is_not():
     with pytest.raises(jaxonnx.InputError, match="no weight has this role in the graph"):
         adapted(DATA / "lenet.dynamo.onnx", "attention")
+
+
+def test_a_probe_is_no_projection():
+    """SigLIP pools with one learned query, [1, 1, channels], which has no low rank."""
+    model = jaxonnx.load(DATA.parent / "docs" / "models" / "siglip")
+    assert "vision_model.head.probe" in model.params
+    adapted = jaxonnx.LoRA(rank=2, where="attention").attach(model, jax.random.key(0))
+    places = [name.removesuffix(".lora_A") for name in adapted.params if name.endswith("lora_A")]
+    assert len(places) == 10  # q, k, v and out of each tower, in and out of the pooling
+    assert "vision_model.head.probe" not in places

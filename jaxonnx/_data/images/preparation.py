@@ -179,6 +179,8 @@ def layout(model: Network, size: tuple[int, int] | None = None) -> Layout:
         value.dtype == np.uint8 or jnp.issubdtype(value.dtype, jnp.floating)
     ):
         raise InputError(f"input {value} does not take images")
+    if len(dims) == 3 and not any(isinstance(size, int) for size in dims):
+        dims = (_count_channels(model.proto, value.name), *dims[1:])
     if len(dims) == 3 and dims[0] in (1, 3):
         kind, channels, sides = "NCHW", dims[0], dims[1:]
     elif len(dims) == 3 and dims[2] in (1, 3):
@@ -205,6 +207,15 @@ def layout(model: Network, size: tuple[int, int] | None = None) -> Layout:
     if size and sizes != size:
         raise InputError(f"input {value} takes pictures of {sizes[0]}x{sizes[1]}")
     return Layout(sizes, channels, kind, value.dtype)
+
+
+def _count_channels(proto: ModelProto, name: str) -> int | None:
+    """Return the channels of the convolution that reads an input (optimum leaves its axes open)."""
+    weights = {tensor.name: tensor.dims for tensor in proto.graph.initializer}
+    for node in proto.graph.node:
+        if node.op_type == "Conv" and node.input[0] == name and node.input[1] in weights:
+            return weights[node.input[1]][1]
+    return None
 
 
 def read(path: Path, where: Layout, crop: float = 1.0) -> np.ndarray:
