@@ -366,6 +366,9 @@ def mask_loss(
 
 # ---- data ----------------------------------------------------------------------------------------
 
+Object = tuple[int, np.ndarray]
+"""A class, and corners [K, 2] in pixels: of a box two, of a polygon more."""
+
 
 def letterbox(picture: Any, size: int) -> tuple[np.ndarray, float, tuple[int, int]]:
     """Fit a picture of Pillow into a grey square; return the pixels, the scale and the corner."""
@@ -387,60 +390,73 @@ def read_coco(
     text = json.loads(Path(annotations).read_text())
     categories = sorted(text["categories"], key=lambda category: category["id"])
     number = {category["id"]: i for i, category in enumerate(categories)}
-    rows: dict[int, list[tuple[int, list[float]]]] = {}
+    objects: dict[int, list[Object]] = {}
     for row in text["annotations"]:
         if not row.get("iscrowd"):
             left, top, width, height = row["bbox"]
-            box = [left, top, left + width, top + height]
-            rows.setdefault(row["image_id"], []).append((number[row["category_id"]], box))
-    images = [(Path(folder, x["file_name"]), rows.get(x["id"], [])) for x in text["images"]]
-    return *_collect(images, size), [category["name"] for category in categories]
+            corners = np.array([[left, top], [left + width, top + height]])
+            objects.setdefault(row["image_id"], []).append((number[row["category_id"]], corners))
+    images = [(Path(folder, x["file_name"]), objects.get(x["id"], [])) for x in text["images"]]
+    return *_collect(images, size, False), [category["name"] for category in categories]
 
 
 def read_yolo(
-    images: Any, labels: Any, size: int = 640
+    images: Any, labels: Any, size: int = 640, masks: bool = False
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Read a folder of images and one of .txt files with lines `class x y width height`.
 
     The numbers are shares of width and height, x and y the center. An image without a file has no
-    boxes. Of a line with a polygon (`class x1 y1 x2 y2 x3 y3 ...`) the box around it is read.
+    objects. Lines of segmenters have a polygon, `class x1 y1 x2 y2 x3 y3 ...`, of which the box is
+    read, and with `masks` what it encloses, for prototypes of a quarter of the size.
     """
     from PIL import Image
 
     pairs = []
     for path in sorted(Path(images).iterdir()):
-        file, rows = Path(labels, f"{path.stem}.txt"), []
+        file, objects = Path(labels, f"{path.stem}.txt"), []
         with Image.open(path) as picture:
-            scale = np.array([*picture.size, *picture.size])
+            scale = np.array(picture.size)
         for line in file.read_text().splitlines() if file.exists() else ():
-            if not line.strip():
-                continue
-            kind, *numbers = line.split()
-            values = np.array(numbers, float)
-            if len(values) == 4:
-                low, high = values[:2] - values[2:] / 2, values[:2] + values[2:] / 2
-            else:
-                corners = values.reshape(-1, 2)
-                low, high = corners.min(0), corners.max(0)
-            rows.append((int(kind), list(np.concatenate([low, high]) * scale)))
-        pairs.append((path, rows))
-    return _collect(pairs, size)
+            kind, *numbers = line.split() or [""]
+            corners = np.array(numbers, float).reshape(-1, 2)
+            if len(corners) == 2:  # center and size
+                corners = corners[0] + np.array([[-0.5, -0.5], [0.5, 0.5]]) * corners[1]
+            if kind:
+                objects.append((int(kind), corners * scale))
+        pairs.append((path, objects))
+    return _collect(pairs, size, masks)
 
 
 def _collect(
-    images: Iterable[tuple[Path, list[tuple[int, list[float]]]]], size: int
+    images: Iterable[tuple[Path, list[Object]]], size: int, with_masks: bool
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Return pixels, and boxes in them, padded to the greatest number."""
-    from PIL import Image
+    """Return pixels, and the objects in them, padded to the greatest number."""
+    from PIL import Image, ImageDraw
 
-    pixels, boxes, classes = [], [], []
-    for path, rows in images:
+    pixels, boxes, classes, masks = [], [], [], []
+    for path, objects in images:
         with Image.open(path) as picture:
             square, scale, corner = letterbox(picture, size)
         pixels.append(square)
-        boxes.append([np.array(box) * scale + [*corner, *corner] for _, box in rows])
-        classes.append([kind for kind, _ in rows])
-    return np.stack(pixels), pad(boxes, classes)
+        placed = [corners * scale + corner for _, corners in objects]
+        boxes.append([np.concatenate([x.min(0), x.max(0)]) for x in placed])
+        classes.append([kind for kind, _ in objects])
+        drawn = []
+        for corners in placed if with_masks else ():
+            mask = Image.new("1", (size // 4, size // 4))
+            shape = (
+                ImageDraw.Draw(mask).polygon if len(corners) > 2 else ImageDraw.Draw(mask).rectangle
+            )
+            shape([*(corners / 4).ravel()], fill=1)
+            drawn.append(np.array(mask))
+        masks.append(drawn)
+    targets = pad(boxes, classes)
+    if with_masks:
+        places = (*targets["classes"].shape, size // 4, size // 4)
+        targets["masks"] = np.zeros(places, bool)
+        for all_, drawn in zip(targets["masks"], masks, strict=True):
+            all_[: len(drawn)] = np.reshape(drawn, (-1, *places[2:]))
+    return np.stack(pixels), targets
 
 
 def pad(boxes: Sequence[Any], classes: Sequence[Any]) -> dict[str, np.ndarray]:

@@ -77,6 +77,7 @@ def folder(tmp_path, monkeypatch):
     [
         pytest.param(page, id=page.stem, marks=[pytest.mark.deep] * (page.stem in LONG))
         for page in PAGES
+        if page.stem != "models"  # test_models.py runs its parts
     ],
 )
 def test_page(page, folder, capsys):

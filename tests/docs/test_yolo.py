@@ -13,7 +13,7 @@ from PIL import Image
 
 import jaxonnx
 from notebooks import yolo
-from tests.support.small_yolo import small_yolo
+from tests.support.small_networks import small_yolo
 
 SIZES = (8, 4, 2)
 """Sides of the maps of an image of 64 x 64 pixels."""
@@ -269,6 +269,21 @@ def test_a_small_detector_learns_shapes(tmp_path):
         count += len(truth)
     assert found > 5 / 6 * count
     assert others < count / 6
+
+
+def test_masks_of_polygons(tmp_path):
+    for name in ("images", "labels"):
+        (tmp_path / name).mkdir()
+    for name in "ab":
+        Image.new("RGB", (64, 64)).save(tmp_path / "images" / f"{name}.png")
+    (tmp_path / "labels" / "a.txt").write_text("2 0.25 0.25 0.75 0.25 0.25 0.75")
+    _, targets = yolo.read_yolo(tmp_path / "images", tmp_path / "labels", size=64, masks=True)
+    assert targets["masks"].shape == (2, 1, 16, 16)
+    rows, columns = np.mgrid[:16, :16]
+    triangle = (rows >= 4) & (columns >= 4) & (rows + columns <= 16)
+    np.testing.assert_array_equal(targets["masks"][0, 0], triangle)
+    assert not targets["masks"][1].any()
+    assert targets["boxes"][0].tolist() == [[16, 16, 48, 48]]
 
 
 def test_boxes_of_coco_and_of_text_files(tmp_path):

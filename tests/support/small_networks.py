@@ -1,4 +1,4 @@
-"""A small detector that ends as Ultralytics exports YOLOv8: decoded boxes and probabilities."""
+"""Small networks of architectures that are not stored: YOLO, and a voice as Piper exports it."""
 
 import numpy as np
 from onnx import ModelProto, TensorProto, helper, numpy_helper
@@ -119,3 +119,55 @@ def small_yolo(
     infos = [helper.make_tensor_value_info(n, TensorProto.FLOAT, s) for n, s in values.items()]
     graph = helper.make_graph(g.nodes, "yolo", infos[:1], infos[1:], g.weights)
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+def small_voice(width: int = 8, symbols: int = 20) -> ModelProto:
+    """Return a VITS with Piper's inputs and output: encoder, durations, noise, a vocoder.
+
+    As in Piper's files, the number of samples is computed from rounded durations, through which
+    there is no gradient.
+    """
+    g = Graph()
+    table = np.random.default_rng(1).normal(size=(symbols, width)).astype(np.float32)
+    g.weights.append(numpy_helper.from_array(table, "enc_p.emb.weight"))
+    pads = {"kernel_shape": [3], "pads": [1, 1]}
+
+    def conv(x, channels, out, name, kind="Conv", **sizes):
+        shape = (channels, out, 4) if kind == "ConvTranspose" else (out, channels, 3)
+        weight = np.random.default_rng(len(name)).normal(0, 0.2, shape).astype(np.float32)
+        g.weights.append(numpy_helper.from_array(weight, f"{name}.weight"))
+        g.weights.append(numpy_helper.from_array(np.zeros(out, np.float32), f"{name}.bias"))
+        inputs = x, f"{name}.weight", f"{name}.bias"
+        return g.node(kind, *inputs, name=f"/{name}/{kind}", **(sizes or pads))
+
+    first, one, two = (g.constant(np.array([i])) for i in (0, 1, 2))
+    x = g.node("Transpose", g.node("Gather", "enc_p.emb.weight", "input"), perm=[0, 2, 1])
+    x = g.node("Relu", conv(x, width, width, "enc_p.encoder"))
+    means = conv(x, width, width, "enc_p.proj")
+    logs = conv(g.node("Relu", conv(x, width, width, "dp.conv_1")), width, 1, "dp.proj")
+    noise, length = (
+        g.node("Slice", "scales", low, high) for low, high in ((first, one), (one, two))
+    )
+    durations = g.node("Ceil", g.node("Mul", g.node("Exp", logs), length))
+    ends = g.node("CumSum", g.node("Squeeze", durations, g.constant([0, 1])), g.constant(0))
+    total = g.node("Cast", g.node("ReduceMax", ends, keepdims=0), to=TensorProto.INT64)
+    frames = g.node("Range", g.constant(0), total, g.constant(1))
+    frames = g.node("Cast", frames, to=TensorProto.FLOAT)
+    ends = g.node("Unsqueeze", ends, g.constant([1]))
+    begun = g.node("Cast", g.node("Less", frames, ends), to=TensorProto.FLOAT)  # [T, frames]
+    before = g.node("Pad", begun, g.constant([1, 0, -1, 0]))
+    path = g.node("Sub", begun, before)
+    z = g.node("MatMul", means, path)
+    z = g.node("Add", z, g.node("Mul", g.node("RandomNormalLike", z), noise))
+    sizes = {"kernel_shape": [4], "strides": [2], "pads": [1, 1]}
+    y = g.node("LeakyRelu", conv(z, width, width, "dec.ups.0", "ConvTranspose", **sizes))
+    y = g.node("Tanh", conv(y, width, 1, "dec.conv_post"))
+    g.nodes.append(helper.make_node("Unsqueeze", [y, g.constant([1])], ["output"]))
+    values = [
+        helper.make_tensor_value_info("input", TensorProto.INT64, ["batch", "phonemes"]),
+        helper.make_tensor_value_info("input_lengths", TensorProto.INT64, ["batch"]),
+        helper.make_tensor_value_info("scales", TensorProto.FLOAT, [3]),
+        helper.make_tensor_value_info("output", TensorProto.FLOAT, ["batch", 1, 1, "time"]),
+    ]
+    graph = helper.make_graph(g.nodes, "voice", values[:3], values[3:], g.weights)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 15)], ir_version=8)
