@@ -10,8 +10,10 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice, takewhile
+from itertools import chain, islice, takewhile
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from jaxonnx._data.files import Row, is_row_file, iterate_rows, to_columns
 from jaxonnx._data.ragged import Padding
@@ -22,6 +24,10 @@ Names = Mapping[str, str]
 """New names of columns, of keys and roles of messages, by those of the data."""
 VARIABLES = "tools", "documents", "chat_template_kwargs"
 """Columns for the chat template."""
+JUDGEMENT = "label"
+"""The column that says whether an answer is desirable."""
+_OTHER = "other completion"
+"""The column of an answer to another prompt, which `add_other_answers` adds."""
 _SHARE_GPT = {"from": "role", "value": "content", "human": "user", "gpt": "assistant"}
 _SHARE_GPT |= {"observation": "tool"}
 """The names of the field "from"; "function" is a call of a tool."""
@@ -64,11 +70,17 @@ class Shape:
         """Whether rows are plain texts, which may be split where they are long."""
         return self.columns == ("text",)
 
+    @property
+    def is_judged(self) -> bool:
+        """Whether rows say of a single answer if it is desirable."""
+        return JUDGEMENT in self.columns
+
     def fits(self, row: Any) -> bool:
         """Check whether a row has the columns of this shape, as texts or lists of messages."""
         return isinstance(row, Mapping) and all(
             isinstance(row.get(name), str)
             or (name not in _PLAIN and _is_list_of_objects(row.get(name)))
+            or (name == JUDGEMENT and isinstance(row.get(name), bool | int | np.bool_))
             for name in self.columns
         )
 
@@ -99,6 +111,23 @@ def _read_instruction(row: Mapping[str, Any], names: Names) -> Texts:
 
 def _read_prompt(row: Mapping[str, Any], names: Names) -> Texts:
     return _to_texts(row["prompt"], (row["completion"],), names)
+
+
+def _read_judged(row: Mapping[str, Any], names: Names) -> Texts:
+    return _to_texts(row["prompt"], (row["completion"], row[_OTHER]), names)
+
+
+def add_other_answers(rows: Iterable[Row]) -> Iterator[Row]:
+    """Add to each row the answer of the row before it, and to the first one that of the second."""
+    rows = iter(rows)
+    before = [*islice(rows, 2)]
+    if len(before) == 1:
+        raise TrainingError(f"{before[0][0]} is alone: an answer is compared with those of others")
+    others = [row.get("completion") for _, row in before[::-1]]
+    for where, row in chain(before, rows):
+        yield where, {**row, _OTHER: others.pop(0)}
+        if not others:
+            others.append(row.get("completion"))
 
 
 def _read_preference(row: Mapping[str, Any], names: Names) -> Texts:
@@ -209,6 +238,12 @@ SHAPES = (
         '{"instruction": "...", "input": "...", "output": "..."}',
     ),
     Shape(("text",), (), _read_text, '{"text": "..."}'),
+    Shape(
+        ("prompt", "completion", JUDGEMENT),
+        (_OTHER, *VARIABLES),
+        _read_judged,
+        '{"prompt": "...", "completion": "...", "label": true} (for the loss "kto")',
+    ),
     Shape(
         ("chosen", "rejected"),
         ("prompt", *VARIABLES),

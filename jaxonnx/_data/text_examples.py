@@ -14,7 +14,16 @@ import numpy as np
 
 from jaxonnx._data.files import Row
 from jaxonnx._data.inputs_and_targets import KEY
-from jaxonnx._data.rows import VARIABLES, Names, Rows, Shape, Texts, drop_nones
+from jaxonnx._data.rows import (
+    JUDGEMENT,
+    VARIABLES,
+    Names,
+    Rows,
+    Shape,
+    Texts,
+    add_other_answers,
+    drop_nones,
+)
 from jaxonnx._data.tokenizer import Chat, Tokenizer
 from jaxonnx._require import require, require_choice, require_integer
 from jaxonnx.errors import TrainingError
@@ -120,13 +129,14 @@ class Reader:
         """
         shape = data.find_shape(self.group == 2)
         assert shape is not None
-        ids, labels, weights = [], [], []
-        for where, row in rows:
+        ids, labels, weights, judged = [], [], [], []
+        for where, row in add_other_answers(rows) if shape.is_judged else rows:
             weight = self._read_weight(where, row)
             examples = self._read_row(where, row, shape, data.names)
             ids += [pair[0] for pair in examples]
             labels += [pair[1] for pair in examples]
             weights += [weight] * len(examples)
+            judged += [float(row[JUDGEMENT])] * len(examples) if shape.is_judged else []
         columns = {self.tokens: ids, "labels": labels}
         if self.packing is not None and ids:
             count = self.packing.number
@@ -135,6 +145,8 @@ class Reader:
             self.packed[name].update(texts=len(ids), rows=len(packed[0]))
         elif data.is_stream or {*weights} - {1}:
             columns[KEY] = weights
+        if shape.is_judged:
+            columns[JUDGEMENT] = judged
         sizes = zip(columns[self.tokens], columns["labels"], strict=True)
         self.lengths += [max(map(len, pair)) for pair in sizes]
         self.notes[:] = self._list_notes()

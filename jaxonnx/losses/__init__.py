@@ -1,9 +1,9 @@
 """Losses that optax lacks, as callables `(outputs, targets)` for `train(..., loss=)`.
 
 `cross_entropy` and `negative_log_likelihood` are those of ONNX's operators, `causal_lm` and
-`seq2seq_lm` those of language models. `distill` learns from another model, `dpo` and `orpo` from
-preferences,
-`in_batch_negatives` and `contrastive` from pairs. Losses of optax are chosen by name.
+`seq2seq_lm` those of language models. `distill` learns from another model, `dpo`, `orpo` and `kto`
+from preferences, `in_batch_negatives` and `contrastive` from pairs. Losses of optax are chosen by
+name.
 """
 
 from jaxonnx.losses._distill import Distillation, distill
@@ -12,6 +12,7 @@ from jaxonnx.losses._groups import (
     contrastive,
     dpo,
     in_batch_negatives,
+    kto,
     log_likelihoods,
     orpo,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "distill",
     "dpo",
     "in_batch_negatives",
+    "kto",
     "log_likelihoods",
     "negative_log_likelihood",
     "orpo",

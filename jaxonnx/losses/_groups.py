@@ -94,6 +94,61 @@ def dpo(*, beta: float = 0.1, ignore_index: int = -100) -> GroupLoss:
     )
 
 
+def kto(
+    *,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+    ignore_index: int = -100,
+) -> GroupLoss:
+    """Return the loss of Kahneman-Tversky optimization, of answers with a judgement each.
+
+    The rows of a batch come in pairs: each prompt with its answer, and behind it the same prompt
+    with the answer to another one. Targets are a dict of "labels" (N, length) as for `dpo`, "label"
+    (N,), which is 1 for a desirable answer and 0 for others, and "reference", which `train` adds.
+    With r as for `dpo` and z the mean of r over the mismatched rows of the batch, at least 0 and
+    without a gradient, both rows of a pair have the loss w (1 - sigmoid(beta * (r - z))) for a
+    desirable answer, and w (1 - sigmoid(beta * (z - r))) for others. `train` makes the pairs of
+    rows with "prompt", "completion" and "label", each with the completion of the row before.
+    Ethayarajh et al., "KTO: Model Alignment as Prospect Theoretic Optimization", 2024
+    (arXiv:2402.01306).
+
+    >>> labels, even = jnp.array([[0, 1], [0, 0]]), jnp.full(2, -jnp.log(2))
+    >>> targets = {"labels": labels, "label": jnp.ones(2), "reference": even}
+    >>> print(kto()(jnp.zeros((2, 2, 2)), targets).round(4))
+    [0.5 0.5]
+
+    Args:
+      beta: above 0; the smaller, the further the model may go from the reference.
+      desirable_weight, undesirable_weight: w, at least 0.
+
+    Raises:
+      TrainingError: an argument is out of its range; or a batch has an odd number of rows, or other
+        targets.
+    """
+    check_arguments(kto, locals(), TrainingError)
+    require("kto: beta", beta, beta > 0, "above 0", TrainingError)
+    weights = desirable_weight, undesirable_weight
+    require("kto: the weights", weights, min(weights) >= 0, "at least 0", TrainingError)
+
+    def loss(outputs: jax.Array, targets: Any, weight: Any) -> jax.Array:
+        if not isinstance(targets, dict) or targets.keys() != {"labels", "label", "reference"}:
+            raise TrainingError(
+                "kto takes rows with 'prompt', 'completion' and 'label' (true or false), or targets"
+                " in a dict of 'labels', 'label' and 'reference'"
+            )
+        scores = log_likelihoods(outputs, targets["labels"], ignore_index) - targets["reference"]
+        answers, mismatched = _split_pairs("kto", scores)
+        counts = jnp.ones(len(answers)) if weight is None else (weight[::2] > 0).astype(jnp.float32)
+        divergence = (mismatched * counts).sum() / jnp.maximum(counts.sum(), 1)
+        above = answers - jax.lax.stop_gradient(jnp.maximum(divergence, 0))
+        wanted = targets["label"][::2] > 0
+        values = jax.nn.sigmoid(beta * jnp.where(wanted, above, -above))
+        return jnp.repeat(jnp.where(wanted, *weights) * (1 - values), 2)
+
+    return GroupLoss("kto", loss, 2, shift=True, ignore_index=ignore_index, reference=True)
+
+
 def orpo(*, beta: float = 0.1, ignore_index: int = -100) -> GroupLoss:
     """Return the loss of odds ratio preference optimization, which needs no reference.
 

@@ -25,6 +25,7 @@ from jaxonnx.losses import (
     cross_entropy,
     dpo,
     in_batch_negatives,
+    kto,
     negative_log_likelihood,
     orpo,
     seq2seq_lm,
@@ -85,6 +86,7 @@ def _named_losses() -> dict[str, Callable[..., Any]]:
     losses["causal_lm"] = causal_lm()
     losses["contrastive"] = contrastive()
     losses["dpo"] = dpo()
+    losses["kto"] = kto()
     losses["orpo"] = orpo()
     losses["in_batch_negatives"] = in_batch_negatives()
     losses["seq2seq_lm"] = seq2seq_lm()
@@ -383,6 +385,8 @@ def _takes(name: str) -> str:
         return "integer labels: the index of the class"
     if name in ("dpo", "orpo"):
         return "pairs of answers, chosen and rejected"
+    if name == "kto":
+        return "answers with a judgement each"
     if isinstance(_named_losses()[name], GroupLoss):
         return "no targets"
     if name in ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"):

@@ -56,10 +56,12 @@ def _compute_references(model: Model, loss: GroupLoss) -> Callable[[Batch], Any]
         return log_likelihoods(logits, labels, loss.ignore_index)
 
     def add(batch: Batch) -> Any:
-        if isinstance(batch.targets, Mapping):  # the user computed them
-            return batch.targets
-        reference = compute(model.params, model.state, batch.inputs, batch.targets)
-        return {"labels": batch.targets, "reference": reference}
+        targets = batch.targets
+        targets = targets if isinstance(targets, Mapping) else {"labels": targets}
+        if "reference" in targets:  # the user computed them
+            return targets
+        reference = compute(model.params, model.state, batch.inputs, targets["labels"])
+        return {**targets, "reference": reference}
 
     return add
 

@@ -325,6 +325,7 @@ CALLS |= {
         "distill",
         "dpo",
         "in_batch_negatives",
+        "kto",
         "negative_log_likelihood",
         "orpo",
         "seq2seq_lm",

@@ -82,6 +82,96 @@ def test_answers_in_texts_are_pairs():
     assert result.history.losses[-1] < result.history.losses[0]
 
 
+def kto_of_trl(changes, wanted, beta, desirable, undesirable):
+    """The losses of `KTOTrainer`, in float64; `changes` are those of all rows."""
+    divergence = max(changes[1::2].mean(), 0)
+    above = changes[::2] - divergence
+    gains = 1 / (1 + np.exp(-beta * above)), 1 / (1 + np.exp(beta * above))
+    return np.where(wanted, desirable * (1 - gains[0]), undesirable * (1 - gains[1]))
+
+
+@pytest.mark.parametrize("shift", [-3.0, 3.0])  # a divergence of 0, and one above
+def test_kto_is_that_of_trl(shift):
+    logits = RNG.normal(size=(16, 6, 7)).astype(np.float32)
+    logs = np.log(np.exp(logits.astype(np.float64)).sum(-1))[:, :-1]
+    taken = np.take_along_axis(logits[:, :-1], np.maximum(LABELS[:, 1:], 0)[..., None], -1)[..., 0]
+    likelihoods = ((taken - logs) * (LABELS[:, 1:] >= 0)).sum(1)
+    reference = (likelihoods - shift + RNG.normal(size=16)).astype(np.float32)
+    judged = np.repeat(np.arange(8) % 3 > 0, 2).astype(np.float32)
+    targets = {"labels": LABELS, "label": judged, "reference": reference}
+    loss = losses.kto(beta=0.3, desirable_weight=1.5, undesirable_weight=0.5)
+    wanted = kto_of_trl(likelihoods - reference, judged[::2] > 0, 0.3, 1.5, 0.5)
+    np.testing.assert_allclose(loss(logits, targets), np.repeat(wanted, 2), rtol=1e-5)
+    # the rows that fill a batch do not count
+    weight = np.repeat([1.0] * 6 + [0.0] * 2, 2)
+    short = {name: x[:12] for name, x in targets.items()}
+    np.testing.assert_allclose(
+        loss(logits, targets, weight)[:12], loss(logits[:12], short), rtol=1e-5
+    )
+    # the divergence has no gradient: that of mismatched rows is 0
+    gradient = np.asarray(jax.grad(lambda x: loss(x, targets).sum())(jnp.asarray(logits)))
+    assert not gradient[1::2].any()
+    assert gradient[::2].any()
+
+
+def test_kto_of_pytorch_has_the_same_gradient():
+    torch = pytest.importorskip("torch")
+    logits = RNG.normal(size=(16, 6, 7)).astype(np.float32)
+    reference, judged = -RNG.random(16).astype(np.float32) * 9, np.repeat(np.arange(8) % 2, 2)
+    x = torch.tensor(logits, requires_grad=True)
+    scores = -torch.nn.functional.cross_entropy(
+        x[:, :-1].transpose(1, 2), torch.from_numpy(LABELS[:, 1:]), reduction="none"
+    ).sum(1)
+    ratios = scores - torch.from_numpy(reference)
+    divergence = ratios[1::2].mean().detach().clamp(min=0)
+    sign = torch.from_numpy(2.0 * judged[::2] - 1).float()
+    (1 - torch.sigmoid(0.1 * sign * (ratios[::2] - divergence))).sum().backward()
+    targets = {"labels": LABELS, "label": judged, "reference": reference}
+    gradient = jax.grad(lambda x: losses.kto()(x, targets).sum() / 2)(jnp.asarray(logits))
+    np.testing.assert_allclose(gradient, x.grad.numpy(), atol=1e-6)
+
+
+def test_answers_with_a_judgement_are_compared_with_others():
+    """Each row is two: with its own answer, and with that of the row before."""
+    parts = [("one", " two", True), ("three four", " five", False), ("six", " is", True)]
+    rows = [dict(zip(("prompt", "completion", "label"), part, strict=True)) for part in parts]
+    settings = {"batch_size": 6, "optimizer": optax.sgd(0.5), "epochs": 4}
+    settings |= {"trainable": "*mlp*", "validation": rows, "validate_first": True}
+    model = jaxonnx.load(GENAI)
+    made = jaxonnx.train(model, rows, loss="kto", **settings)
+    read = model.tokenizer.encode
+    pairs = [(i, j) for i, other in ((0, 1), (1, 0), (2, 1)) for j in (i, other)]
+    prompts = [read(parts[i][0]) for i, _ in pairs]
+    ids = [[*read(parts[i][0] + parts[j][1]), 2] for i, j in pairs]
+    labels = [[*[-100] * len(p), *row[len(p) :]] for p, row in zip(prompts, ids, strict=True)]
+    judged = [float(parts[i][2]) for i, _ in pairs]
+    table = {"input_ids": ids, "labels": labels, "label": np.array(judged, np.float32)}
+    other = jaxonnx.train(model, table, loss="kto", **settings | {"validation": table})
+    assert made.history.epochs[0]["validation_loss"] == pytest.approx(0.5, abs=1e-6)
+    assert made.history.epochs[-1]["validation_loss"] < 0.48
+    for name, value in weights(made).items():
+        np.testing.assert_allclose(weights(other)[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("data", "loss", "message"),
+    [
+        ([{"prompt": "a", "completion": "b", "label": True}], "kto", "is alone: an answer is"),
+        ([{"prompt": "a", "chosen": "b", "rejected": "c"}] * 2, "kto", "kto takes rows with"),
+        ([{"prompt": "a", "completion": "b", "label": True}] * 2, "dpo", "in a dict of 'labels'"),
+    ],
+)
+def test_rows_for_another_loss_are_refused(data, loss, message):
+    with pytest.raises(jaxonnx.TrainingError, match=message):
+        jaxonnx.train(GENAI, data, loss=loss, batch_size=2)
+
+
+def test_judgements_are_ignored_by_other_losses():
+    rows = [{"prompt": "a", "completion": " b", "label": True}] * 2
+    result = jaxonnx.train(GENAI, rows, loss="causal_lm", batch_size=2, epochs=1)
+    assert "columns that nothing reads: 'label'" in result.history.notes
+
+
 def orpo_of_trl(chosen, rejected, beta):
     """`ORPOTrainer.odds_ratio_loss` of mean log-likelihoods, and the first term of the paper."""
     odds = (chosen - rejected) - (np.log1p(-np.exp(chosen)) - np.log1p(-np.exp(rejected)))
