@@ -105,32 +105,32 @@ _CONTEXT = {
 class Op:
     """An operator from one opset on. Integers in the fields are positions of the node's inputs."""
 
-    name: str
-    domain: str
-    since: int
-    function: Callable[..., Any]
-    params: tuple[int, ...]
+    name: str = ""
+    domain: str = ""
+    since: int = 0
+    function: Callable[..., Any] = lambda: None
+    params: tuple[int, ...] = ()
     """Inputs for a trained weight or bias."""
-    vectors: tuple[int, ...]
+    vectors: tuple[int, ...] = ()
     """Inputs for a trained vector, a bias or scale. A table or a scalar there is not trained."""
-    state: tuple[int, ...]
+    state: tuple[int, ...] = ()
     """Inputs for running statistics; in training, output k + 1 is the new value of the k-th."""
-    view: bool
+    view: bool = False
     """Whether the result is a view of the first input, so that a weight keeps its role through it:
     a Transpose, say."""
-    same_axes: bool
+    same_axes: bool = False
     """Whether it is a view with the axes of the first input: a Cast, say."""
-    dynamic: bool
+    dynamic: bool = False
     """Whether the shape of the result depends on values, so that the node cannot be compiled."""
-    static: frozenset[int]
+    static: frozenset[int] = frozenset()
     """Inputs that must be known while tracing."""
-    context: tuple[tuple[str, str], ...]
+    context: tuple[tuple[str, str], ...] = ()
     """Pairs of a keyword-only parameter and the key of `_CONTEXT` for what the evaluator passes."""
-    attributes: frozenset[str]
+    attributes: frozenset[str] = frozenset()
     """The names of all attributes."""
-    required: frozenset[str]
+    required: frozenset[str] = frozenset()
     """The names of the attributes without a default."""
-    inputs: int | None
+    inputs: int | None = None
     """The greatest number of inputs; None if the last one is variadic."""
     pointwise: bool = False
     """Whether the operator is elementwise with NumPy's broadcasting, except along the attribute

@@ -185,8 +185,6 @@ class _Binder:
     """Operators without an implementation, with the nodes that need them."""
     count: int = 0
     """Nodes bound so far, in functions too: the next node's index."""
-    calls: tuple[tuple[str, str, str], ...] = ()
-    """The functions whose bodies are being bound, outermost first."""
     lifted: frozenset[str] = frozenset()
     """The constants of functions whose values come from outside, by their names in the model."""
 
@@ -199,18 +197,10 @@ class _Binder:
         nested: bool = False,
     ) -> Graph:
         """Bind a graph, or a subgraph (`nested`) that sees the names in `visible`."""
-        initializers = {}
-        weights = []
-        for tensor in proto.initializer:
-            if tensor.name in self.external:
-                weights.append(tensor.name)
-            else:
-                initializers[tensor.name] = to_array(tensor)
-        for sparse in proto.sparse_initializer:
-            if sparse.values.name in self.external:
-                weights.append(sparse.values.name)
-            else:
-                initializers[sparse.values.name] = to_dense(sparse)
+        tensors: dict[str, Any] = {tensor.name: (to_array, tensor) for tensor in proto.initializer}
+        tensors |= {t.values.name: (to_dense, t) for t in proto.sparse_initializer}
+        weights = [name for name in tensors if name in self.external]
+        initializers = {n: read(t) for n, (read, t) in tensors.items() if n not in self.external}
         inputs = [v.name for v in proto.input]
         stored = [t.name for t in proto.initializer]
         stored += [t.values.name for t in proto.sparse_initializer]
@@ -290,7 +280,7 @@ class _Binder:
         function = self.functions.get((domain, proto.op_type, proto.overload))
         if function is not None:
             check_call(proto, function, passed, label)
-            op, body = _CALL, self.function(function, passed, opsets, label)
+            op, body = _CALL, self.function(function, passed, opsets)
         elif domain in opsets:
             version = opsets[domain]
             label = f"{label[:-1]}, opset {version})"
@@ -315,19 +305,15 @@ class _Binder:
         return Node(label, op, inputs, outputs, attributes, graphs, reads, index, body, version)
 
     def function(
-        self, function: FunctionProto, passed: Mapping[str, AttributeProto], opsets, label
+        self, function: FunctionProto, passed: Mapping[str, AttributeProto], opsets
     ) -> Graph:
         """Bind a function's body for one call, with attribute references replaced by values."""
-        key = (function.domain, function.name, function.overload)
-        name = ".".join(filter(None, key))
-        if key in self.calls:
-            raise ModelError(f"{label}: function '{name}' calls itself; ONNX forbids recursion")
+        name = ".".join(filter(None, (function.domain, function.name, function.overload)))
         defaults = {a.name: a for a in function.attribute_proto}
         refs = dict.fromkeys(function.attribute) | defaults | dict(passed)
         imported = {_domain(e.domain): e.version for e in function.opset_import} or opsets
         # names in a function are its own: only what was lifted out of it comes from outside
-        inner = _Binder(self.functions, frozenset(), self.missing, self.count, (*self.calls, key))
-        inner.lifted = self.lifted
+        inner = _Binder(self.functions, frozenset(), self.missing, self.count, self.lifted)
         lifted = {
             local: whole for local, whole in names_of_constants(function) if whole in self.lifted
         }
@@ -352,23 +338,7 @@ class _Binder:
 
 
 # stands for the operator of nodes that call a function, and of those without an implementation
-_CALL = Op(
-    name="",
-    domain="",
-    since=0,
-    function=lambda: None,
-    params=(),
-    vectors=(),
-    state=(),
-    view=False,
-    same_axes=False,
-    dynamic=False,
-    static=frozenset(),
-    context=(),
-    attributes=frozenset(),
-    required=frozenset(),
-    inputs=None,
-)
+_CALL = Op()
 
 
 def _types(values) -> tuple[onnx.TypeProto | None, ...]:
