@@ -4,20 +4,9 @@ import ast
 from collections.abc import Iterator
 from typing import Any
 
-from onnx import (
-    AttributeProto,
-    FunctionProto,
-    GraphProto,
-    ModelProto,
-    NodeProto,
-    TensorProto,
-)
+from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto
 
-_SEVERAL = (
-    AttributeProto.TENSORS,
-    AttributeProto.SPARSE_TENSOR,
-    AttributeProto.SPARSE_TENSORS,
-)
+_SEVERAL = (AttributeProto.TENSORS, AttributeProto.SPARSE_TENSOR, AttributeProto.SPARSE_TENSORS)
 
 
 def text(value: Any) -> str:

@@ -3,7 +3,8 @@
 import ctypes
 import difflib
 import os
-from collections import Counter
+import warnings
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,11 +15,16 @@ import onnx
 from google.protobuf.message import DecodeError, EncodeError
 from onnx import FunctionProto, GraphProto, ModelProto, TensorProto, helper, numpy_helper
 
-from jaxonnx._io import checkpoints, external, formats, header
+from jaxonnx._io import checkpoints, external, formats, header, order
 from jaxonnx._io.external import Folder
-from jaxonnx._io.protos import all_graphs, all_tensors, names_of_constants, tensor_of_constant
+from jaxonnx._io.protos import (
+    all_graphs,
+    all_nodes,
+    all_tensors,
+    names_of_constants,
+    tensor_of_constant,
+)
 from jaxonnx._io.records import SPARSITY, has
-from jaxonnx._io.repair import repair
 from jaxonnx._io.save import in_file_types
 from jaxonnx._io.tensors import to_array, to_dense
 from jaxonnx._io.ties import update_tied
@@ -140,9 +146,7 @@ def _checkpoint(folder: str | os.PathLike, which: str) -> tuple[ModelProto, dict
     return proto, tensors
 
 
-def weights_of(
-    weights: str | os.PathLike | Mapping[str, Any],
-) -> tuple[str, dict[str, np.ndarray]]:
+def weights_of(weights: str | os.PathLike | Mapping[str, Any]) -> tuple[str, dict[str, np.ndarray]]:
     """Return a label of these weights for messages, and their arrays by name.
 
     Args:
@@ -310,3 +314,53 @@ def _definitions(graph: GraphProto, nested: bool) -> Iterator[str]:
     yield from (sparse.values.name for sparse in graph.sparse_initializer)
     yield from (value.name for value in graph.input if nested or value.name not in initialized)
     yield from (name for node in graph.node for name in node.output if name)
+
+
+# Repair files that are off the specification and that onnxruntime runs, and say so.
+
+_CONTRIB = "com.microsoft"
+"""The domain of onnxruntime's own operators, all of version 1."""
+
+
+def repair(proto: ModelProto, what: str) -> None:
+    """Sort nodes, import com.microsoft and drop redefined Constants, in place.
+
+    Args:
+      proto: the model.
+      what: what warnings call it.
+    """
+    texts = []
+    imported = {entry.domain for entry in proto.opset_import}
+    if _CONTRIB not in imported and any(n.domain == _CONTRIB for n in all_nodes(proto.graph)):
+        proto.opset_import.add(domain=_CONTRIB, version=1)
+        texts.append(f"uses {_CONTRIB} without an import: version 1 is meant, and saved")
+    texts += [
+        f"has several Constant nodes that define '{name}': the last one counts, and alone is saved"
+        for graph in all_graphs(proto.graph)
+        for name in _drop_redefined_constants(graph)
+    ]
+    for text in texts:
+        warnings.warn(f"{what} {text}, as onnxruntime reads it", stacklevel=4)
+    order.sort(proto.graph)
+
+
+def _drop_redefined_constants(graph: GraphProto) -> list[str]:
+    """Keep the last of several Constant nodes of one name, in the place of the first.
+
+    Returns:
+      The names that several Constant nodes define, and no other node.
+    """
+    makers: dict[str, list[int]] = defaultdict(list)
+    for i, node in enumerate(graph.node):
+        for name in filter(None, node.output):
+            makers[name].append(i)
+    several = {
+        name: places
+        for name, places in makers.items()
+        if len(places) > 1 and all(graph.node[i].op_type == "Constant" for i in places)
+    }
+    for first, *_, last in several.values():
+        graph.node[first].CopyFrom(graph.node[last])
+    for place in sorted((i for places in several.values() for i in places[1:]), reverse=True):
+        del graph.node[place]
+    return [*several]

@@ -11,7 +11,7 @@ from jaxonnx._axes import Matrix
 from jaxonnx._graph.ancestors import behind
 from jaxonnx._graph.bind import Graph, Node
 from jaxonnx._graph.roles import PRODUCTS
-from jaxonnx._graph.scopes import resolve
+from jaxonnx._graph.select import resolve
 from jaxonnx.errors import InputError
 
 ENDINGS = {"Softmax": "Softmax", "LogSoftmax": "Softmax", "Sigmoid": "Sigmoid"}

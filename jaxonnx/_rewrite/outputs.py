@@ -7,7 +7,7 @@ from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, TypeProto, Va
 
 from jaxonnx._graph.ancestors import ancestors
 from jaxonnx._graph.bind import Graph, bind
-from jaxonnx._graph.scopes import resolve
+from jaxonnx._graph.select import resolve
 from jaxonnx._io.protos import subgraphs
 from jaxonnx._require import require
 from jaxonnx._run.shapes import declared_types, evaluate_shapes, infer_types, type_of

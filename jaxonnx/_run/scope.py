@@ -22,8 +22,8 @@ from jaxonnx import lowering
 from jaxonnx._graph.ancestors import find_between
 from jaxonnx._graph.bind import Graph, Node
 from jaxonnx._run import array_forms, failures
+from jaxonnx._run.array_forms import on_cpu
 from jaxonnx._run.folding import abstract, broadcast_late, fold, folds, is_traced, on_device
-from jaxonnx._run.two_bit_inputs import on_cpu
 from jaxonnx.errors import Error, NodeError, StaticError
 from jaxonnx.registry import Op, is_known, symbolic
 

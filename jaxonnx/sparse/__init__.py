@@ -7,12 +7,13 @@ from jaxonnx.sparse._layers import (
     Patterns,
     Sparsity,
     goals,
+    has,
     layers,
+    record,
 )
 
 # for other rooms of the package
 from jaxonnx.sparse._masks import from_bits, mask, to_bits
-from jaxonnx.sparse._metrics import metrics, state_masks
 from jaxonnx.sparse._nm import Pattern
 from jaxonnx.sparse._pack import (
     INDEX,
@@ -35,16 +36,20 @@ from jaxonnx.sparse._products import (
     register_products,
     sparse_products,
 )
-from jaxonnx.sparse._record import (
-    has,
-    record,
-)
 from jaxonnx.sparse._s_ste import SSteState, s_ste
 from jaxonnx.sparse._templates import (
     Axes,
     templates,
 )
-from jaxonnx.sparse._three_phase import ThreePhaseState, fixed_mask, prune, sr_ste, three_phase
+from jaxonnx.sparse._three_phase import (
+    ThreePhaseState,
+    fixed_mask,
+    metrics,
+    prune,
+    sr_ste,
+    state_masks,
+    three_phase,
+)
 from jaxonnx.sparse._verify import Verification, verify
 
 __all__ = [

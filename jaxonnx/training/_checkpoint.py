@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxonnx._arrays import to_host
 from jaxonnx._atomic_write import check_writable
-from jaxonnx._data.fingerprint import difference
+from jaxonnx._data.batches import difference
 from jaxonnx._io import formats
 from jaxonnx._io.checkpoints import (
     MODEL,

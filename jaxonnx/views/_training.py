@@ -14,7 +14,7 @@ import numpy as np
 from onnx import GraphProto
 
 from jaxonnx._graph.bind import Graph, Node
-from jaxonnx._graph.scopes import resolve
+from jaxonnx._graph.select import resolve
 from jaxonnx._require import require
 from jaxonnx.errors import InputError
 from jaxonnx.registry import lookup

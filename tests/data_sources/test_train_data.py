@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxonnx
-from jaxonnx._data.batch_memory import Memory
-from jaxonnx._data.batches import Arrays, prefetch
+from jaxonnx._data.batches import Arrays, Memory, prefetch
 from jaxonnx.training._data import sources
 
 ONE = (jaxonnx.Value("x", None, None),)

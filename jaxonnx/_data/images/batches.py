@@ -11,8 +11,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from jaxonnx._data.batch_memory import Memory
-from jaxonnx._data.batches import Batch, Examples, Source, prefetch
+from jaxonnx._data.batches import Batch, Examples, Memory, Source, prefetch
 from jaxonnx._data.images.augment import Augment, prepare_batch
 from jaxonnx._data.images.folder import Folder
 from jaxonnx.errors import InputError, TrainingError
