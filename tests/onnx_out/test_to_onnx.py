@@ -474,6 +474,35 @@ def test_programs_that_are_called_again_are_functions_of_the_model():
     close(run(symbolic, x, w), network(x, w))
 
 
+BITS = np.array([[1, -5, 7, 3], [4, 4, -2, 9]], np.int32)
+
+
+@pytest.mark.parametrize(
+    ("function", "x"),
+    [
+        (lambda a: lax.reduce_xor(a, (1,)), BITS),
+        (lambda a: lax.reduce_xor(a, (0, 1)), BITS),
+        (lambda a: lax.reduce_xor(a, (0,)), BITS > 0),
+        (lambda a: lax.shift_right_arithmetic(a, jnp.full_like(a, 3)), BITS),
+        (lambda a: lax.shift_right_arithmetic(a, jnp.full_like(a, 3)), BITS.astype(np.uint32)),
+    ],
+)
+def test_bits(function, x):
+    np.testing.assert_array_equal(run(to_onnx(function, x), x)[0], function(x))
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda a: a.at[np.array([0])].apply(jnp.tanh), "applies a function in place"),
+        (lambda a: lax.reduce_or(a.astype(int), (0,)), "it supports bool, not integers"),
+    ],
+)
+def test_what_would_compute_something_else_is_refused(function, message):
+    with pytest.raises(jaxonnx.UnsupportedError, match=message):
+        to_onnx(function, np.ones((3, 4), np.float32))
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("family", ["jax.nn", "jax.numpy.fft"])
 def test_families_of_the_scoreboard(family):

@@ -161,7 +161,20 @@ def _rows(g: Nodes, x: Any, starts: Any, axis: int, windows: Windows) -> Any:
 for _name, _reduction in REDUCTIONS.items():
 
     @primitive(_name)
-    def scatter(g, x, indices, updates, *, out, dimension_numbers, mode, reduction=_reduction):
+    def scatter(
+        g,
+        x,
+        indices,
+        updates,
+        *,
+        out,
+        dimension_numbers,
+        mode,
+        update_jaxpr,
+        reduction=_reduction,
+    ):
+        if reduction == "none" and update_jaxpr is not None:
+            raise Refusal("it applies a function in place; use x.at[i].set(f(x[i]))")
         d = dimension_numbers
         batch = list(zip(d.operand_batching_dims, d.scatter_indices_batching_dims, strict=True))
         inner = iter(d.update_window_dims)

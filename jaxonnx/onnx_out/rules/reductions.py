@@ -5,7 +5,7 @@ import numpy as np
 from jax import lax
 
 from jaxonnx.onnx_out._nodes import Tensor, ordered_dtype
-from jaxonnx.onnx_out._rule_table import composed, primitive
+from jaxonnx.onnx_out._rule_table import Refusal, composed, primitive
 from jaxonnx.onnx_out._tensors import greatest_of, least_of
 
 OPERATORS = {
@@ -31,6 +31,8 @@ for _name, _operator in {"reduce_and": "ReduceMin", "reduce_or": "ReduceMax"}.it
 
     @primitive(_name)
     def reduce_logical(g, x, *, axes, out, operator=_operator):
+        if x.dtype != bool:
+            raise Refusal("it supports bool, not integers")
         if not axes:
             return x
         y = Tensor(g.reduce(operator, g.cast(x, np.int32), axes), out.shape, np.int32)
@@ -39,7 +41,13 @@ for _name, _operator in {"reduce_and": "ReduceMin", "reduce_or": "ReduceMax"}.it
 
 @composed("reduce_xor")
 def reduce_xor(x, *, axes):
-    return jnp.sum(x.astype(jnp.int32), axes) % 2 == 1
+    if x.dtype == bool:
+        return jnp.sum(x.astype(jnp.int32), axes) % 2 == 1
+    rows = jnp.moveaxis(x, axes, range(len(axes)))
+    rows = rows.reshape(-1, *rows.shape[len(axes) :])
+    while (half := len(rows) // 2) > 0:
+        rows = jnp.concatenate([rows[:half] ^ rows[half : 2 * half], rows[2 * half :]])
+    return jnp.sum(rows, 0, dtype=x.dtype)  # of one row, or of none
 
 
 for _name, _operator in {"argmax": "ArgMax", "argmin": "ArgMin"}.items():

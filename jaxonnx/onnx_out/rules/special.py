@@ -203,10 +203,10 @@ def polygamma(order, x):
 def shift_right_arithmetic(x, amount):
     bits = 8 * x.dtype.itemsize
     amount = jnp.minimum(amount, bits - 1)
-    if jnp.issubdtype(x.dtype, jnp.unsignedinteger):
-        return lax.shift_right_logical(x, amount)
+    unsigned = jnp.issubdtype(x.dtype, jnp.unsignedinteger)  # whose highest bit is kept, too
+    negative = lax.shift_right_logical(x, x.dtype.type(bits - 1)) > 0 if unsigned else x < 0
     return jnp.where(
-        x < 0, ~lax.shift_right_logical(~x, amount), lax.shift_right_logical(x, amount)
+        negative, ~lax.shift_right_logical(~x, amount), lax.shift_right_logical(x, amount)
     )
 
 
