@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from jaxonnx.onnx_out import to_onnx
     from jaxonnx.quantization import Quantization, Sensitivity
     from jaxonnx.training import History, Result, evaluate, quantize, train
+    from jaxonnx.validation import Validation, validate
 
 __all__ = [
     "Adapters",
@@ -52,6 +53,7 @@ __all__ = [
     "StaticError",
     "TrainingError",
     "UnsupportedError",
+    "Validation",
     "Value",
     "add_training",
     "convert",
@@ -72,6 +74,7 @@ __all__ = [
     "to_onnx",
     "train",
     "training",
+    "validate",
 ]
 __version__ = "0.1.0"
 
@@ -88,6 +91,7 @@ _MODULES = {
     "jaxonnx.onnx_out": ("to_onnx",),
     "jaxonnx.quantization": ("Quantization", "Sensitivity"),
     "jaxonnx.training": ("History", "Result", "evaluate", "quantize", "train"),
+    "jaxonnx.validation": ("Validation", "validate"),
 }
 """Where public names are defined; errors and submodules aside."""
 

@@ -1,10 +1,8 @@
 """`jaxonnx bench`: times the forward pass and training step of a model."""
 
 import argparse
-import math
 import time
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
 from typing import Any, Literal
 
 import jax
@@ -13,12 +11,12 @@ import numpy as np
 import optax
 from rich.table import Table
 
-from jaxonnx._graph.values import Value
-from jaxonnx._limits import machine
+from jaxonnx._data.random_inputs import draw_inputs
 from jaxonnx.cli._inputs import Report, read
 from jaxonnx.cli._inputs import inputs as given
 from jaxonnx.errors import Error, InputError, StaticError
 from jaxonnx.model import Model
+from jaxonnx.validation import INSTALL, Session, has_onnxruntime
 
 _ROUND_S = 0.1
 """Calls are repeated within a round until they take about this long."""
@@ -31,7 +29,7 @@ def run(options: argparse.Namespace) -> Report:
     if options.data is not None:
         inputs = tuple(given(options.data, model).values())
     else:
-        inputs = tuple(random_inputs(model.inputs, options.batch, dict(options.dim or ())))
+        inputs = _random_inputs(model, options.batch, dict(options.dim or ()))
     placed = jax.device_put(inputs)
     rows = {"forward": _forward(model, placed)}
     notes = []
@@ -43,8 +41,8 @@ def run(options: argparse.Namespace) -> Report:
                 rows[name] = _training_step(model, placed, options.precision)
         except Error as error:
             notes.append(f"no training step: {error}")
-    if find_spec("onnxruntime") is None:
-        notes.append("onnxruntime is not installed: pip install 'jaxonnx[demo]'")
+    if not has_onnxruntime():
+        notes.append(INSTALL)
     else:
         try:
             rows["onnxruntime"] = _onnxruntime(options, model, inputs)
@@ -70,39 +68,17 @@ def run(options: argparse.Namespace) -> Report:
     return Report(data, _table(data))
 
 
-def random_inputs(
-    values: tuple[Value, ...], batch: int | None, sizes: Mapping[str, int]
-) -> list[np.ndarray]:
-    """Draw normal numbers, or zeros for inputs of integers (a table of any length has row 0).
+def _random_inputs(model: Model, batch: int | None, sizes: Mapping[str, int]) -> tuple:
+    """Draw inputs, in order.
 
     Raises:
       InputError: an open dimension has no size, or a size does not fit.
     """
-    random = np.random.default_rng(0)
-    made = []
-    for value in values:
-        if value.dtype is None or value.dtype == object or value.shape is None:
-            raise InputError(f"there are no random numbers for input {value}: give --data")
-        shape = []
-        for axis, size in enumerate(value.shape):
-            if not isinstance(size, int):
-                first = batch or _BATCH if axis == 0 else None
-                size = sizes.get(size or "?", first)
-            elif axis == 0 and batch not in (None, size):
-                raise InputError(f"--batch {batch}, but input {value} is fixed to {size}")
-            if size is None:
-                raise InputError(
-                    f"dimension {axis} of input {value} is open: give --dim NAME=N, or --data"
-                )
-            shape.append(size)
-        bytes_of_normal_numbers = 8 * math.prod(shape)
-        if bytes_of_normal_numbers > machine():
-            raise InputError(f"input {value} of shape {shape} does not fit into memory")
-        real = jnp.issubdtype(value.dtype, jnp.floating)
-        made.append(
-            (random.standard_normal(shape) if real else np.zeros(shape)).astype(value.dtype)
-        )
-    return made
+    for value in model.inputs:
+        fixed = value.shape[0] if value.shape else None
+        if isinstance(fixed, int) and batch not in (None, fixed):
+            raise InputError(f"--batch {batch}, but input {value} is fixed to {fixed}")
+    return tuple(draw_inputs(model.inputs, batch or _BATCH, sizes).values())
 
 
 def measure(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
@@ -182,27 +158,14 @@ def _training_step(
 
 def _onnxruntime(options: argparse.Namespace, model: Model, inputs: tuple) -> dict[str, Any]:
     """Run the file itself in onnxruntime, or the model as flags changed it."""
-    import onnxruntime
-    from onnxruntime.capi.onnxruntime_pybind11_state import (  # type: ignore[import-not-found]
-        Fail,
-        InvalidArgument,
-        InvalidGraph,
-        NotImplemented,
-        RuntimeException,
-    )
-
     changed = options.any_batch or options.dequantize or options.model.suffix == ".npz"
     file = model.to_onnx().SerializeToString() if changed else options.model
     feed = {value.name: x for value, x in zip(model.inputs, inputs, strict=True)}
-    refusals = Fail, InvalidArgument, InvalidGraph, NotImplemented, RuntimeException, RuntimeError
     begin = time.perf_counter()
-    try:
-        session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
-        seconds = time.perf_counter() - begin
-        session.run(None, feed)
-    except refusals as error:
-        raise InputError(f"onnxruntime refuses the model: {str(error).splitlines()[0]}") from error
-    return {"compile_seconds": seconds, "call": lambda: session.run(None, feed)}
+    session = Session(file)
+    seconds = time.perf_counter() - begin
+    session.run(feed)
+    return {"compile_seconds": seconds, "call": lambda: session.run(feed)}
 
 
 def _table(data: Mapping[str, Any]) -> Table:

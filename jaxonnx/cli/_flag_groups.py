@@ -1,9 +1,10 @@
-"""Flags that several commands have: for pictures and texts (`preprocess`), and for generation."""
+"""Flags that several commands have: for pictures, texts, generation, and for all."""
 
 from jaxonnx.cli._declarations import GENERATE
 from jaxonnx.cli._flag_types import (
     COUNT,
     FILE,
+    FOLDER,
     MANY,
     NUMBERS,
     PATH,
@@ -12,6 +13,7 @@ from jaxonnx.cli._flag_types import (
     SIZE,
     SWITCH,
     Flag,
+    dimension,
     read_flags,
 )
 
@@ -75,3 +77,23 @@ GENERATION = {
         ),
     ]
 }
+COMMON = {
+    "every command": [
+        Flag("--json", "print the result as JSON; nothing else goes to stdout", SWITCH),
+        Flag(
+            "--config", "a TOML file with values for any of these flags; flags given here win", FILE
+        ),
+        Flag("--cache", "the folder for compiled programs (default: ~/.cache/jaxonnx)", FOLDER),
+        Flag(
+            "--allocator",
+            "keep: freed memory is kept for the next step, which is faster on Linux; default: the "
+            "allocator of the system",
+            {"choices": ("keep", "default"), "default": "keep"},
+        ),
+    ]
+}
+DIM = Flag(
+    "--dim",
+    "the size of another open dimension, as NAME=N; repeatable",
+    {**MANY, "type": dimension, "metavar": "NAME=N"},
+)

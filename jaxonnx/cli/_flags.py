@@ -12,7 +12,7 @@ from jaxonnx._arguments import (
     StepArguments,
 )
 from jaxonnx.cli._declarations import EXPORT_SAFETENSORS, FIND_RATE, QUANTIZE, SCHEME, SENSITIVITY
-from jaxonnx.cli._flag_groups import GENERATION, PICTURES, READING, TEXTS
+from jaxonnx.cli._flag_groups import DIM, GENERATION, PICTURES, READING, TEXTS
 from jaxonnx.cli._flag_types import (
     COUNT,
     FILE,
@@ -21,12 +21,12 @@ from jaxonnx.cli._flag_types import (
     NEEDED,
     PATH,
     POSITIVE,
+    REAL,
     SWITCH,
     Flag,
     Verb,
     cluster,
     declared_flags,
-    dimension,
     read_flags,
 )
 
@@ -36,21 +36,6 @@ SPARSE_EPOCHS = 10
 
 _MODEL = Flag("model", "an .onnx file, a packed .npz, or the folder of a language model", PATH)
 _SEED = declared_flags(StepArguments, names=("seed",))[0]
-COMMON = {
-    "every command": [
-        Flag("--json", "print the result as JSON; nothing else goes to stdout", SWITCH),
-        Flag(
-            "--config", "a TOML file with values for any of these flags; flags given here win", FILE
-        ),
-        Flag("--cache", "the folder for compiled programs (default: ~/.cache/jaxonnx)", FOLDER),
-        Flag(
-            "--allocator",
-            "keep: freed memory is kept for the next step, which is faster on Linux; default: the "
-            "allocator of the system",
-            {"choices": ("keep", "default"), "default": "keep"},
-        ),
-    ]
-}
 _EXAMPLES = [
     _MODEL,
     Flag(
@@ -243,6 +228,25 @@ VERBS: Mapping[str, Verb] = {
         "jaxonnx verify sparse.onnx",
         {"": [_MODEL], **READING},
     ),
+    "validate": Verb(
+        "compare a model with onnxruntime, its gradients with differences, its file with a save",
+        "jaxonnx validate net.onnx\njaxonnx validate out.onnx --against net.onnx --tolerance 0.05",
+        {
+            "": [
+                _MODEL,
+                Flag("--data", "a file or folder with inputs, besides random ones", FILE),
+                Flag("--against", "another file that must give the same outputs", FILE),
+                Flag(
+                    "--tolerance",
+                    "of outputs against another file, relative to the largest (default: rounding)",
+                    REAL,
+                ),
+                DIM,
+            ],
+            **READING,
+            **PICTURES,
+        },
+    ),
     "quantize": Verb(
         "quantize weights and activations with calibration data; train --quantize trains them",
         "jaxonnx quantize net.onnx data.npz -o int8.onnx\n"
@@ -394,11 +398,7 @@ VERBS: Mapping[str, Verb] = {
             "": [
                 _MODEL,
                 Flag("--batch", "the first dimension, if the file leaves it open", POSITIVE),
-                Flag(
-                    "--dim",
-                    "the size of another open dimension, as NAME=N; repeatable",
-                    {**MANY, "type": dimension, "metavar": "NAME=N"},
-                ),
+                DIM,
                 Flag("--data", "an .npz file with the inputs (default: random values)", FILE),
                 Flag("--train", "also time the training step", {**SWITCH, "default": True}),
                 Flag("--precision", "also time the step with it", {"choices": ("bf16", "fp16")}),

@@ -23,6 +23,7 @@ from jaxonnx.training import Interrupt
 _VERBS = {
     "info": verbs.info,
     "verify": verbs.verify,
+    "validate": verbs.validate,
     "run": verbs.run,
     "train": training.train,
     "find-rate": training.find_rate,

@@ -71,6 +71,27 @@ def verify(options: argparse.Namespace) -> Report:
     return Report({"pattern": patterns, "products": describe_products(proof)}, str(proof))
 
 
+def validate(options: argparse.Namespace) -> Report:
+    from jaxonnx import validate
+
+    model: Any = options.model
+    if options.any_batch or options.dequantize:
+        model = reading.read(options)
+    data, preprocess = None, {}
+    if options.data is not None:
+        data, preprocess = reading.unlabeled(options.data, load(model), options)
+    result = validate(
+        model,
+        data,
+        against=options.against,
+        sizes=dict(options.dim or ()),
+        tolerance=options.tolerance,
+        **preprocess,
+    )
+    rows = [vars(row) for row in result.rows]
+    return Report({"ok": result.ok, "rows": rows}, result, status=int(not result.ok))
+
+
 def describe_products(proof: Verification) -> list[dict[str, Any]]:
     """Return the products of a proof as plain data."""
     return [{**vars(product), "pattern": str(product.pattern)} for product in proof.products]

@@ -1,0 +1,109 @@
+"""Draw inputs that a network accepts: tokens within their table, masks, pictures, empty caches."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxonnx._data.ragged import derived_inputs, masks_and_positions, with_derived
+from jaxonnx._graph.caches import Caches
+from jaxonnx._graph.values import Value
+from jaxonnx._limits import machine
+from jaxonnx.errors import InputError
+
+_COLORS = 3
+_SIDE = 32
+"""Open sides of pictures are multiples of it, which networks divide by two up to five times."""
+
+
+def draw_inputs(
+    inputs: Sequence[Value],
+    batch: int,
+    sizes: Mapping[str, int] | None = None,
+    *,
+    length: int | None = None,
+    caches: Caches | None = None,
+    seed: int = 0,
+) -> dict[str, np.ndarray]:
+    """Draw a value for each input.
+
+    Floating-point inputs are normal numbers, tokens rows of their table, masks 1 for the tokens of
+    each example (all of them, where there are caches or `length` is None), positions count them,
+    bytes of pictures 0 to 255, other integers 0 or 1.
+
+    Args:
+      inputs: the inputs of the network.
+      batch: the first dimension, where it is open.
+      sizes: other open dimensions by name.
+      length: the size of open dimensions that `sizes` does not name; of sides of pictures times 8,
+        rounded up to a multiple of 32, and pictures have 3 colors.
+      caches: the caches among the inputs, which are empty.
+      seed: of the random numbers.
+
+    Raises:
+      InputError: an open dimension has no size, or an input is no array of numbers.
+    """
+    random = np.random.default_rng(seed)
+    sizes = {} if sizes is None else sizes
+    hidden: set[str] = set() if caches is None else caches.names
+    drawn = [value for value in inputs if value.name not in hidden]
+    derived, (masks, positions) = derived_inputs(drawn), masks_and_positions(drawn)
+    if any(mask.name not in derived for mask in masks):  # of queries and keys: tells no positions
+        derived = [name for name in derived if name not in positions]
+    columns = [
+        None if v.name in derived else _draw(v, _shape(v, batch, sizes, length), random)
+        for v in drawn
+    ]
+    filled = with_derived(columns, drawn) if derived else columns
+    values = {v.name: np.asarray(x) for v, x in zip(drawn, filled, strict=True)}
+    if caches is not None:
+        joined = dict.fromkeys(caches.joined, length or 1)
+        empty = caches.empty(batch, {**joined, **sizes})
+        for value in (value for value in inputs if value.name in hidden):
+            if (x := empty[value.name]) is None:
+                shape = [
+                    d if isinstance(d, int) else sizes.get(d or "", 0) for d in value.shape or ()
+                ]
+                x = np.zeros([batch, *shape[1:]], value.dtype)
+            values[value.name] = x
+    elif length is not None:
+        for mask in masks:
+            if mask.name in derived:  # the first example is as long as all positions
+                x = values[mask.name]
+                ends = random.integers(1, x.shape[1] + 1, len(x))
+                ends[:1] = x.shape[1]
+                values[mask.name] = (np.arange(x.shape[1]) < ends[:, None]).astype(x.dtype)
+    return {value.name: values[value.name] for value in inputs}
+
+
+def _shape(
+    value: Value, batch: int, sizes: Mapping[str, int], length: int | None
+) -> tuple[int, ...]:
+    if value.dtype is None or value.dtype == object or value.shape is None:
+        raise InputError(f"there are no random numbers for input {value}: give --data")
+    side = None if length is None else -(-8 * length // _SIDE) * _SIDE
+    kinds = (length, None if length is None else _COLORS, side, side)
+    is_picture = len(value.shape) == 4 and value.dtype.kind not in "bi"
+    shape = []
+    for axis, size in enumerate(value.shape):
+        if not isinstance(size, int):
+            usual = kinds[axis] if is_picture else length
+            size = sizes.get(size or "?", batch if axis == 0 else usual)
+        if size is None:
+            raise InputError(
+                f"dimension {axis} of input {value} is open: give --dim NAME=N, or --data"
+            )
+        shape.append(size)
+    if 8 * math.prod(shape) > machine():  # bytes of normal numbers
+        raise InputError(f"input {value} of shape {shape} does not fit into memory")
+    return tuple(shape)
+
+
+def _draw(value: Value, shape: tuple[int, ...], random: np.random.Generator) -> np.ndarray:
+    if value.dtype is not None and jnp.issubdtype(value.dtype, jnp.floating):
+        return random.standard_normal(shape).astype(value.dtype)
+    if value.rows is not None:
+        return random.integers(0, value.rows, shape).astype(value.dtype)
+    is_picture = value.dtype == np.uint8 and len(shape) > 2
+    return random.integers(0, 256 if is_picture else 2, shape).astype(value.dtype)

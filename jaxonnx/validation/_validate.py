@@ -1,0 +1,384 @@
+"""`validate`: what a user can prove about a model on the machine at hand, as one table."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from onnx import ModelProto
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from jaxonnx._data.images.folder import list_folder
+from jaxonnx._data.ragged import Padding
+from jaxonnx._data.random_inputs import draw_inputs
+from jaxonnx._graph.caches import find_caches
+from jaxonnx._io.read import read
+from jaxonnx._io.save import training_nodes
+from jaxonnx._require import check_arguments
+from jaxonnx._text import Rendered, format_count, list_some
+from jaxonnx.errors import Error, InputError, SparsityError
+from jaxonnx.model import Model, as_model, load, operator_name, read_inputs
+from jaxonnx.quantization import is_quantized
+from jaxonnx.validation._compare import Difference, compare_arrays, largest
+from jaxonnx.validation._files import compare_integers, find_changes, rounds_activations
+from jaxonnx.validation._gradients import measure_slopes
+from jaxonnx.validation._onnxruntime import INSTALL, Session, has_onnxruntime
+
+_SIZES = ((1, 8), (3, 5))
+"""Batch sizes and lengths of random inputs."""
+_BATCHES = (1, 3, 32)
+"""Batch sizes of data."""
+_QUANTIZED = 2e-2
+"""The tolerance of outputs behind integers: ties that are rounded otherwise have consequences."""
+_TIES = 5e-3
+"""The share of integers that may differ, by one: ties, which another order of a sum decides."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """A row of the table of `validate`."""
+
+    name: str
+    ok: bool | None
+    """Whether it holds; None if it does not apply to the model, or only informs."""
+    text: str
+    """What was found, with the largest difference and its tolerance."""
+
+
+@dataclass(frozen=True)
+class Validation(Rendered):
+    """The result of `validate`; it prints as a table.
+
+    Attributes:
+      rows: the checks, in order.
+    """
+
+    rows: tuple[Check, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether no check failed."""
+        return all(row.ok is not False for row in self.rows)
+
+    def __rich__(self) -> Group:
+        table = Table()
+        table.add_column("check", no_wrap=True)
+        table.add_column("", no_wrap=True)
+        table.add_column("result", overflow="fold")
+        for row in self.rows:
+            table.add_row(row.name, {True: "ok", False: "FAILS", None: ""}[row.ok], Text(row.text))
+        return Group(table)
+
+
+def validate(
+    model: Model | str | os.PathLike | bytes | ModelProto,
+    data: Any = None,
+    *,
+    against: Model | str | os.PathLike | bytes | ModelProto | None = None,
+    sizes: Mapping[str, int] | None = None,
+    tolerance: float | None = None,
+    preprocess: Mapping[str, Any] | None = None,
+) -> Validation:
+    """Check outputs, gradients and files of a model on this machine; the result prints as a table.
+
+    Outputs are compared with those of onnxruntime, on random inputs at several sizes and on `data`;
+    an untouched save must have all bits of the file; gradients are compared with central
+    differences; integers of a quantized model with those of onnxruntime; and products with sparse
+    weights are proved to be N:M. The page "How to convince yourself" describes each row.
+
+    >>> import jaxonnx
+    >>> from jaxonnx import demo
+    >>> jaxonnx.validate(demo.model()).ok
+    True
+
+    Args:
+      model: a Model, or anything that `jaxonnx.load` accepts. onnxruntime runs an .onnx file as it
+        is, and of anything else what `Model.save` writes.
+      data: inputs in any form that `Model.predict` accepts; up to 32 examples are used.
+      against: another model or file, which must give the same outputs. If it does not, the row
+        names the first value within the network that differs.
+      sizes: open dimensions by name, for random inputs; others are chosen.
+      tolerance: the largest difference of outputs from those of `against`, relative to the largest
+        output. By default that of rounding: 1e-4 in float32, and 0.02 for a quantized model.
+      preprocess: as in `jaxonnx.train`, for images.
+
+    Returns:
+      A `Validation`: `ok`, and the `rows` of the table. Without onnxruntime, it is not ok.
+
+    Raises:
+      InputError: the model, the data or `against` cannot be read, or do not fit each other.
+    """
+    check_arguments(validate, locals())
+    other = None if against is None else as_model(against)
+    with tempfile.TemporaryDirectory() as folder:
+        run = _Run(model, data, sizes or {}, preprocess, Path(folder))
+        rows = [*run.check_outputs(), *run.check_save(), *run.check_gradients()]
+        rows += [*run.count_parameters(), *run.check_integers(), *run.check_sparsity()]
+        if other is not None:
+            rows += run.compare(other, tolerance)
+    return Validation(tuple(rows))
+
+
+class _Run:
+    """The checks of one model, which share inputs and files."""
+
+    def __init__(
+        self,
+        source: Any,
+        data: Any,
+        sizes: Mapping[str, int],
+        preprocess: Mapping[str, Any] | None,
+        folder: Path,
+    ):
+        self.model, self._folder = as_model(source), folder
+        is_file = isinstance(source, str | os.PathLike) and os.fspath(source).endswith(".onnx")
+        self._file = Path(source) if is_file else folder / "model.onnx"
+        if not is_file:
+            self.model.save(self._file)
+        self._sizes, self._data, self._preprocess = sizes, data, preprocess
+
+    @cached_property
+    def _caches(self) -> Any:
+        return find_caches(self.model.graph, self.model.inputs)
+
+    @cached_property
+    def _cache_sizes(self) -> dict[str, int]:
+        """Sizes of caches that the file leaves open and that do not grow, from those it returns."""
+        caches, model = self._caches, self.model
+        if caches is None or not caches.omissible:
+            return {}
+        values = draw_inputs(model.inputs, 1, self._sizes, length=2, caches=caches)
+        try:
+            outputs = jax.eval_shape(lambda: _call(model, values))
+        except Error:  # an operator that asks for the size: `sizes` has to say it
+            return {}
+        shapes = {v.name: y.shape for v, y in zip(model.outputs, outputs, strict=True)}
+        return {
+            size: shapes[caches.pairs[value.name]][axis]
+            for value in caches.values
+            for axis, size in enumerate(value.shape or ())
+            if axis and size in caches.sizes[value.name]
+        }
+
+    @cached_property
+    def _random(self) -> list[tuple[str, dict[str, np.ndarray]]]:
+        """Random inputs, and a text for each."""
+        sizes = {**self._cache_sizes, **self._sizes}
+        feeds = [
+            draw_inputs(
+                self.model.inputs, batch, sizes, length=length, caches=self._caches, seed=seed
+            )
+            for seed, (batch, length) in enumerate(_SIZES)
+        ]
+        return [(f"random {_shapes(values)}", values) for values in feeds]
+
+    def _read_data(self) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
+        """Yield the first examples of the data, at several batch sizes."""
+        if self._data is None:
+            return
+        names = [value.name for value in self.model.inputs]
+        data = list_folder(self._data, self.model, self._preprocess)
+        first = self.model.inputs[0].shape or (None,)
+        for size in _BATCHES if not isinstance(first[0], int) else (first[0],):
+            source = read_inputs(self.model, data, size, Padding.of(None, None))
+            batch = next(iter(source.batches(0)))
+            values = dict(zip(names, map(np.asarray, batch.inputs), strict=True))
+            yield f"data {_shapes(values)}", values
+
+    @cached_property
+    def _feeds(self) -> list[tuple[str, dict[str, np.ndarray]]]:
+        feeds = [*self._read_data()]
+        try:
+            return [*self._random, *feeds]
+        except InputError:
+            if not feeds:
+                raise
+        return feeds
+
+    @property
+    def _tolerance(self) -> float | None:
+        return _QUANTIZED if is_quantized(self.model) else None
+
+    def check_outputs(self) -> Iterator[Check]:
+        """Compare outputs with onnxruntime's."""
+        name = "outputs, as onnxruntime"
+        if not has_onnxruntime():
+            yield Check(name, False, f"not compared: {INSTALL}")
+            return
+        file = self._file
+        if training_nodes(self.model.proto.graph):  # which a call, and a saved file, do not
+            file = self._folder / "inference.onnx"
+            self.model.save(file)
+        if training_nodes(read(file)[0].graph):
+            yield Check(name, None, "does not apply: the file runs nodes in training mode")
+            return
+        try:
+            session = Session(file)
+        except InputError as error:
+            yield Check(name, False, str(error))
+            return
+        for text, feeds in self._feeds:
+            try:
+                theirs = session.run(feeds)
+                ours = _call(self.model, feeds)
+            except Error as error:
+                remedy = "; give data, or sizes of open dimensions" if "random" in text else ""
+                yield Check(name, False, f"{text}: {error}{remedy}")
+                continue
+            parts = [
+                compare_arrays(a, b, self._tolerance) for a, b in zip(ours, theirs, strict=True)
+            ]
+            yield _judge(name, text, largest(parts))
+
+    def check_save(self) -> Iterator[Check]:
+        """Load and save the file, and compare all bits."""
+        saved = self._folder / "saved.onnx"
+        load(self._file).save(saved)
+        changes = find_changes(self._file, saved)
+        text = (
+            list_some(changes, "")
+            if changes
+            else "every tensor and node is the file's, bit for bit"
+        )
+        yield Check("untouched save", not changes, text)
+
+    def check_gradients(self) -> Iterator[Check]:
+        """Compare gradients with central differences."""
+        name, model = "gradients", self.model
+        real = [y for y in model.outputs if y.dtype is not None and _is_real(y.dtype)]
+        reason = ""
+        if not model.params or not real:
+            reason = "no parameters" if real else "no output is a real number"
+        elif not model.program.compiled:
+            reason = "the shape of a result depends on values, so that the model has no gradient"
+        elif rounds_activations(model):
+            reason = "activations are rounded to integers, whose gradient is straight-through"
+        if reason:
+            yield Check(name, None, f"does not apply: {reason}")
+            return
+        feeds = next(self._read_data(), self._feeds[0])[1]
+        slopes = measure_slopes(model, feeds)
+        wrong = [slope for slope in slopes if slope.conclusive and not slope.ok]
+        sharp = [slope for slope in slopes if slope.conclusive]
+        errors = [abs(s.gradient - s.difference) / (s.size or 1) for s in sharp]
+        if wrong:
+            yield Check(name, False, list_some(map(str, wrong), ""))
+        elif 2 * len(sharp) < len(slopes) or not slopes:
+            yield Check(
+                name, False, "inconclusive: differences are too inexact at these inputs; give data"
+            )
+        else:
+            bound = max(s.error / (s.size or 1) for s in sharp)
+            yield Check(
+                name,
+                True,
+                f"central differences along {format_count(len(sharp), 'random direction')} agree: "
+                f"{max(errors):.1e} (their own error: {bound:.1e})",
+            )
+
+    def count_parameters(self) -> Iterator[Check]:
+        """Count tensors by the reason why they are trained or not."""
+        rules = self.model._places.roles.rules
+        groups: dict[str, Collection[str]] = {"trained": self.model.params}
+        groups |= {"state": self.model.state, "constant": self.model._places.roles.constants}
+        for kind, tensors in groups.items():
+            reasons = Counter(rules[name].name if name in rules else "chosen" for name in tensors)
+            text = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+            if tensors:
+                yield Check(kind, None, f"{format_count(len(tensors), 'tensor')}: {text}")
+
+    def check_integers(self) -> Iterator[Check]:
+        """Compare the integers of a quantized model with onnxruntime's."""
+        name = "integers, as onnxruntime"
+        if not rounds_activations(self.model):
+            return
+        if not has_onnxruntime():
+            yield Check(name, False, f"not compared: {INSTALL}")
+            return
+        try:
+            unequal, count, gap = compare_integers(self.model, self._feeds[0][1])
+        except Error as error:
+            yield Check(name, False, str(error))
+            return
+        text = f"{unequal:,} of {count:,} differ, by at most {gap}, from the same integers before"
+        yield Check(name, gap <= 1 and unequal <= _TIES * count, text)
+
+    def check_sparsity(self) -> Iterator[Check]:
+        """Prove the sparsity that the file records."""
+        if self.model.sparsity is None:
+            return
+        from jaxonnx import sparse
+
+        try:
+            proof = sparse.verify(self.model)
+        except SparsityError as error:
+            yield Check("sparsity", False, str(error).splitlines()[0])
+            return
+        count = sum(product.count for product in proof.products)
+        patterns = ", ".join(dict.fromkeys(str(product.pattern) for product in proof.products))
+        yield Check("sparsity", True, f"{format_count(count, 'product')} proved to be {patterns}")
+
+    def compare(self, other: Model, tolerance: float | None) -> Iterator[Check]:
+        """Compare outputs with those of another model."""
+        if tolerance is None and (is_quantized(self.model) or is_quantized(other)):
+            tolerance = _QUANTIZED
+        for text, feeds in self._feeds:
+            ours, theirs = _call(self.model, feeds), _call(other, feeds)
+            if len(ours) != len(theirs):
+                raise InputError(
+                    f"the model has {len(ours)} outputs, and the other one {len(theirs)}"
+                )
+            parts = [compare_arrays(a, b, tolerance) for a, b in zip(ours, theirs, strict=True)]
+            worst = largest(parts)
+            where = "" if worst.ok else _first_difference(self.model, other, feeds, tolerance)
+            yield _judge("outputs, as the other", text, worst, where)
+
+
+def _call(model: Model, feeds: Mapping[str, Any]) -> tuple:
+    outputs = model(**_marked(feeds))
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def _marked(feeds: Mapping[str, Any]) -> dict[str, Any]:
+    """Return inputs by the names that a call takes them by."""
+    return {f"{name}_" if name == "rng" else name: x for name, x in feeds.items()}
+
+
+def _first_difference(
+    model: Model, other: Model, feeds: Mapping[str, Any], tolerance: float | None
+) -> str:
+    """Name the first value of both graphs, in the order of this one, that differs."""
+    shared = {name for node in other.graph.nodes for name in node.outputs if name}
+    makers = {n: node for node in model.graph.nodes for n in node.outputs if n in shared}
+    if not makers:
+        return "; the two share no names of values within"
+    pairs = (_call(m.with_outputs([*makers]), feeds) for m in (model, other))
+    for name, ours, theirs in zip(makers, *pairs, strict=True):
+        if not (difference := compare_arrays(ours, theirs, tolerance)).ok:
+            label = operator_name(makers[name])
+            return f"; the first value that differs is '{name}', of {label}: {difference}"
+    return "; no value within that both name differs"
+
+
+def _judge(name: str, text: str, difference: Difference, more: str = "") -> Check:
+    return Check(name, difference.ok, f"{text}: {difference}{more}")
+
+
+def _shapes(values: Mapping[str, np.ndarray]) -> str:
+    shapes = dict.fromkeys("x".join(map(str, x.shape)) or "scalar" for x in values.values())
+    return list_some(shapes, "")
+
+
+def _is_real(dtype: np.dtype) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.floating))
