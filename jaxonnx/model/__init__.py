@@ -17,6 +17,7 @@ from jaxonnx.model._quantize import (
 from jaxonnx.model._sampling import stop_tokens
 from jaxonnx.model._save import check_nodes, to_proto
 from jaxonnx.model._show import operator_name
+from jaxonnx.model._sparsity import report_layers
 from jaxonnx.model._statistics import (
     MOST,
     apply_totals,

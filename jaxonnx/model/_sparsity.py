@@ -18,7 +18,7 @@ from jaxonnx._rewrite.network import Network
 from jaxonnx.errors import SparsityError
 
 if TYPE_CHECKING:  # only a model with sparse weights imports what reads and writes them
-    from jaxonnx.sparse import Patterns, SparsityPattern
+    from jaxonnx.sparse import Layer, Patterns, SparsityPattern
 
 M = TypeVar("M", bound=Network)
 
@@ -111,18 +111,26 @@ def with_record(
     proto.CopyFrom(model.proto)
     records.put(proto, records.SPARSITY, None)
     if pattern is not None:
-        from jaxonnx import sparse
         from jaxonnx._io.packed import set_record
 
-        params, places = model.params, model._places
-        chosen = {**options(model), **choice}
-        if chosen.get("select") is not None:
-            chosen["select"] = resolve_selection(chosen["select"], params, places)
-        if isinstance(pattern, Mapping):
-            pattern = resolve_patterns(pattern, params, places)
-        report = sparse.layers(params, pattern, transposable=transposable, **chosen)
+        report = report_layers(model, pattern, transposable=transposable, **choice)
         set_record(proto, report, method)
     return replace(model, proto=proto)
+
+
+def report_layers(
+    model: Network, pattern: Patterns = "2:4", *, transposable: bool = True, **choice: Any
+) -> list[Layer]:
+    """Report the parameters that become sparse, and why the others do not (`sparse.layers`)."""
+    from jaxonnx import sparse
+
+    params, places = model.params, model._places
+    chosen = {**options(model), **choice}
+    if chosen.get("select") is not None:
+        chosen["select"] = resolve_selection(chosen["select"], params, places)
+    if isinstance(pattern, Mapping):
+        pattern = resolve_patterns(pattern, params, places)
+    return sparse.layers(params, pattern, transposable=transposable, **chosen)
 
 
 def with_products(model: M) -> M:

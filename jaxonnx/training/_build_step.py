@@ -157,9 +157,10 @@ def _build_local_step(
     if settings.sparsity is None:
         model = remove_sparsity(model)
     else:
-        optimizer, model, structured = sparsify(
+        optimizer, model, structured, notes = sparsify(
             model, optimizer, settings, epochs, steps_per_epoch, storage
         )
+        goal = replace(goal, notes=(*goal.notes, *notes))
     return GradientStep(model, goal, optimizer, storage, settings, structured)
 
 

@@ -10,6 +10,7 @@ _TITLES = {1: "dense", 2: "dynamic mask", 3: "fixed mask"}
 _SHADES = {1: "0.97", 2: "0.91", 3: "0.94"}
 _MASKS = {"flip_rate": "mask bits that changed", "kept": "kept share of |w|"}
 """What an epoch has of its last new mask, and what that is called."""
+_ERRORS = ("mae", "mse")
 _APART = 52
 """Points from one axis at the right to the next."""
 
@@ -45,7 +46,8 @@ def draw(history: Any, axes: Any) -> Any:
             label = f"best epoch ({rows.index(row) + 1} of {len(rows)})"
             axes.axvline(row["step"], color="0.4", ls=":", lw=1.2, label=label)
     lines = axes.get_lines()
-    groups = _scales(rows, [name for name in names if name not in losses])
+    shares, *others = _scales(rows, [name for name in names if name not in losses])
+    groups = [shares, *others] if shares else others
     masks = [name for name in _MASKS if any(name in row for row in rows)]
     for place, group in enumerate([*groups, masks] if masks else groups):
         right = axes.twinx()
@@ -54,6 +56,8 @@ def draw(history: Any, axes: Any) -> Any:
             curve(right, name)
         titles = [name.removeprefix("validation_") for name in group]
         title = f"validation {', '.join(titles)}" if len(group) < 4 else "metrics"
+        if group is shares:  # else a run that learns nothing looks like one that does
+            right.set_ylim(0, 1)
         right.set_ylabel("mask" if group is masks else title)
         lines += right.get_lines()
     axes.legend(
@@ -89,7 +93,12 @@ def _markers(points: Sequence[Any]) -> dict[str, Any]:
 
 
 def _scales(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> list[list[str]]:
-    """Return metrics that share an axis: those from 0 to 1 one, each other its own."""
-    shares = [n for n in names if all(not (row.get(n, 0) < 0 or row.get(n, 0) > 1) for row in rows)]
-    groups = [shares] if shares else []
-    return groups + [[name] for name in names if name not in shares]
+    """Return the metrics of each axis: first all shares, from 0 to 1; then each other alone."""
+    errors = [n for n in names if n.removeprefix("validation_").rpartition("_")[2] in _ERRORS]
+    shares = [
+        n
+        for n in names
+        if n not in errors
+        if all(not (row.get(n, 0) < 0 or row.get(n, 0) > 1) for row in rows)
+    ]
+    return [shares, *([name] for name in names if name not in shares)]

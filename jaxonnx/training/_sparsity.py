@@ -3,11 +3,13 @@
 The functions import `jaxonnx.sparse`, so that importing jaxonnx does not.
 """
 
+from __future__ import annotations
+
 import inspect
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import optax
@@ -16,10 +18,14 @@ from onnx import ModelProto
 from jaxonnx._io import records
 from jaxonnx._mesh.rules import mesh_of
 from jaxonnx._require import require_choice
+from jaxonnx._text import format_count, list_some
 from jaxonnx.errors import TrainingError
-from jaxonnx.model import Model
+from jaxonnx.model import Model, report_layers
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._weight_layout import WeightLayout
+
+if TYPE_CHECKING:
+    from jaxonnx.sparse import Layer
 
 Gradient = Callable[[Any], Any]
 _CHOICE = ("pattern", "transposable", "select", "exclude", "axes")
@@ -33,10 +39,11 @@ def sparsify(
     epochs: int | None,
     steps: int | None,
     storage: WeightLayout,
-) -> tuple[optax.GradientTransformationExtraArgs, Model, frozenset[str]]:
+) -> tuple[optax.GradientTransformationExtraArgs, Model, frozenset[str], list[str]]:
     """Return the optimizer inside a method of `jaxonnx.sparse`, and the model with its record.
 
-    The last are the weights whose products are sparse once they are.
+    The last two are the weights whose products are sparse once they are, and notes on the
+    parameters that stay dense.
 
     Lengths are in epochs of `steps`. Without any, a third of the epochs is dense, half have a
     dynamic mask, the rest a fixed one; the other methods have no phases. The result is for
@@ -68,6 +75,7 @@ def sparsify(
     products = options.pop("products", "dense")
     if method == "s_ste" and choice.setdefault("transposable", False):
         raise TrainingError("s_ste is for patterns along one axis: leave transposable out")
+    notes = _describe_dense(report_layers(model, **choice))
     model = model.with_sparsity(**choice, method=method)
     assert model.sparsity is not None  # or with_sparsity raises
     goals = sparse.goals(model.sparsity.layers)
@@ -81,13 +89,24 @@ def sparsify(
         **options,
     )
     if products == "dense":
-        return phases, model, frozenset()
+        return phases, model, frozenset(), notes
     pairs = [n for n, goal in goals.items() if str(goal.pattern) == "2:4 transposable"]
     if not pairs:
         raise TrainingError(f"sparse products are of transposable 2:4, not of {model.sparsity}")
     weights = [model.params[name] for name in pairs]
     structured = _are_sparse(products, weights, settings, storage)
-    return phases, model, frozenset(pairs if structured else ())
+    return phases, model, frozenset(pairs if structured else ()), notes
+
+
+def _describe_dense(report: Sequence[Layer]) -> list[str]:
+    """Describe the parameters that stay dense, by the reason; nothing where all become sparse."""
+    reasons: dict[str, list[str]] = {}
+    for layer in report:
+        if layer.reason:
+            reasons.setdefault(layer.reason, []).append(f"'{layer.name}'")
+    parts = [f"{why} ({list_some(names, '')})" for why, names in reasons.items()]
+    count = format_count(sum(map(len, reasons.values())), "dense tensor")
+    return [f"{count}: {', '.join(parts)}"] if parts else []
 
 
 def _share_out(options: dict[str, Any], epochs: int | None) -> dict[str, Any]:

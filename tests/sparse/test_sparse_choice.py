@@ -224,6 +224,13 @@ def test_options_of_another_method_are_refused(sparsity, message):
         train(sparsity)
 
 
+def test_what_stays_dense_is_said_with_the_reason():
+    result = train({"select": "body", "dense": 1})
+    (note,) = (note for note in result.history.notes if "dense" in note)
+    assert note == "1 dense tensor: not selected ('head')"
+    assert note in str(result)
+
+
 def test_curves_of_masks_are_drawn():
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("agg")

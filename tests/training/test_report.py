@@ -51,6 +51,7 @@ def test_every_metric_is_drawn_and_the_legend_lies_outside():
     np.testing.assert_allclose(found["validation f1"].get_ydata(), [0.1, 0.2, 0.3])
     assert found["validation mae"].axes is not found["validation accuracy"].axes
     assert found["validation f1"].axes is found["validation accuracy"].axes
+    assert found["validation f1"].axes.get_ylim() == (0, 1)
     labels = [one.get_ylabel() for one in figure.axes]
     assert labels == ["loss", "validation accuracy, f1", "validation mae"]
     assert list(found["best epoch (2 of 3)"].get_xdata()) == [10, 10]
