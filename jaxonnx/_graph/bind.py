@@ -19,6 +19,7 @@ from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProt
 import jaxonnx.ops  # noqa: F401  (importing the operators registers them)
 from jaxonnx._graph.check import check_call, check_node
 from jaxonnx._graph.expansion import check_expansion
+from jaxonnx._graph.plugins import load_plugins
 from jaxonnx._io.protos import names_of_constants
 from jaxonnx._io.tensors import to_array, to_dense
 from jaxonnx.errors import ModelError, UnsupportedError
@@ -285,6 +286,8 @@ class _Binder:
             version = opsets[domain]
             label = f"{label[:-1]}, opset {version})"
             op = lookup(domain, proto.op_type, version)
+            if op is None and load_plugins():
+                op = lookup(domain, proto.op_type, version)
         if op is None:
             # go on, so that the error names every missing operator of the model at once
             version = opsets.get(domain)
