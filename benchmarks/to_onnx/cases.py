@@ -6,6 +6,7 @@ function without an entry here takes one array of three by four. Complex results
 their real and imaginary part, because no file of ONNX that runtimes take has complex outputs.
 """
 
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -450,9 +451,17 @@ def bits(array: Any) -> Any:
     return jax.random.key_data(array) if key else array
 
 
+def _others(name: str) -> Callable[[], dict[str, Case]]:
+    """Return the cases of a module that imports this one."""
+    return lambda: getattr(importlib.import_module("benchmarks.to_onnx.lax_cases"), name)()
+
+
 FAMILIES: dict[str, Callable[[], dict[str, Case]]] = {
+    "jax.lax": _others("jax_lax"),
     "jax.nn": jax_nn,
     "flax.nnx": nnx_layers,
+    "flax.linen": _others("linen_layers"),
+    "equinox.nn": _others("equinox_layers"),
     "optax losses": optax_losses,
     "optax optimizers": optax_optimizers,
     "jax.numpy": jax_numpy,

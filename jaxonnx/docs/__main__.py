@@ -1,4 +1,4 @@
-"""Write reference.md, or build the site."""
+"""Write reference.md or the page of functions of to_onnx, or build the site."""
 
 import argparse
 from pathlib import Path
@@ -8,12 +8,18 @@ from jaxonnx.docs import reference
 parser = argparse.ArgumentParser(
     prog="python -m jaxonnx.docs", description="Without a command, write reference.md."
 )
-build = parser.add_subparsers(dest="command").add_parser("build", help="build the site")
+commands = parser.add_subparsers(dest="command")
+commands.add_parser("coverage", help="write to_onnx_functions.md: every function is exported")
+build = commands.add_parser("build", help="build the site")
 build.add_argument("site", type=Path, help="the folder to write")
 build.add_argument("--url", help="where the site will be; by default as in pyproject.toml")
 build.add_argument("--repository", help="where pages are edited; by default as in pyproject.toml")
 arguments = parser.parse_args()
-if arguments.command:
+if arguments.command == "coverage":
+    from jaxonnx.docs._coverage import write_coverage
+
+    write_coverage()
+elif arguments.command:
     from jaxonnx.docs._site import build_site
 
     build_site(arguments.site, url=arguments.url, repository=arguments.repository)
