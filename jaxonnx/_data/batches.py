@@ -77,7 +77,7 @@ class Source(ABC):
     @property
     @abstractmethod
     def identity(self) -> dict[str, Any] | None:
-        """The result of `fingerprint.identity` for the examples; None if they are not known."""
+        """The result of `identity` for the examples; None if they are not known."""
 
     @abstractmethod
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:

@@ -18,30 +18,12 @@ from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import axis_of, canonical, divide
 from jaxonnx.registry import Starts, is_known, op, symbolic, xp
 
-# operator -> first opset, name of the function in numpy and in jax.numpy
 _UNARY = {
-    "Acos": (7, "arccos"),
-    "Acosh": (9, "arccosh"),
-    "Asin": (7, "arcsin"),
-    "Asinh": (9, "arcsinh"),
-    "Atan": (7, "arctan"),
-    "Atanh": (9, "arctanh"),
-    "Ceil": (1, "ceil"),
-    "Cos": (7, "cos"),
-    "Cosh": (9, "cosh"),
-    "Exp": (1, "exp"),
-    "Floor": (1, "floor"),
-    "Log": (1, "log"),
-    "Neg": (1, "negative"),
-    "Reciprocal": (1, "reciprocal"),
-    "Round": (11, "rint"),
-    "Sign": (9, "sign"),
-    "Sin": (7, "sin"),
-    "Sinh": (9, "sinh"),
-    "Sqrt": (1, "sqrt"),
-    "Tan": (7, "tan"),
-    "Tanh": (1, "tanh"),
+    1: ("Ceil", "Exp", "Floor", "Log", "Reciprocal", "Sqrt", "Tanh"),
+    7: ("Acos", "Asin", "Atan", "Cos", "Sin", "Tan"),
+    9: ("Acosh", "Asinh", "Atanh", "Cosh", "Sign", "Sinh"),
 }
+"""Operators by their first opset that numpy and jax.numpy have in lower case."""
 
 
 def unary(name: str, since: int, function: str) -> None:
@@ -52,8 +34,11 @@ def unary(name: str, since: int, function: str) -> None:
         return getattr(xp(x), function)(x)
 
 
-for _name, (_since, _function) in _UNARY.items():
-    unary(_name, _since, _function)
+for _since, _names in _UNARY.items():
+    for _name in _names:
+        unary(_name, _since, _name.lower())
+unary("Neg", 1, "negative")
+unary("Round", 11, "rint")
 
 
 @op("Abs", since=1, pointwise=True)

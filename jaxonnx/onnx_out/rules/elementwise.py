@@ -13,44 +13,18 @@ from jaxonnx.onnx_out._rule_table import Refusal, primitive
 from jaxonnx.onnx_out.rules.shapes import join_disjoint
 
 OPERATORS = {
-    "abs": "Abs",
-    "acos": "Acos",
-    "acosh": "Acosh",
-    "asin": "Asin",
-    "asinh": "Asinh",
-    "atan": "Atan",
-    "atanh": "Atanh",
-    "ceil": "Ceil",
-    "cos": "Cos",
-    "cosh": "Cosh",
-    "erf": "Erf",
-    "exp": "Exp",
-    "floor": "Floor",
-    "log": "Log",
-    "logistic": "Sigmoid",
-    "max": "Max",
-    "min": "Min",
-    "sign": "Sign",
-    "sin": "Sin",
-    "sinh": "Sinh",
-    "sqrt": "Sqrt",
-    "sub": "Sub",
-    "tan": "Tan",
-    "tanh": "Tanh",
-}
+    name: name.capitalize()
+    for name in (
+        *("abs", "acos", "acosh", "asin", "asinh", "atan", "atanh", "ceil", "cos", "cosh", "erf"),
+        *("exp", "floor", "log", "max", "min", "sign", "sin", "sinh", "sqrt", "sub", "tan", "tanh"),
+    )
+} | {"logistic": "Sigmoid"}
 """Primitives for which ONNX has an operator with the same operands."""
 
 IDENTITIES = (
     *("copy", "copy_p", "stop_gradient", "optimization_barrier", "name", "sharding_constraint"),
-    *(
-        "device_put",
-        "reshard",
-        "pvary",
-        "random_wrap",
-        "random_unwrap",
-        "random_clone",
-        "layout_constraint",
-    ),
+    *("device_put", "reshard", "pvary", "random_wrap", "random_unwrap", "random_clone"),
+    "layout_constraint",
 )
 """Primitives that return their operands unchanged."""
 
