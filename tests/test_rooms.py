@@ -77,7 +77,7 @@ BUDGETS = {
     "cli": (2030, "seventeen commands; their flags are declared where the arguments are"),
     "sparse": (2025, "patterns, the search of masks, training, packing, products and their proof"),
     "lowering": (2105, "what XLA is quick with, or kernels, with a row in a benchmark each; forms"),
-    "_data": (2888, "arrays, files, pictures, sequences and loaders, read as one kind of source"),
+    "_data": (2896, "arrays, files, pictures, sequences and loaders, read as one kind of source"),
     "validation": (540, "outputs, gradients, files, integers, beside another computation"),
     "_run": (1410, "the evaluator, and what keeps hostile files from taking the machine"),
     "views": (395, "changes of a network and their ways back, those that belong to no feature"),

@@ -117,17 +117,21 @@ def _read_judged(row: Mapping[str, Any], names: Names) -> Texts:
     return _to_texts(row["prompt"], (row["completion"], row[_OTHER]), names)
 
 
-def add_other_answers(rows: Iterable[Row]) -> Iterator[Row]:
-    """Add to each row the answer of the row before it, and to the first one that of the second."""
+def add_other_answers(rows: Iterable[Row], before: Any = None) -> Iterator[Row]:
+    """Add to each row the answer of the row before it.
+
+    Args:
+      before: the answer before the first row, whose own is else that of the second row.
+    """
     rows = iter(rows)
-    before = [*islice(rows, 2)]
-    if len(before) == 1:
-        raise TrainingError(f"{before[0][0]} is alone: an answer is compared with those of others")
-    others = [row.get("completion") for _, row in before[::-1]]
-    for where, row in chain(before, rows):
-        yield where, {**row, _OTHER: others.pop(0)}
-        if not others:
-            others.append(row.get("completion"))
+    ahead = [*islice(rows, 2)]
+    if before is None and len(ahead) == 1:
+        raise TrainingError(f"{ahead[0][0]} is alone: an answer is compared with those of others")
+    if before is None and ahead:
+        before = ahead[1][1].get("completion")
+    for where, row in chain(ahead, rows):
+        yield where, {**row, _OTHER: before}
+        before = row.get("completion")
 
 
 def _read_preference(row: Mapping[str, Any], names: Names) -> Texts:

@@ -26,11 +26,14 @@ from jaxonnx._data.rows import (
 )
 from jaxonnx._data.tokenizer import Chat, Tokenizer
 from jaxonnx._require import require, require_choice, require_integer
+from jaxonnx._text import format_count
 from jaxonnx.errors import TrainingError
 from jaxonnx.views import PackedRows
 
 _Example = tuple[np.ndarray, np.ndarray]
 """Tokens and labels, int64[n] both."""
+_SHOWN = 5
+"""Numbers of messages that a note shows."""
 _SETTINGS = "max_length", "long", "loss", "pack"
 
 
@@ -93,11 +96,13 @@ class Reader:
       packing: how texts share a row, if they do.
       lengths: the length of each example so far.
       long: the number of texts that were cut, split and skipped.
-      turns: the number of messages of the assistant in examples of their own ("other"), and
-        without an end token in the template ("open").
+      others: how many messages of the assistant are in examples of their own, by their number in
+        the chat.
+      open: how many have no end token in the template.
       unread: the columns that nothing reads.
       dropped: the number of examples, parts of texts that are split among them, of which the loss
         counts no token: of a decoder the first one never counts.
+      answer: that of the last row that says of its answer whether it is desirable.
       packed: the numbers of texts and of rows, by the name of the data.
       notes: for the history.
     """
@@ -113,9 +118,11 @@ class Reader:
     packing: PackedRows | None
     lengths: list[int] = field(default_factory=list)
     long: Counter[str] = field(default_factory=Counter)
-    turns: Counter[str] = field(default_factory=Counter)
+    others: Counter[int] = field(default_factory=Counter)
+    open: int = 0
     unread: dict[str, None] = field(default_factory=dict)
     dropped: int = 0
+    answer: Any = None
     packed: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     notes: list[str] = field(default_factory=list)
 
@@ -130,13 +137,15 @@ class Reader:
         shape = data.find_shape(self.group == 2)
         assert shape is not None
         ids, labels, weights, judged = [], [], [], []
-        for where, row in add_other_answers(rows) if shape.is_judged else rows:
+        for where, row in add_other_answers(rows, self.answer) if shape.is_judged else rows:
             weight = self._read_weight(where, row)
             examples = self._read_row(where, row, shape, data.names)
             ids += [pair[0] for pair in examples]
             labels += [pair[1] for pair in examples]
             weights += [weight] * len(examples)
-            judged += [float(row[JUDGEMENT])] * len(examples) if shape.is_judged else []
+            if shape.is_judged:
+                judged += [float(row[JUDGEMENT])] * len(examples)
+                self.answer = row["completion"]
         columns = {self.tokens: ids, "labels": labels}
         if self.packing is not None and ids:
             count = self.packing.number
@@ -281,7 +290,8 @@ class Reader:
                 f"{where}: the chat template writes a message of weight 0 differently when others "
                 "follow, so preprocess={'loss': 'all'} cannot leave it out"
             )
-        self.turns["other"] += len(chats) - 1
+        for other, _, _ in chats[1:]:
+            self.others[sum(m["role"] == "assistant" for m in other.messages)] += 1
         for chat, text, parts in chats:
             if not (parts or counts_all):
                 continue
@@ -296,11 +306,11 @@ class Reader:
                 behind = int((places[:, 0] < stop).sum())
                 if behind < len(places):  # a runtime ends here, and goes on with the next message
                     labels[behind] = ids[behind] if ids[behind] in ends else ends[0]
-                    self.turns["open"] += ids[behind] not in ends
+                    self.open += ids[behind] not in ends
                 elif chat.messages[-1]["role"] == "assistant" and labels[-1] != self.ignored:
                     token = self.tokenizer.find_end(chat, text)
                     ids, labels = np.append(ids, token), np.append(labels, token)
-                    self.turns["open"] += 1
+                    self.open += 1
             yield ids, labels
 
     def _read_variables(self, where: str, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -367,6 +377,8 @@ class Reader:
         return how
 
     def _list_notes(self) -> list[str]:
+        turns = [f"number {n} of {format_count(k, 'chat')}" for n, k in sorted(self.others.items())]
+        turns[_SHOWN:] = ["..."] * (len(turns) > _SHOWN)
         done = [f"{n} {'skipped' if how == 'skip' else how}" for how, n in self.long.items()]
         notes = (
             (
@@ -380,14 +392,15 @@ class Reader:
             ),
             (self.unread, f"columns that nothing reads: {', '.join(map(repr, self.unread))}"),
             (
-                self.turns["other"],
-                f"messages of the assistant in examples of their own: {self.turns['other']}, with "
-                "those before, as the chat template writes them differently when others follow",
+                self.others,
+                f"messages of the assistant in examples of their own: {self.others.total()}, with "
+                "those before, as the chat template writes them differently when others follow "
+                f"({', '.join(turns)}); the others are in whole chats",
             ),
             (
-                self.turns["open"],
+                self.open,
                 "messages of the assistant without an end token directly behind them in the chat "
-                f"template: {self.turns['open']}; it is the label there, or appended to the chat",
+                f"template: {self.open}; it is the label there, or appended to the chat",
             ),
             (
                 not self.tokenizer.ends,

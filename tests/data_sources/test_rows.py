@@ -359,6 +359,41 @@ def test_streams_train(tmp_path):
     assert any(note.startswith("data: 24 texts in ") for note in few.history.notes)
 
 
+@pytest.mark.parametrize(
+    ("form", "settings"),
+    [
+        (Streamed, {"epochs": 2}),
+        (Streamed, {"epochs": 2, "steps_per_epoch": 3}),
+        (iter, {}),
+        (iter, {"epochs": 2, "steps_per_epoch": 2}),
+    ],
+)
+def test_a_stream_resumes_where_it_stopped(form, settings, tmp_path):
+    """An iterator must be a new one from the first row on: what was trained on is passed over."""
+    settings = {**SETTINGS, "optimizer": optax.sgd(0.1), "batch_size": 20, **settings}
+    whole = jaxonnx.train(GENAI, form(MANY[:90]), **settings)
+    kept = {"checkpoint_dir": tmp_path, "checkpoint_every": 1}
+    jaxonnx.train(GENAI, form(MANY[:90]), max_steps=3, **settings, **kept)
+    resumed = jaxonnx.train(GENAI, form(MANY[:90]), resume=True, **settings, **kept)
+    assert resumed.history.losses == whole.history.losses
+    for name, value in whole.model.params.items():
+        np.testing.assert_array_equal(resumed.model.params[name], value)
+
+
+def test_answers_of_a_stream_are_compared_with_those_before():
+    """Also across the buffers in which rows are read, of which the last one has a single row."""
+    rows = [{"prompt": "a", "completion": f" {n % 90}", "label": n % 2 == 0} for n in range(1025)]
+    settings = Settings(loss="kto", optimizer=optax.sgd(0.0), batch_size=50)
+    sources = []
+    for data in (rows, Streamed(rows)):
+        opened, settings, _ = open_data(data, settings)
+        model = jaxonnx.load(GENAI).without_cache()
+        sources.append(read_data(model, settings, opened).examples)
+    whole, streamed = (sorted(numbers_of(source.batches(0))) for source in sources)
+    assert len(whole) == 2050
+    assert streamed == whole
+
+
 def test_splits_are_taken_by_name():
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_list([{"text": "a list"}] * 4)
