@@ -217,7 +217,6 @@ def linen_layers() -> dict[str, Case]:
         "Dropout": (m.Dropout(0.5, deterministic=True), x),
         "MultiHeadAttention": (m.MultiHeadAttention(2), sequences),
         "MultiHeadDotProductAttention": (m.MultiHeadDotProductAttention(2), sequences),
-        "SelfAttention": (m.SelfAttention(2), sequences),
         "PReLU": (m.PReLU(), x),
         "Sequential": (m.Sequential([m.Dense(5), m.relu, m.Dense(2)]), x),
         "Bidirectional": (m.Bidirectional(m.RNN(m.GRUCell(3)), m.RNN(m.GRUCell(3))), sequences),
