@@ -28,6 +28,7 @@ ASSETS = ("site.css", "site.js")
 _FENCE = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 _NAME = re.compile(r"(?<![\[`])`(jaxonnx(?:\.\w+)+)(\([^`]*\))?`(?![`\]])")
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _INDENT = re.compile(r"^( +)", re.MULTILINE)
 """Two spaces where GitHub reads a part of a list's entry; Python-Markdown wants four."""
 
@@ -169,6 +170,7 @@ def convert_notebook(path: Path, page: Path) -> str:
                 parts.append(f'<div class="output">{"".join(shown["text/html"])}</div>')
             else:
                 text = "".join(shown.get("text/plain", output.get("text", ""))).strip("\n")
+                text = _COLOUR.sub("", text)
                 more = parts[-1].startswith("```text")  # a stream comes in pieces
                 start = parts.pop().removesuffix("```") if more else "```text\n"
                 parts.append(f"{start}{text}\n```")

@@ -1,18 +1,23 @@
 """Every notebook runs from top to bottom."""
 
 import os
+import sys
 from contextlib import contextmanager
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from tests.support import notebook_heads
 from tests.support.paths import ROOT
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 APART = {"many_devices"}
 """What needs a kernel in which nothing has run: it chooses devices."""
-SHORTENED = {"language_model": {"epochs=4": "epochs=1", "epochs=6": "epochs=1"}}
+SHORTENED = {
+    "chats": {'"epochs": 40': '"epochs": 8'},
+    "language_model": {"epochs=4": "epochs=1", "epochs=6": "epochs=1"},
+}
 """What takes a minute as it is printed: a part of its steps runs every line as well."""
 START = """
 import os
@@ -39,6 +44,32 @@ def kernel():
 def shared():
     with kernel() as client:
         yield client
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_say_what_they_take_and_where_they_open(path):
+    written = path.read_text()
+    assert written == notebook_heads.write(path), "run: python -m tests.support.notebook_heads"
+
+
+def test_the_readme_opens_the_quickstart():
+    links = " ".join((ROOT / "README.md").read_text().split())
+    assert notebook_heads.places("quickstart") in links
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_notebooks_install_where_jaxonnx_is_not(there, monkeypatch):
+    commands = []
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: there or None)
+    monkeypatch.setattr("subprocess.run", lambda command, check: commands.append(command))
+    monkeypatch.setattr("sys.path", [])
+    _, code = notebook_heads.heads("chats")
+    exec(code, {})
+    assert len(commands) == (0 if there else 2)
+    clone, install = commands or ([], [])
+    assert clone[4:] == [notebook_heads.REPOSITORY, "repository"][: len(clone)]
+    assert install[-1:] == ["repository[notebooks,text]"][: len(install)]
+    assert sys.path == ([] if there else ["repository"])
 
 
 @pytest.mark.deep
