@@ -69,7 +69,8 @@ def insert_within(
             break
         net = insert(model, scheme, examples, method, keep_norms=keep_norms, types=types)
         if search.try_network(without_cache(net) if hides_caches else net, types) <= bound.most:
-            program = net.program.leave(Rounding).enter(Rounding(search.report))
+            (rounding,) = (v for v in net.program.views if isinstance(v, Rounding))
+            program = net.program.leave(Rounding).enter(replace(rounding, report=search.report))
             return replace(net, program=program)
     count, (*trials, last) = len(search.ladders), sorted(search.tried, key=lambda trial: trial.size)
     best = min((t for t in trials if t.size < last.size), key=lambda trial: trial.loss)

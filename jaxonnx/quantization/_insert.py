@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._rewrite.network import Network, enter, with_file, with_outputs, without_cache
+from jaxonnx._text import list_some
 from jaxonnx.quantization._awq import scale_inputs
 from jaxonnx.quantization._fold_norms import flip_negative_scales, fold_norms, folded_outputs
 from jaxonnx.quantization._gptq import round_weights
@@ -23,10 +24,11 @@ from jaxonnx.quantization._ranges import (
     Calibration,
     Observed,
     Parameters,
+    clipped_share,
     find_ranges,
     fit_bias,
     observe,
-    take_sample,
+    sample_outputs,
     weight_parameters,
 )
 from jaxonnx.quantization._rounding import learn_rounding
@@ -128,8 +130,19 @@ def insert(
         model = replace(model, params={**model.params, **learned})
     net = with_file(model, writer.finish(norm for _, norm in norms.values()), writer.added)
     entered = without_cache(net) if hides_caches else net
-    _warn_if_worse(entered, calibration, observed, writer.parameters, examples, scheme.calibration)
-    return enter(net, Rounding())
+    shares = {n: clipped_share(x, ranges[n]) for n, x in observed.samples.items() if n in ranges}
+    _warn_if_worse(entered, calibration, observed, writer.parameters, examples, shares, scheme)
+    _warn_of_zeros(n for n, x in observed.limits.items() if not x.any())
+    return enter(net, Rounding(clipped={n: x for n, x in shares.items() if x}))
+
+
+def _warn_of_zeros(names: Iterable[str]) -> None:
+    if zeros := [*map(repr, names)]:
+        warnings.warn(
+            f"{list_some(zeros, '')}: 0 in all calibration data, so that the range is not known, "
+            "and stays in floating point: pass examples that reach what computes it",
+            stacklevel=5,
+        )
 
 
 def _warn_if_worse(
@@ -138,15 +151,17 @@ def _warn_if_worse(
     observed: Observed,
     names: Mapping[str, Sequence[str]],
     examples: Sequence[Sequence[Any]],
-    method: str,
+    shares: Mapping[str, float],
+    scheme: Quantization,
 ) -> None:
-    """Warn if calibrated ranges have outputs further from the float ones than the widest ranges.
+    """Warn if calibrated ranges have an output further from the float one than the widest ranges.
 
     Args:
       model: the quantized model, with the inputs of the one that was calibrated.
       names: the scale and zero point of each activation.
       examples: the calibration data.
-      method: of the calibration.
+      shares: the fraction of the numbers of each activation that are clipped.
+      scheme: its method of calibration.
     """
     widest = {
         value: dict(zip(names[value], map(jnp.asarray, parameters[:2]), strict=True))
@@ -158,20 +173,20 @@ def _warn_if_worse(
     inputs = [value.name for value in model.inputs]
 
     @jax.jit
-    def measure_distance(params, state, x, expected):
+    def measure_distances(params, state, x, expected):
         values = model.program.evaluate(params, state, dict(zip(inputs, x, strict=True)))
-        outputs = jax.tree.leaves(values)
-        pairs = [*zip(map(take_sample, outputs), expected, strict=True)]
-        pairs = [(y, z) for y, z in pairs if jnp.issubdtype(y.dtype, jnp.floating)]
-        change = sum(jnp.square(y - z).sum() for y, z in pairs)
-        return jnp.sqrt(change / jnp.maximum(sum(jnp.square(z).sum() for _, z in pairs), 1e-30))
+        outputs = sample_outputs(model, values)
+        squares = {n: jnp.maximum(jnp.square(y).sum(), 1e-30) for n, y in expected.items()}
+        return [
+            jnp.sqrt(jnp.square(outputs[n] - y).sum() / squares[n]) for n, y in expected.items()
+        ]
 
     pairs = [*zip(examples, observed.outputs, strict=False)]  # of the first batches
 
     def measure(ranges: Mapping[str, Any], count: int = COMPARED) -> np.ndarray:
         state = {**model.state, **calibrated, **ranges}
         return np.array(
-            [measure_distance(model.params, state, tuple(x), y) for x, y in pairs[:count]]
+            [measure_distances(model.params, state, tuple(x), y) for x, y in pairs[:count]]
         )
 
     calibrated = {
@@ -180,16 +195,24 @@ def _warn_if_worse(
         for name, value in zip(names[x], calibration.ranges[x][:2], strict=True)
     }
     errors, least = measure({}), measure({n: v for x in widest.values() for n, v in x.items()})
-    if not (errors > _NOISE * least).all():
+    worse = (errors > _NOISE * least).all(0)
+    if not worse.any():
         return
+    k = int(np.argmax(np.where(worse, errors.mean(0) - least.mean(0), -np.inf)))
     narrow = sorted(widest, key=lambda x: calibration.ranges[x].scale / calibration.widest[x].scale)
-    gains = {x: float(errors[0] - measure(widest[x], 1)[0]) for x in narrow[:_TRIED]}
-    worst = [repr(x) for x in sorted(gains, key=lambda x: -gains[x])[:3] if gains[x] > 0]
+    gains = {x: float(errors[0, k] - measure(widest[x], 1)[0, k]) for x in narrow[:_TRIED]}
+    worst = [
+        f"{x!r} ({shares[x]:.2%} of its numbers clipped)"
+        for x in sorted(gains, key=lambda x: -gains[x])[:3]
+        if gains[x] > 0
+    ]
+    output = f"the output {[*observed.outputs[0]][k]!r}" if worse.size > 1 else "the outputs"
     warnings.warn(
-        f"calibration={method!r} changes the outputs on the calibration data by "
-        f"{errors.mean():.2%}, 'minmax' by {least.mean():.2%} (root mean square, of that of the "
-        f"outputs), most through the ranges of {', '.join(worst) or 'several activations'}: pass "
-        "calibration='minmax', or another method",
+        f"calibration={scheme.calibration!r} changes {output} on the calibration data by "
+        f"{errors[:, k].mean():.2%}, 'minmax' by {least[:, k].mean():.2%} (root mean square, of "
+        f"that of the outputs), most through the ranges of "
+        f"{', '.join(worst) or 'several activations'}: pass calibration='minmax', or another "
+        "method",
         stacklevel=5,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -22,9 +23,11 @@ class Rounding(View):
 
     Attributes:
       report: the `Sensitivity` by which types were chosen, if they were.
+      clipped: the fraction of the numbers of activations that the calibrated range clips, but 0.
     """
 
     report: Any = field(default=None, compare=False)
+    clipped: Mapping[str, float] = field(default_factory=dict, compare=False)
 
     def leave(self, network: N, form: str | None) -> tuple[N, list[Addition]]:
         network, _ = super().leave(network, form)

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxonnx._rewrite.network import Network
 from jaxonnx.errors import InputError
-from jaxonnx.ops.contrib.moving_ranges import range_parameters
+from jaxonnx.ops.contrib.moving_ranges import limits_of, range_parameters
 from jaxonnx.quantization._scheme import TYPES, Quantization
 from jaxonnx.quantization._sites import WeightSite
 
@@ -30,8 +30,6 @@ _KEPT = 0.9999
 
 _HIDDEN = -1e30
 """An activation that reaches down to this is an attention mask, which is added to scores."""
-_NOTHING = 1e-9
-"""The probability of a histogram bin that is empty after rounding: log(0) is not finite."""
 
 
 class Parameters(NamedTuple):
@@ -134,8 +132,8 @@ class Observed(NamedTuple):
     """Some of the elements."""
     sizes: dict[str, int]
     """The number of elements of a batch."""
-    outputs: list[list[Any]]
-    """Samples of the network's outputs, of the first `COMPARED` batches."""
+    outputs: list[dict[str, Any]]
+    """Samples of the network's float outputs, of the first `COMPARED` batches."""
 
 
 class Calibration(NamedTuple):
@@ -166,7 +164,7 @@ def observe(model: Network, values: Iterable[str], batches: Iterable[Sequence[An
         flat = [x.reshape(-1).astype(jnp.float32) for x in outputs[first:]]
         limits = [jnp.stack([x.min(), x.max()]) for x in flat]
         sizes, samples = [x.size for x in flat], [*map(take_sample, flat)]
-        return (limits, samples, sizes), [*map(take_sample, jax.tree.leaves(outputs[:first]))]
+        return (limits, samples, sizes), sample_outputs(model, outputs[:first])
 
     parts, outputs = [], []
     for inputs in batches:
@@ -193,7 +191,8 @@ def find_ranges(
     """Choose the ranges of activations.
 
     Attention masks are left out: they hold numbers near the lowest of float32, and rounding them
-    together with zeros would destroy the scores that they are added to.
+    together with zeros would destroy the scores that they are added to. So are activations that are
+    0 in all of the data, like the mask of texts without padding, whose range is not known.
 
     Args:
       observed: the activations, but for those of `shared`.
@@ -208,7 +207,7 @@ def find_ranges(
     for name, limits in observed.limits.items():
         kind = types.get(name, scheme.activations)
         low, high = limits[:, 0].min(), limits[:, 1].max()
-        if kind is None or (low <= _HIDDEN and high < -_HIDDEN):
+        if kind is None or not limits.any() or (low <= _HIDDEN and high < -_HIDDEN):
             continue
         if not np.isfinite([low, high]).all():
             raise InputError(
@@ -223,6 +222,23 @@ def find_ranges(
     origins = {name: find_origin(name, shared) for name in (*observed.limits, *shared)}
     ranges = {name: result[origin] for name, origin in origins.items() if origin in result}
     return Calibration(ranges, widest)
+
+
+def sample_outputs(model: Network, outputs: Sequence[Any]) -> dict[str, jax.Array]:
+    """Return samples of the float outputs of a network, by name; those of a sequence as one."""
+    parts = {
+        name: [x for x in jax.tree.leaves(y) if jnp.issubdtype(x.dtype, jnp.floating)]
+        for name, y in zip(model.graph.outputs, outputs, strict=True)
+    }
+    return {n: jnp.concatenate([*map(take_sample, x)]) for n, x in parts.items() if x}
+
+
+def clipped_share(sample: np.ndarray, parameters: Parameters) -> float:
+    """Return the fraction of the numbers that a range clips: those beyond half a step of it."""
+    scale, zero_point, *_ = parameters
+    least, _, most = limits_of(zero_point.dtype)
+    low, high = (float(scale) * (x - float(zero_point)) for x in (least - 0.5, most + 0.5))
+    return float(np.mean((sample < low) | (sample > high)))
 
 
 def take_sample(x: jax.Array) -> jax.Array:
@@ -252,11 +268,6 @@ def _range(low: float, high: float, seen: np.ndarray, scheme: Quantization) -> t
     if scheme.calibration in ("minmax", "average") or low == high:
         return low, high
     counts, edges = np.histogram(seen, _BINS, (low, high))
-    # the zeros of a Relu are exact in every range: give their bin the height of its neighbours, or
-    # it would outweigh all others
-    if scheme.calibration == "entropy":
-        zeros = np.clip(np.searchsorted(edges, 0.0, "right") - 1, 0, _BINS - 1)
-        counts[zeros] = np.median(counts[max(zeros - 2, 0) : zeros + 3])
     if scheme.calibration == "percentile":
         return _percentile(counts, edges)
     centers = (edges[1:] + edges[:-1]) / 2
@@ -266,11 +277,7 @@ def _range(low: float, high: float, seen: np.ndarray, scheme: Quantization) -> t
         scale, zero_point, *_ = _parameters(share * low, share * high, scheme)
         shift = float(zero_point)
         levels = kind.round(centers / scale + shift)
-        if scheme.calibration == "entropy":
-            inside = (share * low <= centers) & (centers <= share * high)
-            errors.append(_divergence(counts, levels, inside))
-        else:
-            errors.append((counts * np.square((levels - shift) * scale - centers)).sum())
+        errors.append((counts * np.square((levels - shift) * scale - centers)).sum())
     share = float(_SHARES[::-1][int(np.argmin(errors))])
     return share * low, share * high
 
@@ -278,29 +285,6 @@ def _range(low: float, high: float, seen: np.ndarray, scheme: Quantization) -> t
 def _with_zero(low: float, high: float) -> tuple[float, float]:
     """Widen a range so that it contains 0."""
     return min(float(low), 0.0), max(float(high), 0.0)
-
-
-def _divergence(counts: np.ndarray, levels: np.ndarray, inside: np.ndarray) -> float:
-    """Return the Kullback-Leibler divergence of a histogram from its quantized form.
-
-    Args:
-      counts: the number of elements of each bin.
-      levels: the integer that the numbers of each bin are rounded to.
-      inside: which bins are within the range; the elements beyond are added to its end bins, as
-        they saturate.
-    """
-    p = counts[inside].astype(np.float64)
-    first = int(np.argmax(inside))
-    p[0] += counts[:first].sum()
-    p[-1] += counts[first + len(p) :].sum()
-    # q: the elements of each level, spread evenly over its occupied bins
-    _, index = np.unique(levels[inside], return_inverse=True)
-    occupied = counts[inside] > 0
-    mass = np.bincount(index, counts[inside]) / np.maximum(np.bincount(index, occupied), 1)
-    q = np.where(occupied, mass[index], 0) / max(counts[inside].sum(), 1)
-    p /= p.sum()
-    some = p > 0
-    return float((p[some] * np.log(p[some] / np.maximum(q[some], _NOTHING))).sum())
 
 
 def _percentile(counts: np.ndarray, edges: np.ndarray) -> tuple[float, float]:

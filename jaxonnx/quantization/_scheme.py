@@ -97,8 +97,7 @@ class Quantization:
       calibration: how the range of an activation is found. "minmax": the minimum and maximum over
         the calibration data. "average": the mean over batches of the minimum and maximum.
         "percentile": 99.99 % of the values. "mse": the range with the smallest mean squared
-        rounding error. "entropy": the range whose quantized histogram has the smallest
-        Kullback-Leibler divergence from the full one, as in TensorRT.
+        rounding error.
       where: the weights to quantize: names, modules, nodes or a predicate, as in
         `Model.with_trainable`. They are chosen among the weights of Conv, ConvTranspose, Gemm,
         MatMul, RNN, GRU and LSTM. None: all of them, but for adapters that the file has as nodes.
@@ -143,7 +142,7 @@ class Quantization:
     per_channel: bool = True
     block: int | None = None
     symmetric: bool | None = None
-    calibration: Literal["minmax", "average", "percentile", "mse", "entropy"] = "mse"
+    calibration: Literal["minmax", "average", "percentile", "mse"] = "mse"
     where: Select | None = None
     skip: Select | None = None
     dialect: Literal["onnxruntime", "tensorrt", "qnn"] = "onnxruntime"

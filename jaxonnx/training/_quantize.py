@@ -19,6 +19,7 @@ from jaxonnx.quantization import (
     Bound,
     MovingRanges,
     Quantization,
+    Rounding,
     is_quantized,
     learn_scales,
     make_schedule,
@@ -262,6 +263,10 @@ def _round(
         f"{weights} weights are rounded to {types} and {activations}, in training as in the "
         "saved file"
     )
+    rounding = model.program.find(Rounding)
+    if rounding is not None and rounding.clipped:
+        name, most = max(rounding.clipped.items(), key=lambda pair: pair[1])
+        note += f"; the ranges clip at most {most:.2%} of the numbers of an activation ({name!r})"
     if model.sensitivity is not None:
         last = model.sensitivity.trials[-1]
         note += (

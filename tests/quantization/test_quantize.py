@@ -425,7 +425,6 @@ def nan(size=8):
 
 SCHEMES = {
     "average": (Quantization(calibration="average"), 0.03),
-    "entropy": (Quantization(calibration="entropy"), 0.1),
     "7 bits": (Quantization(reduce_range=True), 0.03),
     "uint8": (Quantization(weights="uint8"), 0.03),
     "fp8": (Quantization(weights="fp8", dialect="tensorrt", activations="fp8"), 0.1),
@@ -530,16 +529,6 @@ def test_learned_rounding_has_less_error_than_the_nearest_numbers():
 def test_calibration_needs_data():
     with pytest.raises(jaxonnx.TrainingError, match="no examples"):
         jaxonnx.quantize(demo.model(), [])
-
-
-def test_a_dead_layer_has_a_range():
-    """Of zeros alone any scale is exact; and there is a range of one value."""
-    for value in (0.0, 0.5):
-        x = np.full((4, 1, 8, 8), value, np.float32)
-        for calibration in ("average", "mse", "entropy"):
-            quantized = jaxonnx.quantize(demo.mlp(), x, Quantization(calibration=calibration))
-            floats = np.asarray(demo.mlp()(x))
-            np.testing.assert_allclose(quantized(x), floats, atol=0.05 * np.abs(floats).max())
 
 
 def test_a_run_with_a_scheme_resumes(tmp_path):
@@ -709,7 +698,7 @@ def test_functions_are_inlined_where_the_opset_is_raised(opset):
     assert np.abs(theirs - floats).max() < 0.15 * np.abs(floats).max()
 
 
-@pytest.mark.parametrize("calibration", ["entropy", "percentile", "mse"])
+@pytest.mark.parametrize("calibration", ["percentile", "mse"])
 def test_a_calibration_that_clips_what_matters_warns(calibration):
     """The errors of the message are those of onnxruntime with both files."""
     rng = np.random.default_rng(0)
@@ -740,10 +729,10 @@ def test_a_calibration_that_clips_what_matters_warns(calibration):
         assert len(said) == (name == calibration)
         if said:
             message = said[0]
-    percents = [float(number) / 100 for number in re.findall(r"([\d.]+)%", message)]
+    percents = [float(number) / 100 for number in re.findall(r"([\d.]+)%", message)[:2]]
     np.testing.assert_allclose(percents, errors, rtol=0.02, atol=1e-4)
     assert f"calibration={calibration!r}" in message
-    assert "most through the ranges of 'x':" in message
+    assert re.search(r"most through the ranges of 'x' \([\d.]+% of its numbers clipped\):", message)
     assert errors[0] > (1.5 if calibration == "mse" else 4) * errors[1]
     if calibration != "mse":  # trained, it is compared before the first step
         settings = {"loss": "squared_error", "optimizer": optax.sgd(0.0), "batch_size": 1024}
