@@ -26,7 +26,7 @@ from jaxonnx._io.formats import write_safetensors
 from jaxonnx._require import check_arguments, require
 from jaxonnx._text import list_some
 from jaxonnx.errors import InputError
-from jaxonnx.lora import EXPORTED, Block, find_family, read_weight
+from jaxonnx.lora import Block, find_family, read_weight, torch_axes
 from jaxonnx.model import Model, as_model
 
 SHARD = 5 * 10**9
@@ -140,12 +140,7 @@ def _read_tensor(
     """
     pieces = []
     for name, first, _, _, rows in sorted(blocks, key=lambda block: block.start):
-        value, place = read_weight(model, name), meanings[name].matrix
-        renamed = EXPORTED.search(name) or name in model.aliases or meanings[name].storage
-        if renamed and place is not None and value.ndim == 2:
-            # transformers' matrices have a row for each output, its tables one for each input
-            axes = (place.input, place.output) if place.lookup else (place.output, place.input)
-            value = value.transpose(axes)
+        value = read_weight(model, name).transpose(torch_axes(model, name, meanings[name]))
         pieces.append(value[first : first + rows] if rows else value)
         offset = offset and not _is_added(model, name)
     result = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)

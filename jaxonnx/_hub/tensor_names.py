@@ -16,6 +16,7 @@ from jaxonnx.lora import (
     Block,
     find_blocks,
     find_matrices,
+    find_tied,
 )
 from jaxonnx.model import Model
 
@@ -81,7 +82,7 @@ def name_weights(
     parts: dict[str, list[Block]] = {}
     for block in find_blocks(modules, rows, packed, family):
         parts.setdefault(block.source, []).append(block)
-    tied = _find_tied(model)
+    tied = {*find_tied(model)}
     matrix_of = {blocks[0].target: weight for weight, blocks in parts.items()}
     matrix_of |= {module: weight for weight, module in modules.items()}
     result: dict[str, list[Block]] = {}
@@ -120,15 +121,6 @@ def _list_weights(model: Model, meanings: Mapping[str, Weight]) -> list[str]:
     trained = model.params.keys() & read.keys()  # factors of adapters are not read as such
     chosen = {*stored, *roles.of, *looks, *trained} - parts
     return [name for name in model.tensors if name in chosen]
-
-
-def _find_tied(model: Model) -> set[str]:
-    """Return the tensors that are both the table of an embedding and the matrix of a product."""
-    kinds: dict[str, set[bool]] = {}
-    for name, used in uses_by_tensor(model.graph, model.tensors).items():
-        places = [use.matrix for use in used if not use.passes]
-        kinds[name] = {place.lookup for place in places if place is not None}
-    return {name for name, looked_up in kinds.items() if len(looked_up) > 1}
 
 
 def _rename(name: str, family: str) -> str:

@@ -4,6 +4,7 @@ from jaxonnx.lora._adapters import Adapters
 from jaxonnx.lora._lora import LoRA
 
 # for other rooms of the package
+from jaxonnx.lora._merge import find_tied
 from jaxonnx.lora._module_names import (
     EXPORTED,
     FAMILIES,
@@ -12,5 +13,6 @@ from jaxonnx.lora._module_names import (
     find_blocks,
     find_family,
     find_matrices,
+    torch_axes,
 )
 from jaxonnx.lora._view import file_tensors, read_weight, writes_apart

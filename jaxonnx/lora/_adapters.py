@@ -6,9 +6,9 @@ import dataclasses
 import json
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,12 @@ import numpy as np
 from jaxonnx._axes import Matrix
 from jaxonnx._graph.roles import running_statistics
 from jaxonnx._graph.uses import weights
-from jaxonnx._require import check_arguments
+from jaxonnx._require import check_arguments, require
 from jaxonnx._safe_read import wrap_errors
 from jaxonnx.errors import InputError, ModelError
 from jaxonnx.lora import _files as files
 from jaxonnx.lora import _peft_modules as peft_modules
+from jaxonnx.lora._combine import combine
 from jaxonnx.lora._merge import (
     check_magnitudes,
     check_scale,
@@ -31,7 +32,7 @@ from jaxonnx.lora._merge import (
     pair,
     warn_about_ties,
 )
-from jaxonnx.lora._module_names import module_name
+from jaxonnx.lora._module_names import module_name, torch_axes
 from jaxonnx.lora._nodes import factor_names, magnitude_name
 from jaxonnx.lora._view import Adaption
 from jaxonnx.model import Model
@@ -103,6 +104,54 @@ class Adapters:
         check_arguments(Adapters.are_apart, locals())
         return any(not is_float(model.tensors[name]) for name in self.layouts)
 
+    @classmethod
+    def combine(
+        cls,
+        adapters: Sequence[Adapters],
+        weights: Sequence[float],
+        method: Literal["cat", "linear", "ties"] = "cat",
+        *,
+        density: float = 0.5,
+    ) -> Adapters:
+        """Combine adapters of one model to one, as `add_weighted_adapter` of PEFT does.
+
+        Args:
+          adapters: to combine; a weight of the model may have changes in some of them only.
+          weights: the factor of each change.
+          method: "cat", whose change is the weighted sum of the changes and whose rank is the sum
+            of their ranks; "linear", whose A and B are sums of A and of B, each with the root of
+            the factor, so that the rank stays; "ties", TIES-Merging of A and of B, for each matrix
+            of the file.
+          density: the share of the numbers that "ties" keeps, those of largest magnitude.
+
+        Raises:
+          InputError: the adapters are of different models or, but for "cat", ranks, or have
+            magnitudes (DoRA) or weights that were trained in full.
+        """
+        check_arguments(Adapters.combine, locals())
+        require("density", density, 0 < density <= 1, "a number in (0, 1]")
+        if not adapters or len(adapters) != len(weights):
+            raise InputError(f"{len(adapters)} adapters and {len(weights)} weights to combine")
+        for each in adapters:
+            each._refuse_others()
+            if each.has_magnitudes:
+                raise InputError("adapters with magnitudes (DoRA) cannot be combined")
+        bases = {each.base for each in adapters if each.base}
+        if len(bases) > 1:
+            raise InputError("the adapters were trained for different models")
+        layouts = {name: place for each in adapters for name, place in each.layouts.items()}
+        values: dict[str, jax.Array] = {}
+        for name in layouts:
+            having = [(x, w) for x, w in zip(adapters, weights, strict=True) if name in x.layouts]
+            pairs = [[np.asarray(x.values[m], np.float32) for m in pair(name)] for x, _ in having]
+            if method != "cat" and len({a.shape for a, _ in pairs}) > 1:
+                raise InputError(f"'{name}' has adapters of several ranks: method='cat' takes them")
+            scaled = [weight * x.alpha / x.rank for x, weight in having]
+            factors = combine([(a, b) for a, b in pairs], scaled, method, density)
+            values |= dict(zip(pair(name), map(jnp.asarray, factors), strict=True))
+        rank = max(values[pair(name)[0]].shape[-2] for name in layouts)
+        return cls(rank, float(rank), layouts, values, next(iter(bases), ""))
+
     def apply(self, model: Model) -> Model:
         """Return `attach(model).merge_adapters()`, a plain model."""
         check_arguments(Adapters.apply, locals())
@@ -120,7 +169,7 @@ class Adapters:
                 "the model has adapters already; merge them first with .merge_adapters()"
             )
         self._check(model)
-        warn_about_ties(model, self.layouts)
+        warn_about_ties(model, {*self.layouts, *self.values})
         if self.base and self.base != checksum(model, self.layouts):
             warnings.warn(
                 "the adapters were trained for other values of these weights, and the model may "
@@ -179,16 +228,20 @@ class Adapters:
     def _refuse_others(self) -> None:
         if others := [name for name in self.values if name not in self._members]:
             raise InputError(
-                f"'{others[0]}' was trained beside the adapters, which only .npz files hold; "
-                "leave it out of trainable=, or save the model"
+                f"'{others[0]}' was trained beside the adapters, which this form does not hold; "
+                "leave it out of trainable=, or save an .npz or the model"
             )
 
-    def _to_modules(
-        self, names: Callable[[str], str] | None, model: Model | None
-    ) -> dict[str, files.Change]:
-        """Return A and B, with the scale in B, and magnitudes of each module of PEFT."""
-        self._refuse_others()
-        odd = [n for n, p in self.layouts.items() if p.kernel or p.batch or p.lookup]
+    def _save_peft(
+        self, path: str | os.PathLike, names: Callable[[str], str] | None, model: Model | None
+    ) -> None:
+        """Write a folder of PEFT, with the scale in B."""
+        others = {name: x for name, x in self.values.items() if name not in self._members}
+        meanings = weights(model.graph, model.tensors) if model else {}
+        whole = {name: meanings[name] for name in others if name in meanings}
+        if any(name not in whole or not whole[name].matrix for name in others):
+            self._refuse_others()
+        odd = [n for n, p in self.layouts.items() if p.kernel or p.batch]
         if odd:
             raise InputError(f"PEFT has no format for the adapter of '{odd[0]}'; save an .npz")
         changes = {}
@@ -198,14 +251,23 @@ class Adapters:
             b = b * np.float32(self.alpha / self.rank)
             changes[name] = a, b, None if norms is None else np.asarray(norms, np.float32)
         rows = {name: len(b) for name, (_, b, _) in changes.items()}
+        rows |= {n: w.matrix.sizes(w.shape)[0] for n, w in whole.items() if w.matrix}
         blocks = peft_modules.choose_blocks(model, names, rows)
         heights = {}
         for block in blocks:
             heights[block.target] = heights.get(block.target, 0) + block.rows
-        result = peft_modules.move_rows(changes, blocks, heights)
-        if not result:
+        moved = peft_modules.move_rows(changes, blocks, heights)
+        if not moved:
             raise InputError("all adapters are still zero: there is nothing to save for PEFT")
-        return result
+        lookups = {name for name, place in self.layouts.items() if place.lookup}
+        tables = {block.target for block in blocks if block.source in lookups}
+        full: dict[str, np.ndarray] = {}
+        for block in (block for block in blocks if block.source in whole):
+            if not block.rows == heights[block.target] == rows[block.source]:
+                self._refuse_others()
+            axes = torch_axes(cast(Model, model), block.source, whole[block.source])
+            full[block.target] = np.asarray(others[block.source]).transpose(axes)
+        files.write_peft(path, moved, tables, full, self.base)
 
     def save(
         self,
@@ -228,15 +290,15 @@ class Adapters:
           names: as in `to_inputs`, for the two latter; by default, in a folder, transformers' name.
 
         Raises:
-          InputError: tensors were trained in full, or weights are no matrices: only .npz has them;
-            or the modules of a weight are not known.
+          InputError: tensors were trained in full (only .npz has them, and a folder matrices, as
+            `modules_to_save`), or weights are no matrices, or their modules are not known.
           OSError: the path cannot be written; a file that was there stays.
         """
         check_arguments(Adapters.save, locals())
         if os.fspath(path).endswith(files.SUFFIX):
             return files.write_onnx_adapter(path, self.to_inputs(names or module_name))
         if os.path.isdir(path) or os.fspath(path).endswith(("/", os.sep)):
-            return files.write_peft(path, self._to_modules(names, model), self.base)
+            return self._save_peft(path, names, model)
         about = json.dumps(self.about).encode()
         arrays = {**self.values, _ABOUT: np.frombuffer(about, np.uint8)}
         from jaxonnx import sparse

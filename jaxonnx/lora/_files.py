@@ -7,8 +7,8 @@ import os
 import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import MappingProxyType, ModuleType
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -31,8 +31,19 @@ _BASE = "base"
 """The metadata with a checksum of the adapted weights."""
 _PARTS_OF_CHANGE = {"A": 2, "B": 2, _NORMS: 1}
 """By the end of a name, the least rank."""
-_UNKNOWN = ("modules_to_save", "lora_bias")
-"""Settings of PEFT that a change of rank r does not have."""
+
+
+class Contents(NamedTuple):
+    """An adapter file."""
+
+    changes: dict[str, Change]
+    """By module (`plain_name`)."""
+    scales: dict[str, float]
+    """Of each change."""
+    tables: set[str]
+    """The modules that are embeddings, whose A has a column for each row of the table."""
+    others: dict[str, np.ndarray]
+    """By their names, the tensors of `modules_to_save`, which were trained in full."""
 
 
 def is_foreign(path: str | os.PathLike) -> bool:
@@ -40,10 +51,8 @@ def is_foreign(path: str | os.PathLike) -> bool:
     return os.fspath(path).endswith(SUFFIX) or Path(path, _CONFIG).is_file()
 
 
-def read(
-    path: str | os.PathLike, modules: Collection[str]
-) -> tuple[dict[str, Change], dict[str, float]]:
-    """Return the changes by module (`plain_name`), and the scale of each.
+def read(path: str | os.PathLike, modules: Collection[str]) -> Contents:
+    """Return the contents of an adapter file.
 
     Args:
       path: an .onnx_adapter or a folder of PEFT.
@@ -59,11 +68,19 @@ def read(
     else:
         arrays, config = read_peft(path)
         scale_of = _scales(where, config)
+    others: dict[str, np.ndarray] = {}
+    tables: set[str] = set()
     factors: dict[str, dict[str, np.ndarray]] = {}
     scales: dict[str, float] = {}
     for key, value in arrays.items():
         stem, _, end = key.removeprefix(_PREFIX).rpartition(".lora_")
-        end = end.removesuffix(".weight")
+        table, end = end.startswith("embedding_"), end.removesuffix(".weight")
+        end = end.removeprefix("embedding_")
+        if ".base_layer." in key:  # PEFT adds the table itself to the adapter of an embedding
+            continue
+        if not stem and config.get("modules_to_save"):
+            others[key.removeprefix(_PREFIX)] = value
+            continue
         if end not in _PARTS_OF_CHANGE or value.ndim < _PARTS_OF_CHANGE[end]:
             raise InputError(f"{where}: '{key}' is not a factor of LoRA")
         module = plain_name(stem)
@@ -75,6 +92,7 @@ def read(
             raise ModelError(f"{where}: '{key}' has values that are not finite")
         value = value.swapaxes(-1, -2) if transposed else value
         factors.setdefault(module, {})[end] = value
+        tables.update([module] if table else [])
         if end == "A":
             scales[module] = scale_of(stem, value.shape[-2])
     for module, parts in factors.items():
@@ -88,7 +106,7 @@ def read(
     if not factors:
         raise InputError(f"{where} has no adapters")
     changes = {name: (x["A"], x["B"], x.get(_NORMS)) for name, x in factors.items()}
-    return changes, scales
+    return Contents(changes, scales, tables, others)
 
 
 def plain_name(module: str) -> str:
@@ -104,9 +122,9 @@ def _scales(where: str, config: Mapping[str, Any]) -> Callable[[str, int], float
     """Return the scale of a change by module and rank, if a configuration of PEFT is of LoRA."""
     if config.get("peft_type") != "LORA":
         raise InputError(f"{where} is of type {config.get('peft_type')!r}, not LORA")
-    odd = [key for key in _UNKNOWN if config.get(key)]
-    if odd or config.get("bias", "none") != "none":
-        raise InputError(f"{where} has {', '.join(odd) or 'bias'}, which jaxonnx.LoRA has not")
+    for key in ("lora_bias", "bias"):
+        if config.get(key, "none") not in (False, None, "none"):
+            raise InputError(f"{where} has {key}, which jaxonnx.LoRA has not")
     alpha, patterns = config.get("lora_alpha"), config.get("alpha_pattern") or {}
     if not isinstance(config.get("r"), int) or not isinstance(alpha, int | float):
         raise InputError(f"{where}: adapter_config.json has no r or no lora_alpha")
@@ -145,11 +163,24 @@ def read_onnx_adapter(path: str | os.PathLike) -> dict[str, np.ndarray]:
         return {name: np.array(value.numpy()) for name, value in parameters.items()}
 
 
-def write_peft(folder: str | os.PathLike, changes: Mapping[str, Change], base: str = "") -> None:
+def write_peft(
+    folder: str | os.PathLike,
+    changes: Mapping[str, Change],
+    tables: Collection[str] = (),
+    others: Mapping[str, np.ndarray] = MappingProxyType({}),
+    base: str = "",
+) -> None:
     """Write `adapter_model.safetensors` and `adapter_config.json` of changes by module.
 
     The scale is in B, so that alpha is the rank. The checksum of the base goes into the metadata of
     the first, since PEFT warns of settings that it does not know.
+
+    Args:
+      folder: to write to.
+      changes: by module.
+      tables: the modules among them that are embeddings.
+      others: weights that were trained in full, by module.
+      base: the checksum.
     """
     # PEFT looks for a name at the end of others: unless it is anchored, "q" is "block.q", too
     ranks = {f"^{re.escape(name)}$": len(a) for name, (a, *_) in sorted(changes.items())}
@@ -162,17 +193,20 @@ def write_peft(folder: str | os.PathLike, changes: Mapping[str, Change], base: s
         "target_modules": "|".join(ranks),
         "rank_pattern": odd,
         "alpha_pattern": odd,
+        "modules_to_save": [*others] or None,
         "bias": "none",
         "lora_dropout": 0.0,
         "use_rslora": False,
         "use_dora": any(norms is not None for *_, norms in changes.values()),
     }
+    ends, ends_of_table = ("A.weight", "B.weight", _NORMS), ("embedding_A", "embedding_B", _NORMS)
     arrays = {
         f"{_PREFIX}{name}.lora_{end}": np.ascontiguousarray(x)
         for name, change in changes.items()
-        for end, x in zip(("A.weight", "B.weight", _NORMS), change, strict=True)
+        for end, x in zip(ends_of_table if name in tables else ends, change, strict=True)
         if x is not None
     }
+    arrays |= {f"{_PREFIX}{name}.weight": np.ascontiguousarray(x) for name, x in others.items()}
     Path(folder).mkdir(parents=True, exist_ok=True)
     write_safetensors(Path(folder, _WEIGHTS), arrays, {_BASE: base})
     with write_atomically(Path(folder, _CONFIG)) as written:

@@ -112,15 +112,19 @@ def checksum(model: Model, names: Collection[str]) -> str:
     return f"{result:08x}"
 
 
-def warn_about_ties(model: Model, names: Collection[str]) -> None:
-    """Warn if one of these weights is both an embedding and the matrix of a product."""
+def find_tied(model: Model) -> list[str]:
+    """Return the weights that are both an embedding and the matrix of a product."""
     read = uses_by_tensor(model.graph, model.tensors)
     lookups = {
         name: {use.matrix.lookup for use in used if not use.passes and use.matrix is not None}
         for name, used in read.items()
-        if name in names
     }
-    if tied := [f"'{name}'" for name, kinds in lookups.items() if len(kinds) > 1]:
+    return [name for name, kinds in lookups.items() if len(kinds) > 1]
+
+
+def warn_about_ties(model: Model, names: Collection[str]) -> None:
+    """Warn if one of these weights is both an embedding and the matrix of a product."""
+    if tied := [f"'{name}'" for name in find_tied(model) if name in names]:
         warnings.warn(
             f"{list_some(tied)}: the embedding and the output layer are one weight, so that its "
             "adapter changes both, unlike PEFT's adapter of an output layer; where the file stores "

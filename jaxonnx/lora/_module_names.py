@@ -98,6 +98,18 @@ def find_family(model: Model, config: Mapping[str, Any] = MappingProxyType({})) 
     return re.sub(r"[^a-z0-9]", "", str(family).lower())
 
 
+def torch_axes(model: Model, name: str, weight: Weight) -> tuple[int, ...]:
+    """Return the axes of a weight of the file in the order of transformers' tensor.
+
+    Its matrices have a row for each output, its tables one for each input.
+    """
+    place, rank = weight.matrix, len(weight.shape)
+    renamed = EXPORTED.search(name) or name in model.aliases or weight.storage
+    if not renamed or place is None or rank != 2:
+        return (*range(rank),)
+    return (place.input, place.output) if place.lookup else (place.output, place.input)
+
+
 def find_matrices(
     model: Model, names: Callable[[str], str] | None
 ) -> tuple[dict[str, str], dict[str, int], dict[str, tuple[int, ...]]]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from jaxonnx._graph.uses import Weight, weights
 from jaxonnx.errors import InputError
 from jaxonnx.lora import _files as files
 from jaxonnx.lora._files import Change
@@ -23,6 +24,7 @@ from jaxonnx.lora._module_names import (
     module_name,
     name_modules,
     split_name,
+    torch_axes,
 )
 from jaxonnx.model import Model
 
@@ -98,7 +100,13 @@ def read(
             module = files.plain_name(block.target)
             targets.setdefault(module, []).append(block._replace(target=module).invert())
         places = targets | places
-    changes, scales = files.read(path, places)
+    changes, scales, tables, others = files.read(path, places)
+    meanings = weights(model.graph, model.tensors)
+    for module in changes:
+        place = meanings[places[module][0].target].matrix
+        if place is not None and place.lookup != (module in tables):  # a tied table, the other way
+            a, b, norms = changes[module]
+            changes[module] = b.T, a.T, norms
     scale = next(iter(scales.values()))
     if len({*scales.values()}) > 1:  # B has them
         changes = {name: (a, scales[name] * b, m) for name, (a, b, m) in changes.items()}
@@ -111,7 +119,36 @@ def read(
         for member, value in zip((*pair(weight), magnitude(weight)), change, strict=True)
         if value is not None
     }
+    named |= _place_weights(path, model, meanings, others, places)
     return named, rank, rank * scale, files.read_base(path)
+
+
+def _place_weights(
+    path: str | os.PathLike,
+    model: Model,
+    meanings: Mapping[str, Weight],
+    others: Mapping[str, np.ndarray],
+    places: Mapping[str, Sequence[Block]],
+) -> dict[str, np.ndarray]:
+    """Return weights that were trained in full by their names in the file, as it has them.
+
+    Raises:
+      InputError: a tensor is not known in the file, or is a matrix in few bits there.
+    """
+    result = {}
+    names = {model.aliases.get(name, name): name for name in model.tensors}
+    for key, value in others.items():
+        module = files.plain_name(key.removesuffix(".weight"))
+        blocks = places.get(module, ()) if key.endswith(".weight") else ()
+        name = blocks[0].target if len(blocks) == 1 else names.get(key)
+        if name is None or meanings[name].storage or value.size != model.tensors[name].size:
+            odd = (
+                "in few bits" if name and meanings[name].storage else "unknown, or of another size"
+            )
+            raise InputError(f"'{os.fspath(path)}': '{key}' was trained in full, and is {odd} here")
+        order = np.argsort(torch_axes(model, name, meanings[name]))
+        result[name] = value.transpose(order)
+    return result
 
 
 def move_rows(

@@ -119,6 +119,8 @@ def to_result(
         names = {*adapters.layouts, *adapters.values}
         if not adapters.are_apart(before):
             trained, before = trained.merge_adapters(), before.merge_adapters()
+    elif trained.program.adapts:  # those of `Adapters.attach` stay apart
+        adapters = Adapters.of(trained)
     old, tensors = {**before.state, **before.params}, {**trained.params, **trained.state}
     new = {n: x for n, x in tensors.items() if n in old and (names is None or n in names)}
     return Result(trained, history, changes(old, new), adapters, Run(step.settings, held_out, data))
@@ -171,7 +173,7 @@ def _count_parameters(result: Result, count: int, moved: Mapping[str, float]) ->
     trained = sum(x.size for name, x in values.items() if name not in result.model.state)
     weights = format_count(len(result.lora.layouts), "weight")
     done = f"{format_count(trained, 'parameter')} trained, in adapters of {weights}"
-    if result.lora.are_apart(result.model):
+    if result.model.program.adapts:
         return [f"{done}; not merged (result.lora has them, save(..., adapters=) writes them)"]
     return [f"{done}; merged, they change {format_count(len(moved), 'tensor')} ({changed})"]
 

@@ -178,3 +178,78 @@ def test_files_of_optimum(architecture, tmp_path):
     settings = {"task": f"{kind}-generation-with-past", "do_validation": False}
     export(str(checkpoint), target, library_name="transformers", **settings)
     check_both_directions(checkpoint, jaxonnx.load(target), tmp_path)
+
+
+def test_embeddings_whole_layers_and_combined_adapters(tmp_path):
+    """Of an untied Llama by the builder: PEFT's adapters of both ends, and its weighted sums."""
+    pytest.importorskip("transformers", minversion="5")
+    pytest.importorskip("onnxruntime_genai")
+    checkpoint, target = tmp_path / "hf", tmp_path / "onnx"
+    genai_builder.write_checkpoint("llama", checkpoint)
+    genai_builder.build(checkpoint, target, "fp32", "cpu")
+    model = jaxonnx.load(target)
+
+    def write(name, seed, **settings):
+        config = peft.LoraConfig(r=2, lora_alpha=3 + seed, **settings)
+        theirs = peft.get_peft_model(read_network(checkpoint), config).eval()
+        torch.manual_seed(seed)
+        for key, value in theirs.named_parameters():
+            if "lora_" in key or "modules_to_save" in key:
+                torch.nn.init.normal_(value, std=0.2)
+        theirs.save_pretrained(tmp_path / name)
+        return run_network(theirs)
+
+    def check(adapters, wanted):
+        atol = 1e-5 * max(1, np.abs(wanted).max())
+        np.testing.assert_allclose(run_model(adapters.attach(model)), wanted, rtol=0, atol=atol)
+
+    ends = {"target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["lm_head"]}
+    wanted = write("ends", 1, **ends)
+    adapters = jaxonnx.Adapters.load(tmp_path / "ends", model)
+    check(adapters, wanted)
+    adapters.save(f"{tmp_path}/back/", model)
+    again = peft.PeftModel.from_pretrained(read_network(checkpoint), tmp_path / "back").eval()
+    np.testing.assert_allclose(run_network(again), wanted, rtol=0, atol=1e-4)
+    check(
+        jaxonnx.Adapters.load(tmp_path / "back", model),
+        wanted,
+    )
+
+    write("first", 1, target_modules=["q_proj", "down_proj", "lm_head"])
+    write("second", 2, target_modules=["q_proj", "down_proj", "lm_head"])
+    ours = [jaxonnx.Adapters.load(tmp_path / name, model) for name in ("first", "second")]
+    theirs = peft.PeftModel.from_pretrained(read_network(checkpoint), tmp_path / "first", "first")
+    theirs.load_adapter(tmp_path / "second", "second")
+    for method in ("linear", "ties", "cat"):
+        names, factors = ["first", "second"], [0.7, 0.4]
+        theirs.add_weighted_adapter(names, factors, method, combination_type=method, density=0.6)
+        theirs.set_adapter(method)
+        combined = jaxonnx.Adapters.combine(ours, factors, method, density=0.6)
+        check(combined, run_network(theirs.eval()))
+
+
+def test_patterns_of_ranks(tmp_path):
+    """Each module has the rank and the scale of the first pattern at the end of its name."""
+    pytest.importorskip("transformers", minversion="5")
+    pytest.importorskip("onnxruntime_genai")
+    checkpoint, target = tmp_path / "hf", tmp_path / "onnx"
+    genai_builder.write_checkpoint("llama", checkpoint)
+    genai_builder.build(checkpoint, target, "fp32", "cpu")
+    config = peft.LoraConfig(
+        r=2,
+        lora_alpha=3,
+        target_modules="all-linear",
+        rank_pattern={"q_proj": 3, r"layers\.0\.mlp\.down_proj": 1, "proj": 4},
+        alpha_pattern={"up_proj": 7, r"^model\.layers\.1\.self_attn\.o_proj": 5},
+    )
+    theirs = peft.get_peft_model(read_network(checkpoint), config).eval()
+    torch.manual_seed(1)
+    for key, value in theirs.named_parameters():
+        if "lora_" in key:
+            torch.nn.init.normal_(value, std=0.2)
+    theirs.save_pretrained(tmp_path / "peft")
+    model = jaxonnx.load(target)
+    adapters = jaxonnx.Adapters.load(tmp_path / "peft", model)
+    wanted = run_network(theirs)
+    atol = 1e-5 * max(1, np.abs(wanted).max())
+    np.testing.assert_allclose(run_model(adapters.attach(model)), wanted, rtol=0, atol=atol)
