@@ -212,6 +212,19 @@ def without_cache(model: N) -> N:
     return model if caches is None else enter(model, *omit_caches(model.graph, caches))
 
 
+def with_tensors(model: N, values: Mapping[str, Any]) -> N:
+    """Replace the values of some parameters, state or constants."""
+    params, state = (
+        {name: jnp.asarray(values[name]) if name in values else x for name, x in group.items()}
+        for group in (model.params, model.state)
+    )
+    program = model.program
+    if not program.constants.keys().isdisjoint(values):  # else what is compiled stays compiled
+        constants = {name: values.get(name, x) for name, x in program.constants.items()}
+        program = replace(program, constants=constants)
+    return replace(model, params=params, state=state, program=program)
+
+
 def with_params(model: N, wanted: Select) -> N:
     """Return the model of `Model.with_trainable`."""
     refuse_change(model, "trainable")

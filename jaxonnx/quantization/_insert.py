@@ -12,7 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._rewrite.network import Network, enter, with_file, with_outputs, without_cache
+from jaxonnx._rewrite.network import (
+    Network,
+    enter,
+    with_file,
+    with_outputs,
+    with_tensors,
+    without_cache,
+)
 from jaxonnx._text import list_some
 from jaxonnx.quantization._awq import scale_inputs
 from jaxonnx.quantization._fold_norms import flip_negative_scales, fold_norms, folded_outputs
@@ -88,7 +95,7 @@ def insert(
     squares: dict[str, np.ndarray] = {}
     if method == "awq":
         values, squares = scale_inputs(whole, sites.weights, examples, schemes)
-        model, whole = _with_values(model, values), _with_values(whole, values)
+        model, whole = with_tensors(model, values), with_tensors(whole, values)
         tensors = model.tensors
     observed = observe(whole, sites.measured, examples)
     calibration = find_ranges(observed, sites.shared, scheme, types)
@@ -99,7 +106,7 @@ def insert(
     if norms:
         model = fold_normalizations(unfolded, norms)
         outputs = [norm for _, norm in norms.values()]
-        model = _with_values(model, flip_negative_scales(model.graph, outputs, model.tensors))
+        model = with_tensors(model, flip_negative_scales(model.graph, outputs, model.tensors))
         tensors = model.tensors
         convs = {norm: conv for conv, norm in norms.values()}
         reads = {(convs.get(node, node), i): name for (node, i), name in reads.items()}
@@ -117,7 +124,7 @@ def insert(
     scales: dict[str, Parameters] = {}
     if method == "gptq":
         values, scales = round_weights(whole, sites.weights, examples, schemes, fit)
-        model = _with_values(model, values)
+        model = with_tensors(model, values)
     scales = {n: scales[n] if n in scales else fit(n, squares.get(n)) for n in sites.weights}
     for name, parameters in scales.items():
         writer.quantize_weight(name, parameters)
@@ -278,17 +285,5 @@ def _value_types(model: Network, inputs: Sequence[Any]) -> dict[str, np.dtype]:
 def fold_normalizations(model: N, keep: Collection[str] = ()) -> N:
     """Fold each BatchNormalization into the convolution before it."""
     proto, values = fold_norms(model.proto, model.graph, model.tensors, keep)
-    net = _with_values(with_file(model, proto), values)
+    net = with_tensors(with_file(model, proto), values)
     return with_outputs(net, net.graph.outputs)  # drops the statistics that no node reads any more
-
-
-def _with_values(model: N, values: Mapping[str, np.ndarray]) -> N:
-    """Replace the values of some parameters, state or constants."""
-    new = {name: jnp.asarray(value) for name, value in values.items()}
-    params, state = (
-        {name: new.get(name, x) for name, x in group.items()}
-        for group in (model.params, model.state)
-    )
-    constants = {n: values.get(n, x) for n, x in model.program.constants.items()}
-    program = replace(model.program, constants=constants)
-    return replace(model, params=params, state=state, program=program)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._figures import new_axes
-from jaxonnx._rewrite.network import Network
+from jaxonnx._rewrite.network import Network, with_tensors
 from jaxonnx.errors import InputError
 from jaxonnx.quantization._ranges import spread_scale, weight_parameters
 from jaxonnx.quantization._scheme import TYPES, Quantization
@@ -138,15 +138,6 @@ def output_error(model: Network, examples: Sequence[Sequence[Any]]) -> Callable[
     return error
 
 
-def change_tensors(model: Network, changes: Mapping[str, Any]) -> Network:
-    """Return a network with other values of some parameters and state, and the same program."""
-    params, state = (
-        {name: jnp.asarray(changes.get(name, x)) for name, x in group.items()}
-        for group in (model.params, model.state)
-    )
-    return replace(model, params=params, state=state)
-
-
 def measure(
     model: Network,
     kinds: Mapping[str, Sequence[str | None]],
@@ -169,7 +160,7 @@ def measure(
     for name, tried in kinds.items():
         for kind in filter(None, tried):
             new = change(name, kind)
-            result[name][kind] = np.inf if new is None else error(change_tensors(model, new))
+            result[name][kind] = np.inf if new is None else error(with_tensors(model, new))
     return result
 
 

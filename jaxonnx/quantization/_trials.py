@@ -11,13 +11,13 @@ from onnx import ModelProto, helper
 
 from jaxonnx._io import order
 from jaxonnx._io.build import unused_name
-from jaxonnx._rewrite.network import Network, with_file, without_cache
+from jaxonnx._rewrite.network import Network, with_file, with_tensors, without_cache
 from jaxonnx.ops.contrib.moving_ranges import DOMAIN
 from jaxonnx.quantization._insert import find_in
 from jaxonnx.quantization._ranges import Parameters, find_origin, find_ranges, observe
 from jaxonnx.quantization._record import declare
 from jaxonnx.quantization._scheme import TYPES, Quantization
-from jaxonnx.quantization._sensitivity import Changes, change_tensors, round_weight
+from jaxonnx.quantization._sensitivity import Changes, round_weight
 from jaxonnx.quantization._sites import WeightSite
 from jaxonnx.views import EmptyCaches
 
@@ -51,7 +51,7 @@ class Trials:
     def round(self, types: Mapping[str, str | None]) -> Network:
         """Return the network with tensors of these types; None is floating point."""
         changes = [self.change(name, kind) or {} for name, kind in types.items() if kind]
-        return change_tensors(self.network, {n: x for part in changes for n, x in part.items()})
+        return with_tensors(self.network, {n: x for part in changes for n, x in part.items()})
 
 
 def make_trials(
