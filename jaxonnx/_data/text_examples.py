@@ -263,7 +263,7 @@ class Reader:
         """Append the end token to the tokens of a text that has none."""
         ends = self.tokenizer.ends
         ended = np.isin(ids[-1:], ends).any() or self.tokenizer.is_ended(text)
-        return ids if ended else np.append(ids, ends[:1])
+        return ids if ended else np.append(ids, np.array(ends[:1], np.int64))
 
     def _encode_chat(self, where: str, row: Mapping[str, Any], texts: Texts) -> Iterator[_Example]:
         messages = [*texts.prompt, *texts.answers[0]]
@@ -403,7 +403,7 @@ class Reader:
                 f"template: {self.open}; it is the label there, or appended to the chat",
             ),
             (
-                not self.tokenizer.ends,
+                not self.tokenizer.ends and self.tokenizer.mask_token is None,
                 "the end of texts is not learned: the folder names no end token (eos_token in "
                 "tokenizer_config.json, eos_token_id in generation_config.json)",
             ),

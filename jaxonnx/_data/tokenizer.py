@@ -145,6 +145,25 @@ class Tokenizer:
         return tokens
 
     @functools.cached_property
+    def special_tokens(self) -> list[int]:
+        """The tokens that are no text."""
+        added = self._tokens.get_added_tokens_decoder()
+        named = map(self._tokens.token_to_id, self.special.values())
+        return sorted({*(i for i, token in added.items() if token.special), *named} - {None})
+
+    @property
+    def mask_token(self) -> int | None:
+        """The token that hides others in masked language models, if there is one."""
+        ids = map(self._tokens.token_to_id, (self.special.get("mask_token"), "[MASK]", "<mask>"))
+        return next((i for i in ids if i is not None), None)
+
+    @functools.cached_property
+    def continues(self) -> np.ndarray:
+        """Whether each token goes with the one before it (WordPiece's "##"), bool[tokens]."""
+        texts = map(self._tokens.id_to_token, range(self.size))
+        return np.array([bool(text) and text.startswith("##") for text in texts])
+
+    @functools.cached_property
     def ends(self) -> list[int]:
         """The tokens that end a text. The first one is appended to texts for training."""
         model = self.folder.read_json(GENAI).get("model", {})

@@ -92,7 +92,7 @@ def data(path: Path, model: Model, options: argparse.Namespace) -> tuple[Any, bo
     values = sources.rename_columns(table(path), names, f"'{path}'")
     chosen = columns(path, [*values], model)
     loss = find(options.loss) if getattr(options, "loss", None) else None
-    if not chosen.targets and (loss is None or (loss.takes_targets and not loss.next_token)):
+    if not chosen.targets and (loss is None or (loss.takes_targets and not loss.labels_are_tokens)):
         raise _lacks(path, values, "the targets, as 'y'")
     inputs = {name: values[column] for name, column in chosen.inputs.items()}
     targets = {name: values[name] for name in chosen.targets}

@@ -5,7 +5,7 @@ for each example; these have the classes on axis 1 or the last one, weights of c
 that do not count.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,19 @@ import numpy as np
 from jaxonnx._require import check_arguments, require, require_choice
 from jaxonnx.errors import TrainingError
 from jaxonnx.ops import loss as operators
+
+
+@dataclass(frozen=True)
+class Masking:
+    """Which tokens of a batch are hidden from the model, which learns to fill them in.
+
+    The attributes are the arguments of `masked_lm`.
+    """
+
+    probability: float
+    whole_words: bool
+    mask_token: int | None
+    special_tokens: tuple[int, ...] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +52,8 @@ class ClassLoss:
     """Whether a decoder reads the labels before each one (teacher forcing)."""
     smoothing: float = 0.0
     """The share of each label that all classes have alike."""
+    masking: Masking | None = None
+    """How `train` hides tokens, whose labels then are the only ones that count."""
 
     def __call__(self, outputs: jax.Array, targets: jax.Array) -> jax.Array:
         if self.smoothing and self.reduction != "none":
@@ -157,6 +172,47 @@ def causal_lm(*, ignore_index: int = -100, reduction: str = "mean") -> ClassLoss
     """
     loss = _class_loss("causal_lm", _softmax_cross_entropy, None, ignore_index, reduction, -1)
     return replace(loss, shift=True)
+
+
+def masked_lm(
+    *,
+    probability: float = 0.15,
+    whole_words: bool = False,
+    mask_token: int | None = None,
+    special_tokens: Sequence[int] | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+) -> ClassLoss:
+    """Return the loss of masked language models: cross entropy of tokens that were hidden.
+
+    Outputs are logits (N, length, tokens). `train` and `evaluate` choose tokens of each batch at
+    random, by their seed: 80 % become the mask token, 10 % another token, and 10 % stay, but only
+    these are labels. Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers for
+    Language Understanding", 2018 (arXiv:1810.04805); the draws are those of transformers'
+    `DataCollatorForLanguageModeling`. Called with `(outputs, labels)`, it is `cross_entropy`.
+
+    >>> loss = masked_lm()
+    >>> print(loss(jnp.zeros((1, 3, 2)), jnp.array([[-100, 0, -100]])).round(4))  # log 2
+    0.6931
+
+    Args:
+      probability: of each token to be chosen.
+      whole_words: whether all tokens of a word are chosen together: those that begin with "##" go
+        with the one before. It needs the tokenizer of a folder.
+      mask_token, special_tokens: the token that hides others, and those that are never chosen; by
+        default those of the tokenizer in the folder that the model was loaded from.
+      ignore_index, reduction: as in `causal_lm`.
+
+    Raises:
+      TrainingError: an argument is out of its range.
+    """
+    check_arguments(masked_lm, locals(), TrainingError)
+    require(
+        "masked_lm: probability", probability, 0 < probability < 1, "between 0 and 1", TrainingError
+    )
+    special = None if special_tokens is None else tuple(map(int, special_tokens))
+    loss = _class_loss("masked_lm", _softmax_cross_entropy, None, ignore_index, reduction, -1)
+    return replace(loss, masking=Masking(probability, whole_words, mask_token, special))
 
 
 def seq2seq_lm(*, ignore_index: int = -100, reduction: str = "mean") -> ClassLoss:

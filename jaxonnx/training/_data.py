@@ -20,7 +20,7 @@ from jaxonnx._graph.values import Value
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model
 from jaxonnx.training._losses import find_by_output
-from jaxonnx.training._sequences import is_next_token, shift_labels, take_packed_rows
+from jaxonnx.training._sequences import labels_are_tokens, shift_labels, take_packed_rows
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._step import target_names
 
@@ -141,7 +141,7 @@ def padding_of(model: Model, settings: Settings) -> Padding:
     """
     parts = find_by_output(settings.loss)
     labels = {o: IGNORED if l.ignore_index is None else l.ignore_index for o, l in parts.items()}
-    by_output, next_token = parts.keys() - {None}, is_next_token(settings.loss)
+    by_output, next_token = parts.keys() - {None}, labels_are_tokens(settings.loss)
     padding = Padding.of(
         settings.pad,
         settings.length_buckets,

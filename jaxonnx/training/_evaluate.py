@@ -21,6 +21,7 @@ from jaxonnx.model import Model, as_model
 from jaxonnx.training import _objective as objective
 from jaxonnx.training._data import read_data
 from jaxonnx.training._fit_to_data import fit_to_evaluation
+from jaxonnx.training._masking import mask_tokens
 from jaxonnx.training._settings import Settings
 
 
@@ -80,6 +81,7 @@ def evaluate(
     data = rename_columns(open_rows(data, "data", settings.columns), settings.columns, "data")
     net = fit_to_evaluation(as_model(model), settings, data)
     net, examples, *_ = read_data(net, settings, data, training=False)
+    _, examples = mask_tokens(net, loss, [None, examples], settings.seed)
     goal = objective.find(net, loss, metrics)
     return evaluate_objective(goal, examples, images.preparation(net).labels, progress)
 

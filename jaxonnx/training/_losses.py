@@ -26,6 +26,7 @@ from jaxonnx.losses import (
     dpo,
     in_batch_negatives,
     kto,
+    masked_lm,
     negative_log_likelihood,
     orpo,
     seq2seq_lm,
@@ -43,6 +44,7 @@ _ONE_HOT = ("poly_loss_cross_entropy", "safe_softmax_cross_entropy", "softmax_cr
 """Losses of scores (..., classes) and a distribution (..., classes)."""
 
 _LOGITS = {
+    "masked_lm": "Softmax",
     **dict.fromkeys((*_CLASSES, *_ONE_HOT, "cross_entropy", "causal_lm", "seq2seq_lm"), "Softmax"),
     **dict.fromkeys(("dice_loss", "multiclass_generalized_dice_loss"), "Softmax"),
     **dict.fromkeys(("binary_dice_loss", "hinge_loss", "perceptron_loss"), "Sigmoid"),
@@ -89,6 +91,7 @@ def _named_losses() -> dict[str, Callable[..., Any]]:
     losses["kto"] = kto()
     losses["orpo"] = orpo()
     losses["in_batch_negatives"] = in_batch_negatives()
+    losses["masked_lm"] = masked_lm()
     losses["seq2seq_lm"] = seq2seq_lm()
     losses["SoftmaxCrossEntropyLoss"] = cross_entropy()
     losses["NegativeLogLikelihoodLoss"] = negative_log_likelihood()
@@ -120,6 +123,16 @@ class Loss:
     def next_token(self) -> bool:
         """Whether outputs are scored by the label at the next place."""
         return getattr(self.function, "shift", False)
+
+    @property
+    def masking(self) -> Any:
+        """How tokens of a batch are hidden, if they are."""
+        return getattr(self.function, "masking", None)
+
+    @property
+    def labels_are_tokens(self) -> bool:
+        """Whether data without labels has them: the tokens themselves."""
+        return self.next_token or self.masking is not None
 
     @property
     def forcing(self) -> bool:

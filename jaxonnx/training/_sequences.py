@@ -42,7 +42,7 @@ def read_whole_sequences(model: Model, loss: Any, data: Any = None) -> Model:
         )
     model = hide_caches(model, data)
     names = [value.name for value in model.outputs]
-    of_tokens = is_next_token(loss) or is_forcing(loss)
+    of_tokens = labels_are_tokens(loss) or is_forcing(loss)
     if of_tokens and {*names} <= {*_FEATURES}:
         raise TrainingError(
             f"the output '{names[0]}' has features, and the loss takes logits, which the file does "
@@ -102,6 +102,12 @@ def is_next_token(loss: Any) -> bool:
     """Return whether the only loss is one of next tokens."""
     only = _only(loss)
     return only is not None and only.next_token
+
+
+def labels_are_tokens(loss: Any) -> bool:
+    """Return whether the only loss has the tokens as labels, where data has no others."""
+    only = _only(loss)
+    return only is not None and only.labels_are_tokens
 
 
 def is_forcing(loss: Any) -> bool:

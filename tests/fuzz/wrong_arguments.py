@@ -326,6 +326,7 @@ CALLS |= {
         "dpo",
         "in_batch_negatives",
         "kto",
+        "masked_lm",
         "negative_log_likelihood",
         "orpo",
         "seq2seq_lm",
