@@ -12,18 +12,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.core import Tracer
-from onnx import GraphProto, ModelProto, TensorProto, helper
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from jaxonnx import _limits as limits
 from jaxonnx._graph.ancestors import ancestors
 from jaxonnx._graph.bind import Graph, Node, bind
 from jaxonnx._graph.values import Value, hint_at_image, to_value
-from jaxonnx._rewrite.repeated_constants import Row, find_rows
 from jaxonnx._run.program import Program
 from jaxonnx._run.scope import Context, Scope
 from jaxonnx.errors import Error, InputError
@@ -435,3 +434,66 @@ def resolve_target(target: np.ndarray, shape: Shape) -> list[int] | None:
             return None
         new[new.index(-1)] = math.prod(shape) // rest
     return new if math.prod(new) == math.prod(shape) else None
+
+
+# Tensors of one example beside values with a batch in Concat: class tokens, constant pads.
+
+
+class Row(NamedTuple):
+    """A constant tensor of one example, to be repeated along the batch axis."""
+
+    name: str
+    """The tensor; the length of its batch axis is one."""
+    like: str
+    """Another input of the Concat, which has the batch."""
+    axis: int
+    """The batch axis of both."""
+    rank: int
+    """The rank of both."""
+
+    def nodes(self, result: str) -> list[NodeProto]:
+        """Return nodes that compute `result`: the tensor expanded to the batch size of `like`."""
+
+        def constant(suffix: str, value: np.ndarray) -> NodeProto:
+            tensor = numpy_helper.from_array(value)
+            return helper.make_node("Constant", [], [f"{result}/{suffix}"], value=tensor)
+
+        shape, batch, ones, target = (
+            f"{result}/{part}" for part in ("shape", "batch", "one", "target")
+        )
+        # the target is the shape of `like` at the batch axis, and 1 (no change) elsewhere
+        return [
+            helper.make_node("Shape", [self.like], [shape]),
+            constant("batch", np.arange(self.rank) == self.axis),
+            constant("one", np.ones(1, np.int64)),
+            helper.make_node("Where", [batch, shape, ones], [target]),
+            helper.make_node("Expand", [self.name, target], [result]),
+        ]
+
+
+def find_rows(node: Node, scope: Scope, old: Mapping[str, tuple[int, ...]]) -> dict[int, Row]:
+    """Find the inputs of a Concat that lack the batch of the others, by position.
+
+    Args:
+      node: the Concat, of a file whose batch size is one.
+      scope: the values for a larger batch.
+      old: the shapes of the values for a batch of one.
+    """
+    moved = {
+        name: axis
+        for name in node.inputs
+        for axis, length in enumerate(old[name])
+        if length != scope[name].shape[axis]
+    }
+    joined = node.attributes.get("axis", 1)
+    if len({*moved.values()}) != 1:
+        return {}
+    like, axis = next(iter(moved.items()))
+    rank = len(old[like])
+    result = {}
+    for i, name in enumerate(node.inputs):
+        value = scope[name]
+        fixed = isinstance(value, np.ndarray | jax.Array) and not isinstance(value, Tracer)
+        if fixed and axis != joined % rank and value.shape[axis] == 1:
+            result[i] = Row(name, like, axis, rank)
+    return result

@@ -27,7 +27,6 @@ from jaxonnx.lowering._low_rank import (
     split_change,
     unfold_change,
 )
-from jaxonnx.lowering._merged_rows import MergedRows, map_rows, reshape_rows
 from jaxonnx.lowering._normalized import normalize
 from jaxonnx.lowering._packed import BATCH_AXIS, SMALL, Packed
 from jaxonnx.lowering._pool import Choice, first_max, first_winner, max_pool, window_sum
@@ -46,8 +45,11 @@ from jaxonnx.lowering._rounded import Dot, Rounded
 from jaxonnx.lowering._stored_array import (
     ChannelsLast,
     KernelFirst,
+    MergedRows,
     RoundedArray,
     StoredArray,
+    map_rows,
+    reshape_rows,
     to_array,
     to_float32,
     with_gradient_of,
