@@ -20,12 +20,7 @@ import jax
 import numpy as np
 
 from jaxonnx._data.inputs_and_targets import as_pair, checked_weights, count_examples, split_weights
-from jaxonnx._data.ragged import (
-    PLAIN,
-    Columns,
-    Padding,
-    Ragged,
-)
+from jaxonnx._data.ragged import PLAIN, Columns, Padding, Ragged
 from jaxonnx._graph.values import Value
 from jaxonnx._require import require_integer
 from jaxonnx.errors import TrainingError

@@ -23,11 +23,7 @@ from jaxonnx.errors import TrainingError
 
 
 def as_pair(
-    data: Any,
-    values: Sequence[Value],
-    what: str,
-    labels: bool = True,
-    padding: Padding = PLAIN,
+    data: Any, values: Sequence[Value], what: str, labels: bool = True, padding: Padding = PLAIN
 ) -> tuple[tuple[Any, ...], Any]:
     """Convert data to inputs in the model's order, and targets.
 

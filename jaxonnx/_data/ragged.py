@@ -259,12 +259,7 @@ class Padding:
         return cls(pad or {}, tuple(sorted({*map(int, widths)})), **settings)
 
     def sequences(
-        self,
-        inputs: Sequence[Any],
-        targets: Any,
-        values: Sequence[Value],
-        what: str,
-        whole: bool,
+        self, inputs: Sequence[Any], targets: Any, values: Sequence[Value], what: str, whole: bool
     ) -> Columns | None:
         """Assign each example the width of its bucket, if any column has unequal lengths.
 

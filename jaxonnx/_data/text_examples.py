@@ -386,10 +386,7 @@ class Reader:
                 f"texts of more than {self.limit} tokens: {' and '.join(done)} "
                 "(preprocess={'max_length': ..., 'long': 'cut', 'split', 'skip' or 'refuse'})",
             ),
-            (
-                self.dropped,
-                f"examples left out, of which the loss counts no token: {self.dropped}",
-            ),
+            (self.dropped, f"examples left out, of which the loss counts no token: {self.dropped}"),
             (self.unread, f"columns that nothing reads: {', '.join(map(repr, self.unread))}"),
             (
                 self.others,

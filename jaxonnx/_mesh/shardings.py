@@ -17,15 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxonnx._graph.stored import StoredMatrix
-from jaxonnx._mesh.rules import (
-    DATA,
-    axes_of,
-    describe_mesh,
-    entries,
-    entry_specs,
-    mesh_of,
-    specs,
-)
+from jaxonnx._mesh.rules import DATA, axes_of, describe_mesh, entries, entry_specs, mesh_of, specs
 from jaxonnx._rewrite.network import Network
 from jaxonnx._text import Rendered
 
@@ -170,10 +162,7 @@ def model_shardings(model: Network, mesh: Any, sharding: Any) -> dict[str, Named
 
 
 def shardings(
-    model: Network,
-    mesh: Any,
-    sharding: Any,
-    optimizer: optax.GradientTransformation | None,
+    model: Network, mesh: Any, sharding: Any, optimizer: optax.GradientTransformation | None
 ) -> Shardings:
     """Return the table of a model, as `Model.shardings` says."""
     tensors = {**model.params, **model.state}

@@ -24,15 +24,7 @@ from jaxonnx.errors import InputError, TrainingError
 from jaxonnx.lora import Adapters, file_tensors, writes_apart
 from jaxonnx.model import Model, as_model
 from jaxonnx.onnx_out import OPSET, known_tensor, reads, split_into_blocks, split_state, write_model
-from jaxonnx.training import (
-    Batch,
-    Settings,
-    State,
-    Step,
-    as_batch,
-    build_step,
-    with_heads,
-)
+from jaxonnx.training import Batch, Settings, State, Step, as_batch, build_step, with_heads
 
 FILES = {
     "step": "step.onnx",

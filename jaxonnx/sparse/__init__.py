@@ -1,34 +1,13 @@
 """Transposable 2:4, N:M and other sparsity for any JAX program: masks, training, proof, storage."""
 
 from jaxonnx.sparse._cutlass import from_cutlass, to_cutlass
-from jaxonnx.sparse._layers import (
-    Goal,
-    Layer,
-    Patterns,
-    Sparsity,
-    goals,
-    has,
-    layers,
-    record,
-)
+from jaxonnx.sparse._layers import Goal, Layer, Patterns, Sparsity, goals, has, layers, record
 
 # for other rooms of the package
 from jaxonnx.sparse._masks import from_bits, mask, to_bits
 from jaxonnx.sparse._nm import Pattern
-from jaxonnx.sparse._pack import (
-    INDEX,
-    Packed,
-    load,
-    pack,
-    save,
-    unpack,
-    unpack_mask,
-)
-from jaxonnx.sparse._pattern import (
-    SparsityPattern,
-    parse,
-    register,
-)
+from jaxonnx.sparse._pack import INDEX, Packed, load, pack, save, unpack, unpack_mask
+from jaxonnx.sparse._pattern import SparsityPattern, parse, register
 from jaxonnx.sparse._plot import plot_masks
 from jaxonnx.sparse._products import (
     pack_matrix,
@@ -37,10 +16,7 @@ from jaxonnx.sparse._products import (
     sparse_products,
 )
 from jaxonnx.sparse._s_ste import SSteState, s_ste
-from jaxonnx.sparse._templates import (
-    Axes,
-    templates,
-)
+from jaxonnx.sparse._templates import Axes, templates
 from jaxonnx.sparse._three_phase import (
     ThreePhaseState,
     fixed_mask,

@@ -130,11 +130,7 @@ def unpack_mask(packed: Packed) -> jax.Array:
 
 
 def save(
-    path: str | os.PathLike,
-    params: Any,
-    masks: dict[str, Any],
-    *,
-    layers: Iterable[Layer],
+    path: str | os.PathLike, params: Any, masks: dict[str, Any], *, layers: Iterable[Layer]
 ) -> None:
     """Write all of `params` to a `.npz`, the sparse weights packed along their input axis.
 

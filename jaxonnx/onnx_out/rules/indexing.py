@@ -162,16 +162,7 @@ for _name, _reduction in REDUCTIONS.items():
 
     @primitive(_name)
     def scatter(
-        g,
-        x,
-        indices,
-        updates,
-        *,
-        out,
-        dimension_numbers,
-        mode,
-        update_jaxpr,
-        reduction=_reduction,
+        g, x, indices, updates, *, out, dimension_numbers, mode, update_jaxpr, reduction=_reduction
     ):
         if reduction == "none" and update_jaxpr is not None:
             raise Refusal("it applies a function in place; use x.at[i].set(f(x[i]))")

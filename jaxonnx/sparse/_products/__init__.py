@@ -114,9 +114,7 @@ def sparse_products(function: Callable[..., Any], weights: Collection[str]) -> C
 
 
 @partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["w", "values", "places"],
-    meta_fields=["axis"],
+    jax.tree_util.register_dataclass, data_fields=["w", "values", "places"], meta_fields=["axis"]
 )
 @dataclass(frozen=True)
 class PackedMatrix:
