@@ -29,7 +29,10 @@ class DataArguments(TypedDict, total=False):
     They are used in training, validation and evaluation, and are not part of the data. If the first
     axis of an input is open, a value with one axis less is repeated for each example. The saved
     file keeps all its inputs (`Model.with_fixed_inputs`)."""
-    batching: Annotated[Mapping[str, None] | None, Argument(resume=True)]
+    batching: Annotated[
+        Mapping[str, None] | None,
+        Argument(form="names", resume=True, words="Inputs without an axis of examples, by name"),
+    ]
     """Inputs without an axis of examples, like {"nodes": None, "edges": None} for a graph.
 
     Each batch passes them whole. The other inputs and the targets have one row per example, and

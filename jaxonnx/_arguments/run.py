@@ -120,7 +120,7 @@ class RunArguments(TypedDict, total=False):
     Each is continued greedily by at most 40 tokens, with the weights of the epoch
     (`Model.generate`). Texts need a model from a folder with a tokenizer. If the training data are
     chats, a text is a message of the user, written by the chat template."""
-    progress: Annotated[bool | None, Argument()]
+    progress: Annotated[bool | None, Argument(form="toggle")]
     """Whether to show a progress bar; by default in terminals and notebooks.
 
     Elsewhere the default is one line every ten seconds."""

@@ -78,7 +78,7 @@ class StepArguments(OptimizerArguments, ModelArguments, total=False):
     gradient that overflows, by twice as much after 2000 steps without overflow. A step that
     overflows changes nothing and is not listed in `history.events`. Use "fp16" for float16 files,
     whose small gradients would be zero otherwise, and for hardware without bfloat16."""
-    master: Annotated[bool, Argument(True, resume=True)]
+    master: Annotated[bool, Argument(True, "toggle", resume=True)]
     """Train float16 and bfloat16 parameters as float32 master weights.
 
     The optimizer state, the average of `ema` and checkpoints are then float32 (12 bytes per

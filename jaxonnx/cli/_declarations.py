@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jaxonnx
 
+ADAPTERS = ("lora/_lora.py", "LoRA")
 SCHEME = ("quantization/_scheme.py", "Quantization")
 QUANTIZE = ("training/_quantize.py", "quantize")
 FIND_RATE = ("training/_find_rate.py", "find_rate")

@@ -1,6 +1,6 @@
 """Flags that several commands have: for pictures, texts, generation, and for all."""
 
-from jaxonnx.cli._declarations import GENERATE
+from jaxonnx.cli._declarations import ADAPTERS, GENERATE
 from jaxonnx.cli._flag_types import (
     COUNT,
     FILE,
@@ -97,3 +97,19 @@ DIM = Flag(
     "the size of another open dimension, as NAME=N; repeatable",
     {**MANY, "type": dimension, "metavar": "NAME=N"},
 )
+_LORA_FLAGS = {"alpha": "lora-alpha", "dora": "dora", "dropout": "lora-dropout"}
+DECODING = {
+    "images: how folders are read": [
+        Flag("--workers", "the number of threads that decode (default: one a processor)", COUNT),
+        Flag("--memory", "the bytes of decoded images to keep (default: 1 GiB)", COUNT),
+    ]
+}
+LORA = [
+    Flag(
+        "--lora-where",
+        "the weights to adapt: attention, mlp or all-linear; or a module, node, tensor name or "
+        "regular expression; repeatable",
+        MANY,
+    ),
+    *read_flags(*ADAPTERS, _LORA_FLAGS, _LORA_FLAGS),
+]

@@ -1,7 +1,7 @@
 """Flags of the command line, and parsers for their values."""
 
 import argparse
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -178,6 +178,7 @@ FORMS: Mapping[str, Mapping[str, Any]] = {
     "schedule": {"choices": SCHEDULES, "metavar": "NAME"},
     "real": REAL,
     "switch": SWITCH,
+    "toggle": {"action": argparse.BooleanOptionalAction},
     "folder": FOLDER,
     "rank": COUNT,
     "heads": {**MANY, "type": parse_count, "metavar": "N|OUTPUT=N"},
@@ -230,7 +231,7 @@ _KINDS: Mapping[str, Mapping[str, Any]] = {
 
 
 def read_flags(
-    file: str, owner: str, names: Sequence[str], renamed: Mapping[str, str] | None = None
+    file: str, owner: str, names: Iterable[str], renamed: Mapping[str, str] | None = None
 ) -> list[Flag]:
     """Return the flags of arguments of a function, or of fields of a class, outside `_arguments`.
 

@@ -12,7 +12,7 @@ from jaxonnx._arguments import (
     StepArguments,
 )
 from jaxonnx.cli._declarations import EXPORT_SAFETENSORS, FIND_RATE, QUANTIZE, SCHEME, SENSITIVITY
-from jaxonnx.cli._flag_groups import DIM, GENERATION, PICTURES, READING, TEXTS
+from jaxonnx.cli._flag_groups import DECODING, DIM, GENERATION, LORA, PICTURES, READING, TEXTS
 from jaxonnx.cli._flag_types import (
     COUNT,
     FILE,
@@ -69,12 +69,6 @@ _DISTRIBUTED = Flag(
     "detected (SLURM, Open MPI, Kubernetes, TPU pods); implies --mesh all",
     {"type": cluster, "nargs": "?", "const": "auto", "metavar": "HOST:PORT,COUNT,INDEX"},
 )
-_LORA_WHERE = Flag(
-    "--lora-where",
-    "the weights to adapt: attention, mlp or all-linear; or a module, node, tensor name or regular "
-    "expression; repeatable",
-    MANY,
-)
 _SYSTEM = Flag("--system", "the system message of the chat", {"metavar": "TEXT"})
 _ADAPTERS = Flag("--adapters", "also write the adapters to this file", FILE)
 _SCHEME_FIELDS = (
@@ -99,6 +93,7 @@ def _training(model: Sequence[Flag], without: Sequence[str] = ()) -> dict[str, S
         "data": declared_flags(DataArguments, without=without),
         **READING,
         **PICTURES,
+        **DECODING,
         **TEXTS,
     }
 
@@ -153,7 +148,7 @@ VERBS: Mapping[str, Verb] = {
         "jaxonnx train net.onnx data.npz -o tuned.onnx --optimizer adamw --rate 3e-4 "
         "--schedule cosine --warmup 0.1 --clip 1 --explain\n"
         "jaxonnx train --config run.toml --rate 3e-4",
-        _training([*declared_flags(ModelArguments), _LORA_WHERE, _ADAPTERS]),
+        _training([*declared_flags(ModelArguments), *LORA, _ADAPTERS]),
     ),
     "find-rate": Verb(
         "show the loss while the learning rate rises, to choose one for train",
@@ -168,7 +163,7 @@ VERBS: Mapping[str, Verb] = {
                 *declared_flags(LossArguments),
                 *declared_flags(OptimizerArguments, names=("clip", "weight_decay")),
             ],
-            "model": [*declared_flags(ModelArguments, without=("quantize",)), _LORA_WHERE],
+            "model": [*declared_flags(ModelArguments, without=("quantize",)), *LORA],
             "step": declared_flags(StepArguments, without=("mesh", "sharding", "metrics")),
             "data": declared_flags(DataArguments),
             **READING,
@@ -294,7 +289,7 @@ VERBS: Mapping[str, Verb] = {
                 ),
             ],
             "loss and optimizer": _OPTIMIZER,
-            "model": [*declared_flags(ModelArguments, without=("quantize",)), _LORA_WHERE],
+            "model": [*declared_flags(ModelArguments, without=("quantize",)), *LORA],
             "step": declared_flags(StepArguments, without=("mesh", "sharding")),
             "run": declared_flags(RunArguments, names=("epochs",)),
             "data": declared_flags(DataArguments),

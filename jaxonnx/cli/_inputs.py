@@ -24,6 +24,8 @@ from jaxonnx.training import find, target_names
 
 _PREPARATION = ("scale", "mean", "std", "labels", "order", "crop", "size")
 """Flags that are fields of `images.Preparation` by the same name."""
+_DECODING = ("workers", "memory")
+"""Flags that are keys of `preprocess` for folders of images."""
 _TEXTS = {"max_length": "max_length", "long": "long", "loss": "loss_on", "pack": "pack"}
 """Flags by the settings of texts in `preprocess`."""
 
@@ -203,7 +205,10 @@ def preprocessing(options: argparse.Namespace, path: Path) -> dict[str, Any]:
     if path.is_dir() and flags:
         name = _TEXTS[next(iter(flags))].replace("_", "-")
         raise InputError(f"--{name} is for texts, and '{path}' is a folder of pictures")
-    return image_options(options) if path.is_dir() else flags
+    if not path.is_dir():
+        return flags
+    reading = {name: getattr(options, name, None) for name in _DECODING}
+    return image_options(options) | {n: x for n, x in reading.items() if x is not None}
 
 
 def class_names(labels: Path) -> tuple[str, ...]:

@@ -231,6 +231,7 @@ def _settings(
         "augment": None,  # of images, in `preprocess`
         "pad": dict(options.pad or ()),
         "columns": dict(options.columns or ()),
+        "batching": dict.fromkeys(options.batching or ()),
         # of `sparsify` this is the length of a phase
         "fixed": dict(options.fixed or ()) if sparsity is None else None,
         "class_weights": _class_weights(options),
@@ -243,7 +244,9 @@ def _settings(
     }
     if options.resume_anyway:
         settings["resume"] = "anyway"
-    settings = {name: x for name, x in settings.items() if x is not None and x is not False}
+    toggles = ("master", "progress")  # whose default is not False
+    settings = {n: x for n, x in settings.items() if x is not False or n in toggles}
+    settings = {name: x for name, x in settings.items() if x is not None}
     return {name: x for name, x in settings.items() if x not in ([], {})}
 
 
@@ -366,9 +369,12 @@ def _lora(options: argparse.Namespace) -> partial | None:
     if options.lora is not None:
         where = options.lora_where or []
         chosen = where[0] if len(where) == 1 and where[0] in ROLES else where
-        return partial(LoRA, options.lora, **({"where": chosen} if where else {}))
-    if options.lora_where or options.adapters:
-        raise InputError("--lora-where and --adapters go with --lora RANK")
+        more = ({"where": chosen} if where else {}) | collect_values(options, "LoRA")
+        return partial(LoRA, options.lora, **more)
+    if options.lora_where or options.adapters or collect_values(options, "LoRA"):
+        raise InputError(
+            "--lora-where, --lora-alpha, --lora-dropout, --dora and --adapters go with --lora RANK"
+        )
     return None
 
 

@@ -16,6 +16,7 @@ from PIL import Image
 
 import jaxonnx
 from jaxonnx import demo
+from jaxonnx._arguments import TrainArguments, list_arguments
 from jaxonnx._data.images import preparation as images
 from jaxonnx.cli import main
 from jaxonnx.cli._flags import VERBS
@@ -333,6 +334,57 @@ def test_a_configuration_gives_what_flags_do_not(small, capsys):
     assert result(capsys)["history"]["epochs"][-1]["step"] == 1
     assert main(["train", "--config", "run.toml", "--trainable", "nothing"]) == 2
     assert "'nothing'" in capsys.readouterr().err
+
+
+ELSEWHERE = {
+    "preprocess": "a flag for each key",
+    "sparsity": "the command sparsify",
+}
+"""Arguments of `train` that are no flags of the command `train`."""
+KEYS = {"augment", "loss", "labels", "size", "order", "scale", "mean", "std", "crop"} | {
+    *("workers", "memory", "max_length", "long", "pack")
+}
+"""The keys of `preprocess`."""
+
+
+def test_the_shell_reaches_what_python_does():
+    """Each argument of train, each key of preprocess, each field of LoRA and Quantization."""
+    options = vars(parse(["train", "net.onnx", "data.npz", "-o", "out.onnx"]))
+    arguments = list_arguments(TrainArguments).keys()
+    assert len(arguments) > 45
+    assert arguments - options.keys() == ELSEWHERE.keys()
+    heads = re.findall(r'^\* ("[^:]*"):', list_arguments(TrainArguments)["preprocess"].text, re.M)
+    assert {name for head in heads for name in re.findall(r"\w+", head)} == KEYS
+    assert KEYS - {"loss"} | {"loss_on"} <= options.keys()
+    fields = {f"LoRA.{name}" for name in get_type_hints(jaxonnx.LoRA)}
+    python_only = {"LoRA.rank", "LoRA.where", "LoRA.init", "LoRA.against"}  # two are flags
+    assert fields - options.keys() == python_only
+    assert {"lora", "lora_where"} <= options.keys()
+
+
+def test_a_configuration_reaches_what_flags_do(small, capsys):
+    Path("run.toml").write_text(
+        'model = "m"\ndata = "d"\noutput = "o"\nmaster = false\nprogress = false\nlora = 4\n'
+        'lora-alpha = 8.0\ndora = true\nbatching = ["nodes"]\nlog = ["wandb:digits", "log.csv"]\n'
+        '[preprocess]\nmax_length = 12\nlong = "skip"\nloss = "all"\npack = true\nworkers = 2\n'
+    )
+    options = vars(parse(["train", "--config", "run.toml"]))
+    assert (options["master"], options["progress"], options["batching"]) == (
+        False,
+        False,
+        ["nodes"],
+    )
+    assert (options["LoRA.alpha"], options["LoRA.dora"]) == (8.0, True)
+    keys = ("max_length", "long", "loss_on", "pack", "workers")
+    assert [options[key] for key in keys] == [12, "skip", "all", True, 2]
+    line = "train net.onnx data.npz -o out.onnx --lora 2 --lora-alpha 3 --explain --no-progress"
+    assert command(f"{line} --log mlflow:digits --checkpoints run") == 0
+    shown = capsys.readouterr().out
+    assert "jaxonnx.LoRA(2, alpha=3.0)" in shown
+    assert "progress=False" in shown
+    assert "loggers.mlflow('digits', folder='run')" in shown.replace('"', "'")
+    assert command("train net.onnx data.npz -o out.onnx --dora") == 2
+    assert "go with --lora RANK" in capsys.readouterr().err
 
 
 def test_defaults_are_those_of_python():
