@@ -66,7 +66,9 @@ def fold(proto: ModelProto, graph: Graph, values: Mapping[str, np.ndarray]) -> M
     used.update(value.name for value in main.output)
     for name in read - used - folded.keys():
         remove_tensor(main, name)
-    records.rename_sparse(proto, {name: stored for stored, name in entry.names.items()})
+    records.rename_sparse(
+        proto, {entry.names[stored]: stored for stored in entry.folds if stored in entry.names}
+    )
     close_operators(main, entry.opened)
     order.sort(main)
     replace(entry, norms=(), idle=(), positive=(), folded=True, learned={}).write(proto)
@@ -164,9 +166,11 @@ def _store_bias(graph: GraphProto, bias: Bias, value: np.ndarray, *scales: np.nd
     remove_tensor(graph, bias.name)
     graph.initializer.append(numpy_helper.from_array(stored.astype(np.int32), bias.stored))
     graph.initializer.append(numpy_helper.from_array(scale, bias.scale))
-    axis: dict[str, Any] = {"axis": stored.ndim - 1} if scale.ndim else {}
+    options: dict[str, Any] = {"axis": stored.ndim - 1} if scale.ndim else {}
+    domain = next(n.domain for n in graph.node if n.op_type == "DequantizeLinear")
+    options |= {"domain": domain} if domain else {}
     inputs, label = [bias.stored, bias.scale], f"{bias.name}_DequantizeLinear"
-    graph.node.append(helper.make_node("DequantizeLinear", inputs, [bias.name], label, **axis))
+    graph.node.append(helper.make_node("DequantizeLinear", inputs, [bias.name], label, **options))
 
 
 def unfold(
@@ -234,6 +238,12 @@ def unfold(
         result.graph.node.append(inverse)
         folds.append(name)
         floats[weight] = value
+    # some exporters leave weights in floating point, and so does `fold` then
+    names |= {
+        node.output[0]: node.input[0]
+        for node in proto.graph.node
+        if node.op_type == "QuantizeLinear" and node.input[0] in tensors
+    }
     for name, value in (floats | points).items():
         result.graph.initializer.append(declare(name, value))
     order.sort(result.graph)

@@ -12,6 +12,7 @@ import numpy as np
 from jaxonnx._rewrite.network import Network, enter, with_file
 from jaxonnx.quantization._fold import fold, unfold
 from jaxonnx.quantization._qoperators import has_quantized_operators, open_operators
+from jaxonnx.quantization._record import Record, record_of
 from jaxonnx.views import Addition, View
 
 N = TypeVar("N", bound=Network)
@@ -47,11 +48,22 @@ def open_quantized(model: N) -> tuple[N, int]:
     model = with_file(model, proto, added)
     proto, floats, points = unfold(model.proto, model.graph, model.tensors, weights_of_operators)
     model = with_file(model, proto, points, floats)
-    return (model if model.program.find(Rounding) else enter(model, Rounding())), len(floats)
+    weights = {*floats, *(record_of(proto) or Record()).names.values()}
+    return (model if model.program.find(Rounding) else enter(model, Rounding())), len(weights)
 
 
 def is_quantized(model: Network) -> bool:
-    """Check whether a model has integer weights behind DequantizeLinear or in operators on them."""
+    """Check whether a model has weights in integers, or in front of QuantizeLinear in its file.
+
+    The integers are behind DequantizeLinear or in operators on them.
+    """
+    entry = record_of(model.proto)
+    if entry is None or entry.folded:
+        weights = {*model.params}
+        if any(
+            n.op_type == "QuantizeLinear" and n.input[0] in weights for n in model.proto.graph.node
+        ):
+            return True
     stored = {name for name, x in model.tensors.items() if np.dtype(x.dtype).kind not in "fcb"}
     return has_quantized_operators(model.proto.graph) or any(
         node.op.dequantizes and node.inputs[0] in stored for node in model.graph.nodes

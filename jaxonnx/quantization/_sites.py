@@ -124,10 +124,7 @@ def find_sites(
             chosen -= select(scheme.skip, candidates, "skip", kind=kind, places=places)
         weights = {name: site for name, site in weights.items() if name in chosen}
     if not weights:
-        raise InputError(
-            "there is no float32 weight of Conv, ConvTranspose, Gemm, MatMul, RNN, GRU or LSTM to "
-            "quantize; print(model) lists the tensors"
-        )
+        raise InputError(_explain_lack(graph))
     if scheme.weights == "int2":
         _check_int2(graph, tensors, weights, scheme)
     if scheme.activations is None:
@@ -177,6 +174,28 @@ def find_sites(
         for name in values.intersection(node.outputs)
     }
     return Sites(weights, reads, shared, () if scheme.dialect == "tensorrt" else alone, outputs)
+
+
+def _explain_lack(graph: Graph) -> str:
+    """Say why there is no weight to quantize."""
+    source = "quantize the file in floating point that it was made of"
+    for node in graph.nodes:
+        if _is(node, ("ConvInteger", "MatMulInteger")):
+            return (
+                f"{node.label}: the file is quantized dynamically, by scales that each call "
+                f"computes and training cannot learn: {source}"
+            )
+        before = graph.producers.get(node.inputs[0]) if node.inputs else None
+        if _is(node, ("Clip",)) and before is not None and _is(before, ("QuantizeLinear",)):
+            return (
+                f"{node.label} limits integers between QuantizeLinear and DequantizeLinear, as "
+                "Brevitas exports fewer than 8 bits and narrow ranges; no gradient passes it: "
+                f"{source}, with weights='int4' for instance"
+            )
+    return (
+        "there is no float32 weight of Conv, ConvTranspose, Gemm, MatMul, RNN, GRU or LSTM to "
+        "quantize; print(model) lists the tensors"
+    )
 
 
 def _add_reads(
