@@ -27,7 +27,7 @@ from jaxonnx._io.read import read
 from jaxonnx._io.save import training_nodes
 from jaxonnx._require import check_arguments
 from jaxonnx._text import Rendered, format_count, list_some
-from jaxonnx.errors import Error, InputError, SparsityError
+from jaxonnx.errors import Error, InputError, ModelError, SparsityError
 from jaxonnx.model import Model, as_model, load, operator_name, read_inputs
 from jaxonnx.quantization import is_quantized
 from jaxonnx.validation._compare import Difference, compare_arrays, largest
@@ -120,7 +120,10 @@ def validate(
       InputError: the model, the data or `against` cannot be read, or do not fit each other.
     """
     check_arguments(validate, locals())
-    other = None if against is None else as_model(against)
+    try:
+        other = None if against is None else as_model(against)
+    except ModelError as error:
+        raise ModelError(f"against: {error}") from error
     with tempfile.TemporaryDirectory() as folder:
         run = _Run(model, data, sizes or {}, preprocess, Path(folder))
         rows = [*run.check_outputs(), *run.check_save(), *run.check_gradients()]

@@ -264,6 +264,7 @@ CALLS: dict[str, Call] = {
     "jaxonnx.sensitivity": Call(lambda: jaxonnx.sensitivity, model=net, data=X, types=("int8",)),
     "jaxonnx.to_onnx": Call(lambda: jaxonnx.to_onnx, function=lambda: double, examples=W),
     "jaxonnx.train": Call(lambda: jaxonnx.train, **RUN),
+    "jaxonnx.validate": Call(lambda: jaxonnx.validate, model=net),
     "jaxonnx.LoRA": Call(lambda: jaxonnx.LoRA),
     "jaxonnx.Quantization": Call(lambda: jaxonnx.Quantization),
     "jaxonnx.training.find_rate": Call(
