@@ -123,7 +123,8 @@ def test_examples_of_help(folder, monkeypatch):
     python(ROOT / "jaxonnx" / "docs" / "command_line.md")
     text = '<ir_version: 8, opset_import: ["" : 17]> g (float[n, sequence] x) => (float[n, m] y) '
     onnx.save(onnx.parser.parse_model(text + "{ y = Relu(x) }"), "encoder.onnx")
-    shutil.copytree("tests/data/llm/qwen3-genai", "qwen")
+    for name, of in (("qwen", "genai"), ("tuned", "genai"), ("Qwen3-0.6B", "optimum")):
+        shutil.copytree(f"tests/data/llm/qwen3-{of}", name)
     monkeypatch.setattr("sys.stdin", io.StringIO("a list\n"))  # of chat
     Path("run.toml").write_text('data = "data.npz"\nmodel = "net.onnx"\noutput = "out.onnx"')
     for name, verb in VERBS.items():
