@@ -2,14 +2,20 @@
 
 import contextlib
 import io
+import json
 import shutil
 import subprocess
 from pathlib import Path
 
 import numpy as np
 import onnxruntime
+import optax
 import pytest
+from safetensors.numpy import load_file
 
+import jaxonnx
+from jaxonnx import demo
+from tests.support import chromium
 from tests.support.pages import PAGES, blocks
 
 PAGE = next(page for page in PAGES if page.stem == "other_languages")
@@ -82,3 +88,39 @@ def test_node(folder, python):
         pytest.skip(f"npm did not bring onnxruntime-node: {done.stderr}")
     Path("train.js").write_text(code("js"))
     agree(["node", "train.js"], python)
+
+
+@pytest.mark.deep
+@pytest.mark.skipif(chromium.PATH is None, reason="no Chromium")
+def test_two_adapters_in_a_browser(folder):
+    examples = demo.digits()[0]
+    batch = [array[:8] for array in examples]
+    settings = {"loss": "softmax_cross_entropy_with_integer_labels", "optimizer": optax.sgd(0.1)}
+    try:
+        jaxonnx.export_step(demo.mlp(), "trained", batch, web=examples, **settings)
+    except jaxonnx.InputError as error:  # no npm
+        pytest.skip(str(error))
+    Path("trained", "runtime").rename("runtime")
+    Path("index.html").write_text(code("html"))
+    session = onnxruntime.InferenceSession("base.onnx")
+    pixels = np.fromfile("x.bin", np.float32)[:64].reshape(1, 1, 8, 8)
+    base = onnxruntime.InferenceSession(demo.mlp().to_onnx().SerializeToString())
+    seen = {}
+    answer = "document.getElementById('answer').textContent"
+    with chromium.served(folder) as address, chromium.opened(folder) as page:
+        page.open(address)
+        for name in ("none", "mirrored", "upright", "none"):
+            page.evaluate(
+                f"""(() => {{ const select = document.getElementById("adapter");
+                select.value = "{name}"; select.dispatchEvent(new Event("change")); }})()"""
+            )
+            page.wait(f"""{answer}.includes('"{name}"')""")
+            shown = json.loads(page.evaluate(answer))["scores"]
+            (expected,) = session.run(None, {"x": pixels, **load_file(f"{name}.safetensors")})
+            np.testing.assert_allclose(shown, expected[0], atol=1e-5)
+            seen[name] = shown
+        assert not page.errors
+        fetched = [url.rpartition("/")[2] for url in page.requests]
+        assert fetched.count("base.onnx") == fetched.count("none.safetensors") == 1
+    np.testing.assert_allclose(seen["none"], base.run(None, {"x": pixels})[0][0], atol=1e-5)
+    assert np.abs(np.subtract(seen["upright"], seen["mirrored"])).max() > 0.1
