@@ -113,9 +113,14 @@ class RoundedArray(StoredArray):
     """The quantized array, which has no gradient."""
     real: Any
     """The numbers before rounding, in units of the scale; gradients go to these."""
+    source: Any = None
+    """The numbers before the division by the scale."""
+    scale: Any = None
+    """The scale, as the operator got it that rounded the source."""
 
     def map(self, function: Callable[[Any], Any]) -> RoundedArray:
-        return RoundedArray(function(self.value), function(self.real))
+        source = None if self.source is None else function(self.source)
+        return RoundedArray(function(self.value), function(self.real), source, self.scale)
 
     def __getitem__(self, index: Any) -> RoundedArray:
         return self.map(lambda x: x[index])

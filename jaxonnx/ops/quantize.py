@@ -120,10 +120,12 @@ def quantize_linear(
     wide = element_dtype(precision) if precision else _wide(scale.dtype)
     if not jnp.issubdtype(wide, jnp.floating):
         raise NodeError(f"precision must be of a floating-point type, got {wide}")
-    scale = _granular(scale, x, axis, block_size).astype(wide)
+    as_stored, scale = scale, _granular(scale, x, axis, block_size).astype(wide)
     zero_point = _zero_point(zero_point, x, axis, block_size)
     ratio = divide(x.astype(wide), scale)
-    return _straight_through(quantize(ratio, zero_point, dtype, saturate), ratio, zero_point)
+    y = _straight_through(quantize(ratio, zero_point, dtype, saturate), ratio, zero_point)
+    fused = isinstance(y, lowering.RoundedArray) and x.dtype == as_stored.dtype == np.float32
+    return lowering.RoundedArray(y.value, y.real, x, as_stored) if fused else y
 
 
 def _wide(dtype):
@@ -221,7 +223,8 @@ def dequantize_linear(
 ):
     """(x - zero_point) * scale in the type of the result: `output_dtype` or that of `scale`."""
     dtype = element_dtype(output_dtype) if output_dtype else scale.dtype
-    y, x = lowering.to_float32(x), lowering.to_array(x)
+    fused = isinstance(x, lowering.RoundedArray) and x.scale is scale and dtype == np.float32
+    rounded, y, x = x, lowering.to_float32(x), lowering.to_array(x)
     wide = np.float64 if scale.dtype == np.float64 else np.float32
     scale = _granular(scale, x, axis, block_size).astype(wide)
     if zero_point is not None:
@@ -229,7 +232,33 @@ def dequantize_linear(
             raise NodeError(f"the zero point is {zero_point.dtype}, but the input {x.dtype}")
         zero_point = _zero_point(zero_point, x, axis, block_size)
         y = y if zero_point is None else y - convert(zero_point, np.float32)
+    if fused:
+        shift = np.float32(0) if zero_point is None else convert(zero_point, np.float32)
+        return _round_trip(rounded.value, rounded.source, scale, shift)
     return convert(y * scale, dtype)
+
+
+@jax.custom_jvp
+def _round_trip(codes, x, scale, zero_point):
+    """DequantizeLinear of `codes`, with the gradients of rounding `x` to them.
+
+    They are computed from x and the result, which a step keeps anyway. Quotients by the scale would
+    be kept for them as well, since XLA repeats cheap operations in each reader, but no division.
+    """
+    return (lowering.with_gradient_of(codes, codes) - zero_point) * scale
+
+
+@_round_trip.defjvp
+def _round_trip_jvp(primals, tangents):
+    codes, x, scale, zero_point = primals
+    y = _round_trip(*primals)
+    is_integer, inverse = _is_integer(codes.dtype), 1 / scale
+    limits = ml_dtypes.iinfo(codes.dtype) if is_integer else ml_dtypes.finfo(codes.dtype)
+    ratio = x * inverse
+    nearest = (jnp.rint(ratio) if is_integer else ratio) + zero_point
+    inside = (nearest >= np.float32(limits.min)) & (nearest <= np.float32(limits.max))
+    change = tangents[2] * inverse
+    return y, jnp.where(inside, tangents[1], 0) + (y - jnp.where(inside, x, 0)) * change
 
 
 @op("DynamicQuantizeLinear", since=11)
