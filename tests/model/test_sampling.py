@@ -41,7 +41,7 @@ def scores_of_transformers(settings):
     more = {n: x for n, x in settings.items() if n != "temperature" or draws}
     config = transformers.GenerationConfig(do_sample=draws, **({"top_k": 0} | more))
     config._eos_token_tensor = None
-    processors = network._get_logits_processor(generation_config=config)
+    processors = network._get_logits_processor(config, input_ids_seq_length=PROMPTS.shape[1])
     return processors(torch.tensor(PROMPTS), torch.tensor(LOGITS)).numpy()
 
 
