@@ -12,7 +12,7 @@ from jaxonnx.errors import InputError
 
 
 @contextmanager
-def write_atomically(path: str | os.PathLike) -> Iterator[Path]:
+def write_atomically(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Give a path to write to; the files written beside it take their places if nothing fails.
 
     A device or a pipe at `path` is written to, never replaced.
@@ -34,7 +34,7 @@ def write_atomically(path: str | os.PathLike) -> Iterator[Path]:
                 raise OSError(errno.EINVAL, message, str(path))
 
 
-def check_writable(path: str | os.PathLike) -> None:
+def check_writable(path: str | os.PathLike[str]) -> None:
     """Raise now the error that writing a file there would raise later."""
     path = _possible(path)
     if path.is_dir():
@@ -46,7 +46,7 @@ def check_writable(path: str | os.PathLike) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
 
-def _possible(path: str | os.PathLike) -> Path:
+def _possible(path: str | os.PathLike[str]) -> Path:
     if "\0" in os.fspath(path):
         raise InputError(f"a file cannot have a NUL in its path: {os.fspath(path)!r}")
     return Path(path)

@@ -73,7 +73,7 @@ def _reason(raised: Exception) -> str:
     return f"{type(raised).__name__}: {lines[0][:500]}" if lines else type(raised).__name__
 
 
-def arrays(path: str | os.PathLike, what: str, error: type[Error]) -> dict[str, np.ndarray]:
+def arrays(path: str | os.PathLike[str], what: str, error: type[Error]) -> dict[str, np.ndarray]:
     """Return the arrays of an .npz file by name.
 
     Raises:

@@ -4,7 +4,7 @@ Types are exactly those of the specification: 64-bit types are on during a call,
 setting of the caller. Training flags of the file are followed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,9 +19,9 @@ class Rep(BackendRep):
     """A prepared model: `run` takes the inputs in order or by name and returns NumPy values."""
 
     def __init__(self, model: Model):
-        self.model = model
+        self.model: Model = model
 
-    def run(self, inputs: Any, **kwargs: Any) -> tuple:
+    def run(self, inputs: Any, **kwargs: Any) -> tuple[Any, ...]:
         model = self.model
         if not isinstance(inputs, Mapping):
             inputs = dict(zip((value.name for value in model.inputs), inputs, strict=False))
@@ -42,7 +42,9 @@ class JaxBackend(Backend):
             return Rep(load(model))
 
     @classmethod
-    def run_model(cls, model: ModelProto, inputs: Any, device: str = "CPU", **kwargs: Any) -> tuple:
+    def run_model(
+        cls, model: ModelProto, inputs: Any, device: str = "CPU", **kwargs: Any
+    ) -> tuple[Any, ...]:
         """Load a model and run it once."""
         return cls.prepare(model, device, **kwargs).run(inputs)
 
@@ -54,7 +56,7 @@ class JaxBackend(Backend):
         device: str = "CPU",
         outputs_info: Sequence[tuple[np.dtype, tuple[int, ...]]] | None = None,
         **kwargs: Any,
-    ) -> tuple:
+    ) -> tuple[Any, ...]:
         """Run a single node; `opset_imports` (ids) may say which operator sets are meant."""
         names = [name for name in node.input if name]
         if isinstance(inputs, Mapping):
@@ -84,8 +86,8 @@ def _array(value: Any) -> Any:
     return np.asarray(value, object) if value.dtype.kind in "USO" else np.asarray(value)
 
 
-prepare = JaxBackend.prepare
-run_model = JaxBackend.run_model
-run_node = JaxBackend.run_node
-supports_device = JaxBackend.supports_device
-is_compatible = JaxBackend.is_compatible
+prepare: Callable[..., Rep] = JaxBackend.prepare
+run_model: Callable[..., tuple[Any, ...]] = JaxBackend.run_model
+run_node: Callable[..., tuple[Any, ...]] = JaxBackend.run_node
+supports_device: Callable[[str], bool] = JaxBackend.supports_device
+is_compatible: Callable[..., bool] = JaxBackend.is_compatible

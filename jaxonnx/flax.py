@@ -47,15 +47,17 @@ class Module(nnx.Module):
         """
         check_arguments(Module.__init__, locals())
         statistics = running_statistics(model.graph)
-        self.params = nnx.data({name: nnx.Param(v) for name, v in model.params.items()})
-        self.state = nnx.data(
+        self.params: dict[str, Any] = nnx.data(
+            {name: nnx.Param(v) for name, v in model.params.items()}
+        )
+        self.state: dict[str, Any] = nnx.data(
             {
                 name: (nnx.BatchStat if name in statistics else nnx.Variable)(value)
                 for name, value in model.state.items()
             }
         )
-        self.rngs = nnx.data(None if rngs is None else rngs.fork())
-        self.deterministic = deterministic
+        self.rngs: nnx.Rngs | None = nnx.data(None if rngs is None else rngs.fork())
+        self.deterministic: bool = deterministic
         self._functions = _Functions(model)
 
     def __call__(self, /, *inputs: Any, **named: Any) -> Any:

@@ -40,7 +40,7 @@ _MOST_METRICS = 1000
 """How many numbers MLflow takes at a time."""
 
 
-def csv(path: str | os.PathLike) -> Logger:
+def csv(path: str | os.PathLike[str]) -> Logger:
     """Log a table with a row for each epoch: `step`, then the numbers of `history.epochs`.
 
     Raises:
@@ -51,7 +51,7 @@ def csv(path: str | os.PathLike) -> Logger:
     return _Table(path)
 
 
-def jsonl(path: str | os.PathLike) -> Logger:
+def jsonl(path: str | os.PathLike[str]) -> Logger:
     """Log a JSON object a line for each step and epoch, `step` first; null is NaN or infinite.
 
     Raises:
@@ -62,7 +62,7 @@ def jsonl(path: str | os.PathLike) -> Logger:
     return _Lines(path)
 
 
-def tensorboard(folder: str | os.PathLike) -> Logger:
+def tensorboard(folder: str | os.PathLike[str]) -> Logger:
     """Log scalars for TensorBoard: `step/loss`, `step/rate`, and the numbers of `epoch/...`.
 
     Raises:
@@ -73,7 +73,7 @@ def tensorboard(folder: str | os.PathLike) -> Logger:
     return _Events(folder)
 
 
-def wandb(project: str, *, folder: str | os.PathLike | None = None, **settings: Any) -> Logger:
+def wandb(project: str, *, folder: str | os.PathLike[str] | None = None, **settings: Any) -> Logger:
     """Log to a project of Weights & Biases, by the names that TensorBoard gets.
 
     Args:
@@ -90,7 +90,7 @@ def wandb(project: str, *, folder: str | os.PathLike | None = None, **settings: 
     return _WandbRun(folder, {"project": project, **settings})
 
 
-def mlflow(experiment: str, *, folder: str | os.PathLike | None = None) -> Logger:
+def mlflow(experiment: str, *, folder: str | os.PathLike[str] | None = None) -> Logger:
     """Log to an experiment of MLflow, by the names that TensorBoard gets.
 
     The server is that of `mlflow.set_tracking_uri` or of MLFLOW_TRACKING_URI. The numbers of steps
@@ -111,7 +111,7 @@ def mlflow(experiment: str, *, folder: str | os.PathLike | None = None) -> Logge
 class _Rows(ABC):
     """A file of rows with a step each, which is replaced as a whole when a run begins."""
 
-    def __init__(self, path: str | os.PathLike):
+    def __init__(self, path: str | os.PathLike[str]):
         self._path = Path(path)
         self._begun = False
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -168,7 +168,7 @@ class _Table(_Rows):
 
 
 class _Lines(_Rows):
-    def __init__(self, path: str | os.PathLike):
+    def __init__(self, path: str | os.PathLike[str]):
         self._file: Any = None
         super().__init__(path)
 
@@ -200,7 +200,7 @@ class _Lines(_Rows):
 
 
 class _Events:
-    def __init__(self, folder: str | os.PathLike):
+    def __init__(self, folder: str | os.PathLike[str]):
         try:
             from tensorboardX import summary
             from tensorboardX.event_file_writer import EventsWriter
@@ -248,7 +248,7 @@ class _TrackedRun(ABC):
 
     service: ClassVar[str]
 
-    def __init__(self, folder: str | os.PathLike | None):
+    def __init__(self, folder: str | os.PathLike[str] | None):
         try:
             self._package: Any = import_module(self.service)
         except ImportError as error:
@@ -288,7 +288,7 @@ class _TrackedRun(ABC):
 class _WandbRun(_TrackedRun):
     service = "wandb"
 
-    def __init__(self, folder: str | os.PathLike | None, settings: Mapping[str, Any]):
+    def __init__(self, folder: str | os.PathLike[str] | None, settings: Mapping[str, Any]):
         super().__init__(folder)
         self._settings = settings
 
@@ -309,7 +309,7 @@ class _WandbRun(_TrackedRun):
 class _MLflowRun(_TrackedRun):
     service = "mlflow"
 
-    def __init__(self, folder: str | os.PathLike | None, experiment: str):
+    def __init__(self, folder: str | os.PathLike[str] | None, experiment: str):
         super().__init__(folder)
         self._client = self._package.MlflowClient()
         self._experiment = experiment

@@ -26,8 +26,19 @@ MODES = ("standard", "nesterov")
 
 
 def adam_rule(
-    X, G, V, H, *, R, T, alpha, beta, epsilon, norm_coefficient=0.0, norm_coefficient_post=0.0
-):
+    X: Any,
+    G: Any,
+    V: Any,
+    H: Any,
+    *,
+    R: Any,
+    T: Any,
+    alpha: Any,
+    beta: Any,
+    epsilon: Any,
+    norm_coefficient: Any = 0.0,
+    norm_coefficient_post: Any = 0.0,
+) -> tuple[Any, Any, Any]:
     """Compute one update of Adam: `(dX, V_new, H_new)`, where X_new is X + dX.
 
     All arrays have the shape and dtype of X, R and T are scalars.
@@ -41,7 +52,17 @@ def adam_rule(
     return dX, V, H
 
 
-def adagrad_rule(X, G, H, *, R, T, decay_factor, epsilon, norm_coefficient=0.0):
+def adagrad_rule(
+    X: Any,
+    G: Any,
+    H: Any,
+    *,
+    R: Any,
+    T: Any,
+    decay_factor: Any,
+    epsilon: Any,
+    norm_coefficient: Any = 0.0,
+) -> tuple[Any, Any]:
     """Compute one update of Adagrad: `(dX, H_new)`, where X_new is X + dX."""
     G = _add_l2(G, X, norm_coefficient)
     H = H + G * G
@@ -49,7 +70,18 @@ def adagrad_rule(X, G, H, *, R, T, decay_factor, epsilon, norm_coefficient=0.0):
     return -_like(X, r) * G / (_sqrt(H) + _like(X, epsilon)), H
 
 
-def momentum_rule(X, G, V, *, R, T, alpha, beta, mode, norm_coefficient=0.0):
+def momentum_rule(
+    X: Any,
+    G: Any,
+    V: Any,
+    *,
+    R: Any,
+    T: Any,
+    alpha: Any,
+    beta: Any,
+    mode: str,
+    norm_coefficient: Any = 0.0,
+) -> tuple[Any, Any]:
     """Compute one update of SGD with momentum: `(dX, V_new)`, where X_new is X + dX.
 
     `mode` is one of MODES.

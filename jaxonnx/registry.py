@@ -50,7 +50,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 import jax.numpy as jnp
 import numpy as np
@@ -223,6 +223,7 @@ class Op:
         return self.starts.get(min(position, self.last))
 
 
+F = TypeVar("F", bound=Callable[..., Any])
 Starts = Mapping[str, float] | tuple[str, ...]
 """Names of inputs with their initial values; or only the names, with the initial value 0."""
 
@@ -250,7 +251,7 @@ def op(
     accepts: Mapping[str, Any] | None = None,
     shapes: str = "",
     without: Collection[str] = (),
-):
+) -> Callable[[F], F]:
     """Register the decorated function as operator `name` of `domain` from opset `since` on.
 
     `weights`, `params`, `vectors` and `state` name the inputs for factors, for biases and other
@@ -266,7 +267,7 @@ def op(
       ValueError: a name is not an input, or one in `weights` not an attribute.
     """
 
-    def register(function):
+    def register(function: F) -> F:
         signature = inspect.signature(function, eval_str=True).parameters.values()
         positional = [p for p in signature if p.kind is p.POSITIONAL_OR_KEYWORD]
         variadic = [p for p in signature if p.kind is p.VAR_POSITIONAL]

@@ -78,7 +78,9 @@ class RunArguments(TypedDict, total=False):
 
     The default is "validation_loss", or "loss" without validation data. For a metric of your own,
     pass a pair with its direction, like `("validation_regret", "min")`."""
-    checkpoint_dir: Annotated[str | os.PathLike | None, Argument(form="folder", flag="checkpoints")]
+    checkpoint_dir: Annotated[
+        str | os.PathLike[str] | None, Argument(form="folder", flag="checkpoints")
+    ]
     """A folder for checkpoints.
 
     A checkpoint has the parameters, statistics, optimizer state, position in the data, random state

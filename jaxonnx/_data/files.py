@@ -38,7 +38,7 @@ def is_row_file(data: Any) -> bool:
     )
 
 
-def iterate_rows(path: str | os.PathLike) -> Iterator[Row]:
+def iterate_rows(path: str | os.PathLike[str]) -> Iterator[Row]:
     """Yield the rows of a file, dicts by column, each with its name for errors.
 
     Cells of .csv and .tsv files are strings, or None if they are empty.
@@ -58,7 +58,7 @@ def iterate_rows(path: str | os.PathLike) -> Iterator[Row]:
         yield where, row
 
 
-def read_table(path: str | os.PathLike) -> Mapping[str, Any]:
+def read_table(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     """Return the columns of a file of numbers.
 
     Raises:

@@ -46,10 +46,10 @@ Arrays = Mapping[str, Callable[[], np.ndarray]]
 
 
 def export_safetensors(
-    model: Model | str | os.PathLike | bytes | ModelProto,
-    folder: str | os.PathLike,
+    model: Model | str | os.PathLike[str] | bytes | ModelProto,
+    folder: str | os.PathLike[str],
     *,
-    original: str | os.PathLike | None = None,
+    original: str | os.PathLike[str] | None = None,
     names: Mapping[str, str] | None = None,
     dequantize: bool = False,
     dtype: Literal["float32", "float16", "bfloat16"] | None = None,
@@ -202,7 +202,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
         written.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
 
 
-def _read_config(model: Model, original: str | os.PathLike | None) -> dict[str, Any]:
+def _read_config(model: Model, original: str | os.PathLike[str] | None) -> dict[str, Any]:
     """Return the settings of `config.json`; empty where there is none.
 
     Raises:
@@ -216,7 +216,7 @@ def _read_config(model: Model, original: str | os.PathLike | None) -> dict[str, 
     return ModelFolder(path.parent, "").read_json(path.name)
 
 
-def _copy_companions(model: Model, original: str | os.PathLike | None, target: Path) -> None:
+def _copy_companions(model: Model, original: str | os.PathLike[str] | None, target: Path) -> None:
     """Copy files of the tokenizer and the like, those of the model's folder first."""
     folders = [model.folder.path] if model.folder else []
     if original is not None:

@@ -8,7 +8,7 @@ from jaxonnx.errors import Error
 
 
 def push_to_hub(
-    folder: str | os.PathLike,
+    folder: str | os.PathLike[str],
     repo: str,
     *,
     private: bool = False,

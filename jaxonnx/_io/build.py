@@ -13,7 +13,7 @@ class Writer:
     """A graph whose new names are unused in the model; `used` is shared by its writers."""
 
     def __init__(self, name: str, used: set[str]):
-        self.graph = GraphProto(name=name)
+        self.graph: GraphProto = GraphProto(name=name)
         self.used = used
 
     def fresh(self, name: str) -> str:

@@ -50,7 +50,7 @@ class Checkpoint(NamedTuple):
     """The metadata of adapters, where these are the parameters."""
 
 
-def read(folder: str | os.PathLike, which: str = "newest") -> Checkpoint:
+def read(folder: str | os.PathLike[str], which: str = "newest") -> Checkpoint:
     """Read the newest checkpoint that can be read, or that of the best epoch.
 
     Raises:

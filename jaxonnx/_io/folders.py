@@ -202,7 +202,7 @@ def _locations(path: Path) -> list[str]:
     return sorted({entry.value for entry in entries if entry.key == "location"})
 
 
-def is_folder(path: str | os.PathLike, home: ModelFolder | None) -> bool:
+def is_folder(path: str | os.PathLike[str], home: ModelFolder | None) -> bool:
     """Return whether `save` writes a folder: the path says so, or it is one of another kind."""
     text = os.fspath(path)
     ends = text.endswith(("/", os.sep))
@@ -210,7 +210,7 @@ def is_folder(path: str | os.PathLike, home: ModelFolder | None) -> bool:
 
 
 def save_folder(
-    path: str | os.PathLike, home: ModelFolder, graph: Callable[[], ModelProto]
+    path: str | os.PathLike[str], home: ModelFolder, graph: Callable[[], ModelProto]
 ) -> None:
     """Write a folder like the one that a model was loaded from, with other weights.
 

@@ -41,7 +41,7 @@ class Format(NamedTuple):
     """Write to a path from a `Graph` and `Weights`; options of `Model.save` by name."""
 
 
-def of(path: str | os.PathLike) -> Format:
+def of(path: str | os.PathLike[str]) -> Format:
     """Return the format of a path: that of ONNX files unless its suffix is another's."""
     return _FORMATS.get(Path(path).suffix, _ONNX)
 
@@ -66,7 +66,7 @@ _FOREIGN = {
 """Suffixes of other formats, and the converter from ONNX to each."""
 
 
-def check_suffix(path: str | os.PathLike) -> None:
+def check_suffix(path: str | os.PathLike[str]) -> None:
     """Refuse to write ONNX under the suffix of another format.
 
     Raises:
@@ -80,7 +80,7 @@ def check_suffix(path: str | os.PathLike) -> None:
         )
 
 
-def save(path: str | os.PathLike, graph: Graph, weights: Weights, **options: bool) -> None:
+def save(path: str | os.PathLike[str], graph: Graph, weights: Weights, **options: bool) -> None:
     """Write a model; if that fails, the file that was at `path` stays as it was.
 
     Raises:

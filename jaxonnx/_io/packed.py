@@ -168,7 +168,7 @@ def to_sparse_initializers(proto: ModelProto) -> None:
         graph.initializer.remove(tensor)
 
 
-def save_packed(proto: ModelProto, path: str | os.PathLike) -> None:
+def save_packed(proto: ModelProto, path: str | os.PathLike[str]) -> None:
     """Write a `.npz` with the graph and its tensors, the recorded ones packed (`sparse.save`).
 
     Raises:
@@ -190,7 +190,7 @@ def save_packed(proto: ModelProto, path: str | os.PathLike) -> None:
     sparse.save(path, tensors, masks, layers=layers)
 
 
-def load_packed(path: str | os.PathLike) -> ModelProto:
+def load_packed(path: str | os.PathLike[str]) -> ModelProto:
     """Load the ModelProto of a file that `save_packed` wrote.
 
     Raises:
@@ -213,7 +213,7 @@ def load_packed(path: str | os.PathLike) -> ModelProto:
     return proto
 
 
-def load_weights(path: str | os.PathLike) -> dict[str, np.ndarray]:
+def load_weights(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """Load the weights of a packed file as dense arrays, whether or not it has a graph.
 
     Raises:
@@ -224,7 +224,7 @@ def load_weights(path: str | os.PathLike) -> dict[str, np.ndarray]:
     return tensors
 
 
-def _load(path: str | os.PathLike) -> dict[str, np.ndarray]:
+def _load(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     tensors, packed = sparse.load(path)
     with jax.enable_x64(True):  # weights may be float64
         return tensors | {name: np.asarray(sparse.unpack(p)) for name, p in packed.items()}

@@ -48,7 +48,7 @@ _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorP
 
 
 def read(
-    source: str | os.PathLike | bytes | ModelProto, checkpoint: str | None = None
+    source: str | os.PathLike[str] | bytes | ModelProto, checkpoint: str | None = None
 ) -> tuple[ModelProto, dict[str, np.ndarray]]:
     """Read a model; the caller's ModelProto is left as it is.
 
@@ -113,7 +113,9 @@ def read(
         raise ModelError(text) from error
 
 
-def _checkpoint(folder: str | os.PathLike, which: str) -> tuple[ModelProto, dict[str, np.ndarray]]:
+def _checkpoint(
+    folder: str | os.PathLike[str], which: str
+) -> tuple[ModelProto, dict[str, np.ndarray]]:
     """Read the file that lies in a folder of checkpoints, with the tensors of one of them."""
     require_choice("checkpoint", which, ("newest", "best"))
     stored = checkpoints.read(folder, which)
@@ -146,7 +148,9 @@ def _checkpoint(folder: str | os.PathLike, which: str) -> tuple[ModelProto, dict
     return proto, tensors
 
 
-def weights_of(weights: str | os.PathLike | Mapping[str, Any]) -> tuple[str, dict[str, np.ndarray]]:
+def weights_of(
+    weights: str | os.PathLike[str] | Mapping[str, Any],
+) -> tuple[str, dict[str, np.ndarray]]:
     """Return a label of these weights for messages, and their arrays by name.
 
     Args:
@@ -178,7 +182,7 @@ def _numbers(name: str, value: Any) -> np.ndarray:
 def replace_weights(
     graph: GraphProto,
     tensors: dict[str, np.ndarray],
-    weights: str | os.PathLike | Mapping[str, Any],
+    weights: str | os.PathLike[str] | Mapping[str, Any],
 ) -> dict[str, np.ndarray]:
     """Return `tensors` with other weights in the place of those of the same names.
 
@@ -225,7 +229,7 @@ def _take_inputs(
             tensors[value.name] = np.broadcast_to(np.zeros((), dtype), dims)  # not allocated
 
 
-def _check_exists(path: str | os.PathLike, wanted: str) -> Path:
+def _check_exists(path: str | os.PathLike[str], wanted: str) -> Path:
     path = Path(path)
     if not path.is_file():
         raise ModelError(f"'{path}' is not a file; give the path of {wanted}")

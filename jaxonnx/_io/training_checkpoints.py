@@ -45,7 +45,7 @@ class TrainingCheckpoint:
     properties: Mapping[str, int | float | str] = field(default_factory=dict)
 
 
-def is_training_checkpoint(path: str | os.PathLike) -> bool:
+def is_training_checkpoint(path: str | os.PathLike[str]) -> bool:
     """Check whether a file says that it is such a checkpoint."""
     if not os.path.isfile(path):
         return False
@@ -53,7 +53,7 @@ def is_training_checkpoint(path: str | os.PathLike) -> bool:
         return file.read(8)[4:] == _IDENTIFIER
 
 
-def read_training_checkpoint(path: str | os.PathLike) -> TrainingCheckpoint:
+def read_training_checkpoint(path: str | os.PathLike[str]) -> TrainingCheckpoint:
     """Read a checkpoint.
 
     Raises:

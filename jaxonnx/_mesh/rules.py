@@ -29,7 +29,7 @@ from jaxonnx._rewrite.network import Network
 from jaxonnx.errors import InputError
 from jaxonnx.lowering import BATCH_AXIS
 
-Rule = PartitionSpec | Literal["data", "fsdp", "tensor"] | tuple | None
+Rule = PartitionSpec | Literal["data", "fsdp", "tensor"] | tuple[Any, ...] | None
 Sharding = str | Mapping[str, Rule] | Callable[[str, tuple[int, ...]], Rule]
 
 DATA, TENSOR = BATCH_AXIS, "model"

@@ -132,7 +132,7 @@ class Program:
         key: jax.Array | None = None,
         training: bool | None = None,
         updates: dict[str, Any] | None = None,
-    ) -> tuple:
+    ) -> tuple[Any, ...]:
         """Evaluate the graph as a pure function, for use under `jax.jit`, `jax.grad`, ....
 
         Args:
@@ -157,7 +157,7 @@ class Program:
         inputs: Mapping[str, Any],
         training: bool | None = False,
         changes: Changes = UNCHANGED,
-    ) -> tuple:
+    ) -> tuple[Any, ...]:
         """Evaluate with as much of the graph compiled as possible.
 
         A StaticError of a node leads to a new plan, under which an input is a constant of the
@@ -229,7 +229,7 @@ class Program:
         inputs: Mapping[str, Any],
         training: bool | None,
         updates: dict[str, Any] | None = None,
-    ) -> tuple:
+    ) -> tuple[Any, ...]:
         """Evaluate a graph of this program; outputs are sharded along the batch as inputs are."""
 
         def specs(results, tensors, key, inputs):
@@ -279,7 +279,7 @@ class Program:
         context = Context(tensors, key, training, renewed, self._note, self.limit)
         return _compilable(graph, run(graph, inputs, context)), renewed
 
-    def _run_sparse(self, graph: Graph, params: Mapping[str, Any], *rest: Any) -> tuple:
+    def _run_sparse(self, graph: Graph, params: Mapping[str, Any], *rest: Any) -> tuple[Any, ...]:
         """Evaluate with sparse products of the matrices in `self.sparse`."""
         from jaxonnx.sparse import sparse_products
 
@@ -300,7 +300,7 @@ class Program:
         return jax.jit(compiled, static_argnames="training")
 
 
-def _compilable(graph: Graph, outputs: tuple) -> tuple:
+def _compilable(graph: Graph, outputs: tuple) -> tuple[Any, ...]:
     """Return the outputs of a graph if compiled code can return them.
 
     Raises:

@@ -35,8 +35,8 @@ FILES = {
 
 
 def export_step(
-    model: Model | str | os.PathLike | bytes | ModelProto,
-    path: str | os.PathLike,
+    model: Model | str | os.PathLike[str] | bytes | ModelProto,
+    path: str | os.PathLike[str],
     batch: Any,
     loss: Any = None,
     optimizer: Any = None,
@@ -45,7 +45,7 @@ def export_step(
     epochs: int | None = None,
     steps_per_epoch: int = 1,
     web: Any = None,
-    runtime: str | os.PathLike | None = None,
+    runtime: str | os.PathLike[str] | None = None,
     init: Literal["onnx", "safetensors", "npz"] = "onnx",
     external_data: bool = False,
     **settings: Unpack[StepArguments],

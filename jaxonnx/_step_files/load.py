@@ -22,9 +22,9 @@ FORMAT = "jaxonnx training step 1"
 
 
 def import_step(
-    model: Model | str | os.PathLike | bytes | ModelProto,
-    folder: str | os.PathLike,
-    state: Mapping[str, Any] | str | os.PathLike | None = None,
+    model: Model | str | os.PathLike[str] | bytes | ModelProto,
+    folder: str | os.PathLike[str],
+    state: Mapping[str, Any] | str | os.PathLike[str] | None = None,
 ) -> Model:
     """Return a model with the weights of a training state from another runtime.
 

@@ -43,7 +43,7 @@ _SIDES = range(8, 65)
 
 
 @contextmanager
-def runtime(path: str | os.PathLike | None) -> Iterator[Path]:
+def runtime(path: str | os.PathLike[str] | None) -> Iterator[Path]:
     """Provide a folder with the files of onnxruntime-web, as a context manager.
 
     Args:

@@ -233,7 +233,7 @@ class Adapters:
             )
 
     def _save_peft(
-        self, path: str | os.PathLike, names: Callable[[str], str] | None, model: Model | None
+        self, path: str | os.PathLike[str], names: Callable[[str], str] | None, model: Model | None
     ) -> None:
         """Write a folder of PEFT, with the scale in B."""
         others = {name: x for name, x in self.values.items() if name not in self._members}
@@ -271,7 +271,7 @@ class Adapters:
 
     def save(
         self,
-        path: str | os.PathLike,
+        path: str | os.PathLike[str],
         model: Model | None = None,
         *,
         names: Callable[[str], str] | None = None,
@@ -330,7 +330,7 @@ class Adapters:
     @classmethod
     def load(
         cls,
-        path: str | os.PathLike,
+        path: str | os.PathLike[str],
         model: Model | None = None,
         *,
         names: Callable[[str], str] | None = None,

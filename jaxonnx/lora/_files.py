@@ -46,12 +46,12 @@ class Contents(NamedTuple):
     """By their names, the tensors of `modules_to_save`, which were trained in full."""
 
 
-def is_foreign(path: str | os.PathLike) -> bool:
+def is_foreign(path: str | os.PathLike[str]) -> bool:
     """Check whether a path is an .onnx_adapter, or a folder that PEFT wrote."""
     return os.fspath(path).endswith(SUFFIX) or Path(path, _CONFIG).is_file()
 
 
-def read(path: str | os.PathLike, modules: Collection[str]) -> Contents:
+def read(path: str | os.PathLike[str], modules: Collection[str]) -> Contents:
     """Return the contents of an adapter file.
 
     Args:
@@ -137,7 +137,7 @@ def _scales(where: str, config: Mapping[str, Any]) -> Callable[[str, int], float
     return scale
 
 
-def write_onnx_adapter(path: str | os.PathLike, arrays: Mapping[str, np.ndarray]) -> None:
+def write_onnx_adapter(path: str | os.PathLike[str], arrays: Mapping[str, np.ndarray]) -> None:
     """Write arrays by the names of a model's inputs, as `onnxruntime.LoraAdapter` loads them."""
     runtime = _onnxruntime()
     adapter = runtime.AdapterFormat()
@@ -149,7 +149,7 @@ def write_onnx_adapter(path: str | os.PathLike, arrays: Mapping[str, np.ndarray]
         adapter.export_adapter(os.fspath(written))
 
 
-def read_onnx_adapter(path: str | os.PathLike) -> dict[str, np.ndarray]:
+def read_onnx_adapter(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """Return the arrays of an .onnx_adapter file by name.
 
     Raises:
@@ -164,7 +164,7 @@ def read_onnx_adapter(path: str | os.PathLike) -> dict[str, np.ndarray]:
 
 
 def write_peft(
-    folder: str | os.PathLike,
+    folder: str | os.PathLike[str],
     changes: Mapping[str, Change],
     tables: Collection[str] = (),
     others: Mapping[str, np.ndarray] = MappingProxyType({}),
@@ -213,7 +213,7 @@ def write_peft(
         written.write_text(json.dumps(config, indent=2) + "\n")
 
 
-def read_peft(folder: str | os.PathLike) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+def read_peft(folder: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Return the arrays by name, and the configuration.
 
     Raises:
@@ -228,7 +228,7 @@ def read_peft(folder: str | os.PathLike) -> tuple[dict[str, np.ndarray], dict[st
     return {n: x.astype(np.float32) if x.dtype == half else x for n, x in arrays.items()}, config
 
 
-def read_base(path: str | os.PathLike) -> str:
+def read_base(path: str | os.PathLike[str]) -> str:
     """Return the checksum of the base that a folder of PEFT has adapters of; "" if it has none."""
     weights = Path(path, _WEIGHTS)
     return read_metadata(weights).get(_BASE, "") if weights.is_file() else ""

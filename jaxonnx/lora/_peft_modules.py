@@ -73,7 +73,7 @@ def choose_blocks(
 
 
 def read(
-    path: str | os.PathLike, model: Model, names: Callable[[str], str] | None
+    path: str | os.PathLike[str], model: Model, names: Callable[[str], str] | None
 ) -> tuple[dict[str, np.ndarray], int, float, str]:
     """Return the factors of a model's weights from an adapter file, the largest rank, alpha, base.
 
@@ -124,7 +124,7 @@ def read(
 
 
 def _place_weights(
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     model: Model,
     meanings: Mapping[str, Weight],
     others: Mapping[str, np.ndarray],

@@ -17,7 +17,7 @@ from jaxonnx.training_info import add
 
 
 def add_training(
-    model: Model | ModelProto | bytes | str | os.PathLike,
+    model: Model | ModelProto | bytes | str | os.PathLike[str],
     *,
     loss: str,
     optimizer: OnnxTransformation,

@@ -26,7 +26,7 @@ _MASK = 1e30
 
 
 def convert(
-    model: Model | str | os.PathLike | bytes | ModelProto,
+    model: Model | str | os.PathLike[str] | bytes | ModelProto,
     type: Literal["float16"] | None = None,
     *,
     opset: int | None = None,

@@ -41,7 +41,7 @@ TRIM_LIMIT = 1 << 26
 
 
 def as_model(
-    model: Model | str | os.PathLike | bytes | ModelProto,
+    model: Model | str | os.PathLike[str] | bytes | ModelProto,
     mesh: Mesh | Literal["all"] | None = None,
 ) -> Model:
     """Return a Model as it is, and load anything else."""
@@ -49,13 +49,13 @@ def as_model(
 
 
 def load(
-    source: str | os.PathLike | bytes | ModelProto,
+    source: str | os.PathLike[str] | bytes | ModelProto,
     *,
     outputs: str | Iterable[str] | None = None,
     batch: Literal["any"] | None = None,
     dequantize: bool = False,
     trainable: Trainable | None = None,
-    weights: str | os.PathLike | Mapping[str, Any] | None = None,
+    weights: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     checkpoint: Literal["newest", "best"] | None = None,
     variant: str | None = None,
     tied: Select | None = None,

@@ -713,7 +713,7 @@ class Model(Network, Rendered):
 
     def save(
         self,
-        path: str | os.PathLike,
+        path: str | os.PathLike[str],
         *,
         external_data: bool = False,
         sparse: bool = False,

@@ -36,7 +36,7 @@ from jaxonnx.views import EmptyCaches
 
 
 def sensitivity(
-    model: Model | str | os.PathLike | bytes | ModelProto,
+    model: Model | str | os.PathLike[str] | bytes | ModelProto,
     data: Any,
     types: Sequence[str] = ("int8", "int4"),
     *,

@@ -78,7 +78,7 @@ def _check_form(model: Network, form: AdapterForm | None) -> None:
 
 def save(
     model: Network,
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     *,
     external_data: bool,
     sparse: bool,

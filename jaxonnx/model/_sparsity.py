@@ -34,7 +34,7 @@ def options(model: Network) -> dict[str, Any]:
 
 
 def resolve_selection(
-    select: Select | Iterable[re.Pattern], params: Mapping[str, Any], places: Places
+    select: Select | Iterable[re.Pattern[str]], params: Mapping[str, Any], places: Places
 ) -> Callable[[str, Any], bool]:
     """Return `select` of `sparse.layers` as a predicate; names of modules and nodes also select.
 

@@ -61,14 +61,15 @@ class Nodes:
     whole: Any = None
 
     def __init__(self, writer: Writer, opset: int, main: "Nodes | None" = None):
-        self.writer, self.opset = writer, opset
-        self.main = main or self
+        self.writer: Writer = writer
+        self.opset: int = opset
+        self.main: Nodes = main or self
         self.pools: dict[Any, tuple[Tensor, Tensor]] = {}
         self.products: dict[Any, Tensor] = {}
         if main is None:
             self.constants: dict[Any, tuple[str, Any]] = {}
             self.sizes: dict[str, Any] = {}
-            self.bounds = Bounds()
+            self.bounds: Bounds = Bounds()
             self.numbers: dict[str, int] = {}
 
     def __call__(self, operator: str, *operands: Any, **attributes: Any) -> str:
@@ -113,12 +114,12 @@ class Nodes:
 
     # -- programs --
 
-    def run(self, function: Callable, *operands: Any) -> list:
+    def run(self, function: Callable[..., Any], *operands: Any) -> list[Any]:
         """Trace a JAX function of arrays and append its nodes; return its results."""
         like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
         return self.program(jax.make_jaxpr(function)(*like), operands)
 
-    def program(self, program: Any, operands: Sequence[Any]) -> list:
+    def program(self, program: Any, operands: Sequence[Any]) -> list[Any]:
         """Append the nodes of a jaxpr; return its results."""
         return interpret(
             program,
@@ -232,7 +233,7 @@ class Nodes:
         result = self(operator, *(self.cast(x, wide) for x in operands), **attributes)
         return self.cast(Tensor(result, (), wide), dtype)
 
-    def reshape(self, x: Any, shape: Sequence) -> Any:
+    def reshape(self, x: Any, shape: Sequence[Any]) -> Any:
         """Return x in another shape; a reshape of a reshape reads the tensor behind both."""
         shape = tuple(shape)
         if isinstance(x, np.ndarray) and dims.all_known(shape):
@@ -279,7 +280,7 @@ class Nodes:
         y.turned = source, tuple(order)
         return y
 
-    def product(self, x: Any, first: bool, y: Any, second: bool, shape: Sequence) -> Tensor:
+    def product(self, x: Any, first: bool, y: Any, second: bool, shape: Sequence[Any]) -> Tensor:
         """Return the product of two matrices, each of which may be read as its transpose.
 
         Args:
@@ -295,7 +296,7 @@ class Nodes:
             self.products[key] = z
         return self.products[key]
 
-    def slice(self, x: Any, starts, stops, steps) -> Any:
+    def slice(self, x: Any, starts: Any, stops: Any, steps: Any) -> Any:
         """Return x[start:stop:step], with a start, stop and step for each axis.
 
         Starts and stops may be symbolic if the step is 1.
@@ -314,7 +315,7 @@ class Nodes:
         operands = *parts, np.array(axes, np.int64), np.array([steps[i] for i in axes], np.int64)
         return self._with("Slice", x, *operands, shape=shape)
 
-    def sizes_of(self, shape: Sequence) -> Any:
+    def sizes_of(self, shape: Sequence[Any]) -> Any:
         """Return sizes as int64: an array, or a tensor's name if they depend on inputs' sizes."""
         return dims.sizes(self.main, shape)
 

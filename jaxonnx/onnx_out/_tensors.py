@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -84,7 +84,7 @@ class Tensor(str):
       negated: a tensor of which this is the negative.
     """
 
-    shape: tuple
+    shape: tuple[Any, ...]
     dtype: np.dtype
     thin: Any
     turned: "tuple[Tensor, tuple[int, ...]] | None"
@@ -97,7 +97,7 @@ class Tensor(str):
     sum: "tuple[Tensor, Tensor] | None"
     negated: "Tensor | None"
 
-    def __new__(cls, name: str, shape: Sequence, dtype: Any, thin: Any = None):
+    def __new__(cls, name: str, shape: Sequence[Any], dtype: Any, thin: Any = None) -> Self:
         """Return a name with a shape and dtype."""
         tensor = super().__new__(cls, name)
         tensor.shape, tensor.dtype, tensor.thin = tuple(shape), np.dtype(dtype), thin

@@ -18,7 +18,7 @@ from jaxonnx.sparse._templates import Axes
 Patterns = str | SparsityPattern | Mapping[str, str | SparsityPattern]
 """A pattern, or patterns by name or regular expression (matched in full; the first counts)."""
 
-Select = str | re.Pattern | Iterable[str | re.Pattern] | Callable[[str, Any], bool]
+Select = str | re.Pattern[str] | Iterable[str | re.Pattern[str]] | Callable[[str, Any], bool]
 """Names or regular expressions (matched in full), or a predicate of name and array."""
 
 

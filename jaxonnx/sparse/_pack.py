@@ -130,7 +130,7 @@ def unpack_mask(packed: Packed) -> jax.Array:
 
 
 def save(
-    path: str | os.PathLike, params: Any, masks: dict[str, Any], *, layers: Iterable[Layer]
+    path: str | os.PathLike[str], params: Any, masks: dict[str, Any], *, layers: Iterable[Layer]
 ) -> None:
     """Write all of `params` to a `.npz`, the sparse weights packed along their input axis.
 
@@ -165,7 +165,7 @@ def save(
         np.savez(file, **arrays)
 
 
-def load(path: str | os.PathLike) -> tuple[dict[str, np.ndarray], dict[str, Packed]]:
+def load(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, Packed]]:
     """Return the arrays and the packed weights of a file that `save` wrote, both by name.
 
     Raises:

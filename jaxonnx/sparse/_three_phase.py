@@ -189,7 +189,7 @@ def three_phase(
     return optax.GradientTransformationExtraArgs(init, make_update("three_phase", move))
 
 
-def fixed_mask(inner: optax.GradientTransformation, **options) -> optax.GradientTransformation:
+def fixed_mask(inner: optax.GradientTransformation, **options: Any) -> optax.GradientTransformation:
     """Train under the mask of the initial weights: `three_phase` with phase 3 only.
 
     With the weights of a trained model this is one-shot pruning and fine-tuning (as in ASP), with
@@ -199,7 +199,7 @@ def fixed_mask(inner: optax.GradientTransformation, **options) -> optax.Gradient
 
 
 def sr_ste(
-    inner: optax.GradientTransformation, *, decay: float = 2e-4, refresh: int = 1, **options
+    inner: optax.GradientTransformation, *, decay: float = 2e-4, refresh: int = 1, **options: Any
 ) -> optax.GradientTransformation:
     """Train by sparse-refined straight-through estimation (https://arxiv.org/abs/2102.04010).
 

@@ -42,7 +42,7 @@ from jaxonnx.training._weight_layout import WeightLayout
 
 @documented(StepArguments)
 def step(
-    model: Model | str | os.PathLike | bytes | ModelProto,
+    model: Model | str | os.PathLike[str] | bytes | ModelProto,
     loss: Any = None,
     optimizer: "Optimizer | str | None" = None,
     *,

@@ -84,7 +84,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        folder: str | os.PathLike,
+        folder: str | os.PathLike[str],
         resume: bool | Literal["anyway"],
         settings: dict[str, Any],
         model: Model,

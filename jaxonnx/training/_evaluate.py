@@ -27,7 +27,7 @@ from jaxonnx.training._settings import Settings
 
 @documented(DataArguments)
 def evaluate(
-    model: Model | str | os.PathLike | bytes | ModelProto,
+    model: Model | str | os.PathLike[str] | bytes | ModelProto,
     data: Any,
     *,
     metrics: Any = None,

@@ -88,7 +88,7 @@ class RateCurve:
 
 
 def find_rate(
-    model: Model | str | os.PathLike | bytes | ModelProto,
+    model: Model | str | os.PathLike[str] | bytes | ModelProto,
     data: Any,
     *,
     least: float = 1e-6,

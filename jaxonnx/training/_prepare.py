@@ -51,7 +51,7 @@ class Prepared:
 
 
 def prepare_run(
-    model: Model | str | os.PathLike | bytes | ModelProto, data: Any, settings: Settings
+    model: Model | str | os.PathLike[str] | bytes | ModelProto, data: Any, settings: Settings
 ) -> Prepared:
     """Read the data of a run, and build its step.
 

@@ -94,7 +94,8 @@ class Preview(Rendered):
         yield "memory", "not known" if self.memory is None else format_bytes(self.memory)
         yield "one step", f"{self.seconds:.3g} s, after {self.compilation:.3g} s of compilation"
 
-    __repr__ = Rendered.__str__
+    def __repr__(self) -> str:
+        return str(self)
 
 
 def _mark(parts: Parts) -> Text:
@@ -107,7 +108,7 @@ def _mark(parts: Parts) -> Text:
 
 @documented(TrainArguments)
 def preview(
-    model: Model | str | os.PathLike | bytes | ModelProto,
+    model: Model | str | os.PathLike[str] | bytes | ModelProto,
     data: Any,
     **arguments: Unpack[TrainArguments],
 ) -> Preview:

@@ -44,7 +44,7 @@ _BATCHES = 16
 
 
 def quantize(
-    model: Model | str | os.PathLike | bytes | ModelProto,
+    model: Model | str | os.PathLike[str] | bytes | ModelProto,
     data: Any,
     scheme: str | Quantization = "int8",
     *,

@@ -78,7 +78,9 @@ class ReportSource(Protocol):
 
 
 def write(
-    result: ReportSource, path: str | os.PathLike, configuration: Mapping[str, Any] | None = None
+    result: ReportSource,
+    path: str | os.PathLike[str],
+    configuration: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the page; `Result.report` has the arguments."""
     text = "\n".join(_page(result, configuration))

@@ -13,7 +13,7 @@ from jaxonnx.optim import AdamState
 from jaxonnx.training._step import State, Step
 
 
-def restore_checkpoint(step: Step, path: str | os.PathLike) -> State:
+def restore_checkpoint(step: Step, path: str | os.PathLike[str]) -> State:
     """Return the state of a step where a run of onnxruntime-training ended.
 
     It has the parameters of the checkpoint, and the moments and the count of its AdamW in the place

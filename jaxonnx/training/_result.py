@@ -39,7 +39,7 @@ class Result:
     """Settings and validation data, for `report`."""
 
     def report(
-        self, path: str | os.PathLike, configuration: Mapping[str, Any] | None = None
+        self, path: str | os.PathLike[str], configuration: Mapping[str, Any] | None = None
     ) -> None:
         """Write one HTML page about the run, which needs no other file.
 
@@ -57,7 +57,7 @@ class Result:
 
     def save(
         self,
-        folder: str | os.PathLike,
+        folder: str | os.PathLike[str],
         form: Literal["model", "peft", "safetensors"] = "model",
         *,
         card: bool = True,

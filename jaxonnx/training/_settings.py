@@ -4,7 +4,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, make_dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -25,15 +25,29 @@ from jaxonnx.quantization import Quantization
 from jaxonnx.training._optimizers import is_planned
 from jaxonnx.training._precision import PRECISIONS
 
-_VALUES: Any = make_dataclass(
-    "_VALUES",
-    [
-        (name, entry.type, field(default=entry.argument.default))
-        for name, entry in list_arguments(TrainArguments).items()
-    ],
-    frozen=True,
-    kw_only=True,
-)
+T = TypeVar("T", bound=type)
+
+if TYPE_CHECKING:
+
+    class _VALUES:
+        """The fields of `TrainArguments`, which declares their types."""
+
+        __dataclass_fields__: ClassVar[dict[str, Any]]
+
+        def __init__(self, **values: Any) -> None: ...
+
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+    _VALUES = make_dataclass(
+        "_VALUES",
+        [
+            (name, entry.type, field(default=entry.argument.default))
+            for name, entry in list_arguments(TrainArguments).items()
+        ],
+        frozen=True,
+        kw_only=True,
+    )
 
 
 _COUNTS = (
@@ -42,7 +56,12 @@ _COUNTS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+def _freeze(cls: T) -> T:
+    """Make a frozen dataclass, for checkers one with the constructor of its base."""
+    return dataclass(frozen=True, kw_only=True)(cls)
+
+
+@_freeze
 class Settings(_VALUES):
     """The values of `TrainArguments`, checked before anything is compiled.
 
@@ -50,7 +69,7 @@ class Settings(_VALUES):
       TrainingError: a sentence that says what was expected and what came.
     """
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if isinstance(self.epochs, int) and self.epochs == 0:
             raise TrainingError(
                 "epochs must be an integer of at least 1, got 0; jaxonnx.evaluate(model, data, "

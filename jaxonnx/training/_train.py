@@ -22,7 +22,7 @@ from jaxonnx.training._stopping import Interrupt
 
 @documented(TrainArguments)
 def train(
-    model: Model | str | os.PathLike | bytes | ModelProto,
+    model: Model | str | os.PathLike[str] | bytes | ModelProto,
     data: Any,
     **arguments: Unpack[TrainArguments],
 ) -> Result:

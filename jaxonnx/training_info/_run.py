@@ -95,12 +95,17 @@ class Training:
             for info in proto.training_info
         ]
         self._inference = bind(proto, proto.graph, external)
-        self.variables = tuple(self._initial)
-        self.inputs = tuple(method.graph.inputs for method in self._algorithms)
-        self.outputs = tuple(method.graph.outputs for method in self._algorithms)
+        self.variables: tuple[str, ...] = tuple(self._initial)
+        self.inputs: tuple[tuple[str, ...], ...] = tuple(
+            method.graph.inputs for method in self._algorithms
+        )
+        self.outputs: tuple[tuple[str, ...], ...] = tuple(
+            method.graph.outputs for method in self._algorithms
+        )
         bound = {name for method in self._algorithms for name in method.bindings.values()}
         listed = [value for info in proto.training_info for value in info.algorithm.output]
-        self.metrics = tuple(dict.fromkeys(v.name for v in listed if v.name not in bound))
+        names = dict.fromkeys(v.name for v in listed if v.name not in bound)
+        self.metrics: tuple[str, ...] = tuple(names)
         algorithms = (info.algorithm for info in proto.training_info)
         inputs = (value for graph in (proto.graph, *algorithms) for value in graph.input)
         self._declared = {value.name: to_value(value) for value in inputs}

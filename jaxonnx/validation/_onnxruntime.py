@@ -24,7 +24,7 @@ class Session:
       InputError: onnxruntime refuses the file.
     """
 
-    def __init__(self, file: str | os.PathLike | bytes):
+    def __init__(self, file: str | os.PathLike[str] | bytes):
         import onnxruntime
         from onnxruntime.capi.onnxruntime_pybind11_state import (  # type: ignore[import-not-found]
             Fail,

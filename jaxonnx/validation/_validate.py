@@ -82,10 +82,10 @@ class Validation(Rendered):
 
 
 def validate(
-    model: Model | str | os.PathLike | bytes | ModelProto,
+    model: Model | str | os.PathLike[str] | bytes | ModelProto,
     data: Any = None,
     *,
-    against: Model | str | os.PathLike | bytes | ModelProto | None = None,
+    against: Model | str | os.PathLike[str] | bytes | ModelProto | None = None,
     sizes: Mapping[str, int] | None = None,
     tolerance: float | None = None,
     preprocess: Mapping[str, Any] | None = None,
