@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxonnx._data.batches import Batch, Source
+from jaxonnx._data.batches import Batch, Derived, Source
 from jaxonnx._data.images.augment import key_of
 from jaxonnx._data.images.folder import is_folder
 from jaxonnx.errors import TrainingError
@@ -16,7 +16,7 @@ _KEY = 2**32 - 4
 """Folded into the seed's key for the function; images and steps fold in others."""
 
 
-class Augmented(Source):
+class Augmented(Derived):
     """A source that applies a function to each batch of another source.
 
     Random changes depend only on the key, the epoch and the number of the batch, so that a resumed
@@ -31,18 +31,12 @@ class Augmented(Source):
     def __init__(
         self, source: Source, change: Callable[[jax.Array, Any, Any, Batch], Batch], key: jax.Array
     ):
-        self._source, self._change, self._key = source, change, key
-        self.targets, self.weights, self.size = source.targets, source.weights, source.size
-        self.classes, self.resumable, self.spent = source.classes, source.resumable, source.spent
-        self.in_shares = source.in_shares  # batches are checked as they come: changing takes time
+        super().__init__(source)  # batches are checked as they come: changing takes time
+        self._change, self._key = change, key
 
     @property
     def steps(self) -> int | None:
         return self._source.steps
-
-    @property
-    def identity(self) -> dict[str, Any] | None:
-        return self._source.identity
 
     def apply(self, batch: Batch) -> Batch:
         """Change a batch of the innermost source as if it were the first one."""

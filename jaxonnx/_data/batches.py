@@ -44,7 +44,7 @@ class Source(ABC):
     """Batches of examples, as a run reads them.
 
     A source is data in one piece (`Examples`), batches that something else makes (`Stream`), or
-    either of these changed by a function (`Augmented`).
+    made of either of these (`Derived`).
     """
 
     targets: Any
@@ -80,6 +80,20 @@ class Source(ABC):
 
     def release(self) -> None:  # noqa: B027
         """Free the memory of a cache; the batches can be read as before."""
+
+
+class Derived(Source):
+    """A source of the batches of another one, which it changes or divides otherwise."""
+
+    def __init__(self, source: Source):
+        self._source = source
+        self.targets, self.weights, self.size = source.targets, source.weights, source.size
+        self.classes, self.resumable, self.spent = source.classes, source.resumable, source.spent
+        self.in_shares = source.in_shares
+
+    @property
+    def identity(self) -> dict[str, Any] | None:
+        return self._source.identity
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
-from typing import Any
 
 import numpy as np
 
-from jaxonnx._data.batches import Batch, Source
+from jaxonnx._data.batches import Batch, Derived, Source
 from jaxonnx._data.ragged import Padding
 from jaxonnx._data.rows import Rows
 from jaxonnx._graph.values import Value
@@ -74,7 +73,7 @@ def _combine(*numbers: int) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
-class Portions(Source):
+class Portions(Derived):
     """A source whose epochs have a fixed number of batches, read on and on.
 
     Args:
@@ -83,20 +82,13 @@ class Portions(Source):
     """
 
     def __init__(self, source: Source, steps: int):
-        self._source, self._steps = source, steps
-        self._running, self._at = iter(()), -1
-        self.targets, self.weights, self.size = source.targets, source.weights, source.size
-        self.classes, self.spent = source.classes, source.spent
-        self.in_shares, self.checks_batches = source.in_shares, source.checks_batches
-        self.resumable: Mapping[str, Any] | None = source.resumable
+        super().__init__(source)
+        self._steps, self._running, self._at = steps, iter(()), -1
+        self.checks_batches = source.checks_batches
 
     @property
     def steps(self) -> int:
         return self._steps
-
-    @property
-    def identity(self) -> dict[str, Any] | None:
-        return self._source.identity
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         first = epoch * self._steps + start

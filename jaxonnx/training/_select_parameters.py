@@ -68,7 +68,7 @@ def find_embeddings(model: Model) -> tuple[str, ...]:
     values = [
         node.outputs[0]
         for node in model.graph.nodes
-        if node.op.name in ("Gather", "GatherBlockQuantized") and source(node.inputs[1]) == tokens
+        if node.op.like == "Gather" and source(node.inputs[1]) == tokens
     ]
     if not values:
         raise TrainingError(
