@@ -18,6 +18,7 @@ SCHEME = ("quantization/_scheme.py", "Quantization")
 QUANTIZE = ("training/_quantize.py", "quantize")
 FIND_RATE = ("training/_find_rate.py", "find_rate")
 EXPORT_SAFETENSORS = ("_hub/checkpoints.py", "export_safetensors")
+CONVERT = ("model/_convert.py", "convert")
 SENSITIVITY = ("model/_quantize.py", "sensitivity")
 GENERATE = ("model/_model.py", "Model.generate")
 

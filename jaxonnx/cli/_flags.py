@@ -11,7 +11,7 @@ from jaxonnx._arguments import (
     RunArguments,
     StepArguments,
 )
-from jaxonnx.cli._declarations import EXPORT_SAFETENSORS, FIND_RATE, QUANTIZE, SCHEME, SENSITIVITY
+from jaxonnx.cli import _declarations as of
 from jaxonnx.cli._flag_groups import DECODING, DIM, GENERATION, LORA, PICTURES, READING, TEXTS
 from jaxonnx.cli._flag_types import (
     COUNT,
@@ -70,6 +70,8 @@ _DISTRIBUTED = Flag(
     {"type": cluster, "nargs": "?", "const": "auto", "metavar": "HOST:PORT,COUNT,INDEX"},
 )
 _SYSTEM = Flag("--system", "the system message of the chat", {"metavar": "TEXT"})
+_CALIBRATION = ("method", "batches", "batch_size", "max_loss", "metric")
+_CONVERSION = read_flags(*of.CONVERT, ("type", "opset", "keep"), {"type": "to"})
 _ADAPTERS = Flag("--adapters", "also write the adapters to this file", FILE)
 _SCHEME_FIELDS = (
     *("weights", "activations", "per_channel", "block", "symmetric", "calibration"),
@@ -156,7 +158,7 @@ VERBS: Mapping[str, Verb] = {
         {
             "": [
                 *_EXAMPLES,
-                *read_flags(*FIND_RATE, ("least", "most", "steps")),
+                *read_flags(*of.FIND_RATE, ("least", "most", "steps")),
                 Flag("--plot", "a file for a plot: .png or .svg", FILE),
             ],
             "loss and optimizer": [
@@ -252,13 +254,18 @@ VERBS: Mapping[str, Verb] = {
             "": [
                 *_EXAMPLES,
                 _OUTPUT,
-                *read_flags(*QUANTIZE, ("method", "batches", "batch_size", "max_loss", "metric")),
+                *read_flags(*of.QUANTIZE, _CALIBRATION),
                 *declared_flags(RunArguments, names=("validation",)),
             ],
-            "scheme": read_flags(*SCHEME, _SCHEME_FIELDS, {"size": "share"}),
+            "scheme": read_flags(*of.SCHEME, _SCHEME_FIELDS, {"size": "share"}),
             **READING,
             **PICTURES,
         },
+    ),
+    "convert": Verb(
+        "convert a model to half precision, or to a newer version of ONNX's operators",
+        "jaxonnx convert net.onnx half.onnx --to float16 --opset 21 --keep Softmax",
+        {"": [_MODEL, Flag("output", "the file to write", FILE), *_CONVERSION], **READING},
     ),
     "sensitivity": Verb(
         "measure the error when one weight at a time is quantized or made sparse",
@@ -266,7 +273,7 @@ VERBS: Mapping[str, Verb] = {
         {
             "": [
                 *_EXAMPLES,
-                *read_flags(*SENSITIVITY, ("types", "activations", "batches", "batch_size")),
+                *read_flags(*of.SENSITIVITY, ("types", "activations", "batches", "batch_size")),
                 Flag("--plot", "a file for a plot: .png or .svg", FILE),
             ],
             **READING,
@@ -342,7 +349,7 @@ VERBS: Mapping[str, Verb] = {
             "": [
                 _MODEL,
                 Flag("folder", "the folder to write to", FOLDER),
-                *read_flags(*EXPORT_SAFETENSORS, ("original", "dequantize", "dtype")),
+                *read_flags(*of.EXPORT_SAFETENSORS, ("original", "dequantize", "dtype")),
             ],
         },
     ),

@@ -31,6 +31,7 @@ _VERBS = {
     "sparsify": training.sparsify,
     "quantize": verbs.quantize,
     "sensitivity": verbs.sensitivity,
+    "convert": verbs.convert,
     "export-step": training.export_step,
     "import-step": training.import_step,
     "generate": generation.generate,

@@ -203,6 +203,15 @@ def quantize(options: argparse.Namespace) -> Report:
     return Report(values, shown, written=[options.output])
 
 
+def convert(options: argparse.Namespace) -> Report:
+    from jaxonnx import convert
+
+    check_suffix(options.output)
+    check_writable(options.output)
+    convert(reading.read(options), **collect_values(options, "convert")).save(options.output)
+    return Report({"output": options.output}, None, written=[options.output])
+
+
 def sensitivity(options: argparse.Namespace) -> Report:
     from jaxonnx import sensitivity
 

@@ -47,8 +47,8 @@ def convert(
 
     Args:
       model: a Model, or anything that `jaxonnx.load` accepts.
-      type: "float16", or None to keep the types.
-      opset: the opset of the default domain; None keeps the model's. Functions are inlined.
+      type: the type of weights and values; types stay by default.
+      opset: the opset of the default domain, the model's by default. Functions are inlined.
       keep: names of nodes, or operators ("Softmax"), that stay in float32.
       keep_inputs: inputs and outputs of the model stay in float32.
 
@@ -83,6 +83,7 @@ def raise_opset(model: Model, opset: int, reason: str = "the scheme needs") -> M
             f"{reason} opset {opset}, and the installed onnx {onnx.__version__} has "
             f"{onnx.defs.onnx_opset_version()}: update it, or choose another type"
         )
+    _check_hardmax(model, opset)
     try:
         proto = model.to_onnx()
         if proto.functions:  # the converter drops them; the inliner converts them with known types
@@ -97,6 +98,23 @@ def raise_opset(model: Model, opset: int, reason: str = "the scheme needs") -> M
     net = replace(load(proto), folder=model.folder)
     inlined = net.params.keys() - model.tensors.keys()  # constants of functions have new names
     return net.with_trainable(lambda name, _: name in model.params or name in inlined)
+
+
+def _check_hardmax(model: Model, opset: int) -> None:
+    """Refuse to convert a Hardmax across opset 13, which changed it for all axes but the last one.
+
+    ONNX's converter (1.23) rewrites Softmax and LogSoftmax there, and leaves Hardmax as it is.
+    """
+    graphs = [model.graph]
+    while graphs:
+        for node in graphs.pop().nodes:
+            graphs += [*node.subgraphs, *([] if node.body is None else [node.body])]
+            wrong = node.op.name == "Hardmax" and node.attributes.get("axis", 1) != -1
+            if wrong and opset_of(model.proto) < 13 <= opset:
+                raise InputError(
+                    f"{node.label}: opset 13 gave Hardmax another meaning, and ONNX's converter "
+                    f"does not rewrite it: export the model with opset {opset}"
+                )
 
 
 def _halve(model: Model, keep: Sequence[str], keep_inputs: bool) -> Model:

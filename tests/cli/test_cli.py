@@ -258,6 +258,16 @@ def test_export_safetensors(tmp_path, capsys):
     assert types == {"bfloat16"}
 
 
+def test_convert(small, capsys):
+    assert command("convert net.onnx half.onnx --to float16 --opset 21 --json") == 0
+    assert result(capsys) == {"output": "half.onnx"}
+    half = jaxonnx.load("half.onnx")
+    assert {value.dtype.name for value in half.params.values()} == {"float16"}
+    assert half.proto.opset_import[0].version == 21
+    assert command("convert net.onnx half.onnx --to float16 --keep Nothing") == 2
+    assert "keep" in capsys.readouterr().err
+
+
 def test_evaluate(small, capsys):
     line = "evaluate net.onnx data.npz --batch-size 3"
     assert command(f"{line} --json") == 0
