@@ -71,7 +71,7 @@ def quantize(ratio, zero_point, dtype, saturate=1):
     return convert(np_.clip(rounded, np.float32(limits.min), np.float32(limits.max)), dtype)
 
 
-def _straight_through(value, ratio, zero_point):
+def _straight_through(value, ratio, zero_point, *source):
     """Pair a quantized value with the numbers before rounding, for straight-through gradients.
 
     Numbers that saturated are replaced by a constant, so that their gradient is 0.
@@ -80,6 +80,7 @@ def _straight_through(value, ratio, zero_point):
       value: the quantized array.
       ratio: x / scale.
       zero_point: broadcasts to it, or None.
+      source: x and scale, where DequantizeLinear may fuse the gradients (`_round_trip`).
     """
     if is_known(value):
         return value
@@ -89,7 +90,7 @@ def _straight_through(value, ratio, zero_point):
     ratio = ratio.astype(np.float32)
     nearest = (jnp.rint(ratio) if is_integer else ratio) + shift
     inside = (nearest >= np.float32(limits.min)) & (nearest <= np.float32(limits.max))
-    return lowering.RoundedArray(value, jnp.where(inside, ratio + shift, 0))
+    return lowering.RoundedArray(value, jnp.where(inside, ratio + shift, 0), *source)
 
 
 @op(
@@ -123,9 +124,9 @@ def quantize_linear(
     as_stored, scale = scale, _granular(scale, x, axis, block_size).astype(wide)
     zero_point = _zero_point(zero_point, x, axis, block_size)
     ratio = divide(x.astype(wide), scale)
-    y = _straight_through(quantize(ratio, zero_point, dtype, saturate), ratio, zero_point)
-    fused = isinstance(y, lowering.RoundedArray) and x.dtype == as_stored.dtype == np.float32
-    return lowering.RoundedArray(y.value, y.real, x, as_stored) if fused else y
+    codes = quantize(ratio, zero_point, dtype, saturate)
+    source = (x, as_stored) if x.dtype == as_stored.dtype == np.float32 else ()
+    return _straight_through(codes, ratio, zero_point, *source)
 
 
 def _wide(dtype):
