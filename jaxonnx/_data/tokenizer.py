@@ -154,7 +154,8 @@ class Tokenizer:
     @property
     def mask_token(self) -> int | None:
         """The token that hides others in masked language models, if there is one."""
-        ids = map(self._tokens.token_to_id, (self.special.get("mask_token"), "[MASK]", "<mask>"))
+        names = (self.special.get("mask_token", "[MASK]"), "[MASK]", "<mask>")
+        ids = map(self._tokens.token_to_id, names)
         return next((i for i in ids if i is not None), None)
 
     @functools.cached_property

@@ -160,7 +160,9 @@ class Reporter:
                 self.sums = self.sums + sums
             self._skipped = 0 if finite else self._skipped + 1
             if not finite:
-                what = "the gradient or the update" if np.isfinite(value) else f"the loss, {value},"
+                what = f"the loss, {value}, is not finite"
+                if np.isfinite(value):
+                    what = "the gradient or the update is not finite"
                 self._not_finite(what)
             elif not sums[1].any():
                 why = "no example or label of the batch counts"
@@ -168,7 +170,6 @@ class Reporter:
         return self.trouble is None
 
     def _not_finite(self, what: str) -> None:
-        what = f"{what} is not finite"
         if self._skip:
             self.history.events.append({"step": self.step, "event": SKIPPED, "why": what})
             what = f"{what} in {_IN_A_ROW} steps one after the other, the last"

@@ -245,6 +245,11 @@ CALLS: dict[str, Call] = {
     "jaxonnx.evaluate": Call(
         lambda: jaxonnx.evaluate, model=net, data=DATASET, loss=LABELS, progress=False
     ),
+    "jaxonnx.export_safetensors": Call(
+        lambda: jaxonnx.export_safetensors, model=net, folder=in_folder("hf")
+    ),
+    "jaxonnx.push_to_hub": Call(lambda: jaxonnx.push_to_hub, folder=in_folder("hf"), repo="me/net"),
+    "jaxonnx.Result.save": Call(lambda: result().save, folder=in_folder("tuned")),
     "jaxonnx.export_step": Call(
         lambda: jaxonnx.export_step,
         model=net,
@@ -336,6 +341,10 @@ CALLS |= {
 CALLS |= {
     f"jaxonnx.loggers.{name}": Call(lambda name=name: getattr(loggers, name), path=in_folder("log"))
     for name in ("csv", "jsonl")
+}
+CALLS |= {
+    "jaxonnx.loggers.wandb": Call(lambda: loggers.wandb, project="p"),
+    "jaxonnx.loggers.mlflow": Call(lambda: loggers.mlflow, experiment="e"),
 }
 CALLS["jaxonnx.loggers.tensorboard"] = Call(lambda: loggers.tensorboard, folder=in_folder("log"))
 CALLS |= {
