@@ -167,7 +167,8 @@ def _kinds(node: ast.expr, is_key: bool) -> Iterator[Any]:
         case ast.Subscript(value=value, slice=inner):
             last = inner.elts[-1] if isinstance(inner, ast.Tuple) else inner  # of a dict: values
             for kind in _kinds(value, is_key):
-                yield _with_elements(kind, ast.unparse(last).rpartition(".")[2])
+                name = ast.unparse(last).rpartition(".")[2].partition("[")[0]  # re.Pattern[str]
+                yield _with_elements(kind, name)
         case ast.Name(id="Select" | "Trainable"):
             yield from map(_KINDS.get, ("str", "Iterable", "Callable"))
         case ast.Name(id=name) | ast.Attribute(attr=name):

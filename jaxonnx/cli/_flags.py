@@ -264,7 +264,7 @@ VERBS: Mapping[str, Verb] = {
     ),
     "convert": Verb(
         "convert a model to half precision, or to a newer version of ONNX's operators",
-        "jaxonnx convert net.onnx half.onnx --to float16 --opset 21 --keep Softmax",
+        "jaxonnx convert net.onnx half.onnx --to float16 --opset 21 --keep Relu",
         {"": [_MODEL, Flag("output", "the file to write", FILE), *_CONVERSION], **READING},
     ),
     "sensitivity": Verb(

@@ -210,7 +210,9 @@ def masked_lm(
     require(
         "masked_lm: probability", probability, 0 < probability < 1, "between 0 and 1", TrainingError
     )
-    special = None if special_tokens is None else tuple(map(int, special_tokens))
+    special = None if special_tokens is None else (*special_tokens,)
+    fits = all(isinstance(token, int | np.integer) for token in special or ())
+    require("masked_lm: special_tokens", special_tokens, fits, "token ids", TrainingError)
     loss = _class_loss("masked_lm", _softmax_cross_entropy, None, ignore_index, reduction, -1)
     return replace(loss, masking=Masking(probability, whole_words, mask_token, special))
 

@@ -316,7 +316,8 @@ def _read_stop(model: Any, stop: Any) -> tuple[frozenset[int], tuple[str, ...]]:
     for end in several:
         is_text = isinstance(end, str) and end and model.folder is not None
         expected = "tokens, or texts for a model of a folder with a tokenizer"
-        require("stop", end, is_text or np.asarray(end).dtype.kind in "iu", expected)
+        is_token = np.ndim(end) == 0 and np.asarray(end).dtype.kind in "iu"
+        require("stop", end, is_text or is_token, expected)
     texts = tuple(end for end in several if isinstance(end, str))
     tokens = [int(end) for end in several if not isinstance(end, str)]
     return frozenset(tokens or (usual if texts else ())), texts
