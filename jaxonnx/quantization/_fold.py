@@ -238,11 +238,11 @@ def unfold(
         result.graph.node.append(inverse)
         folds.append(name)
         floats[weight] = value
-    # some exporters leave weights in floating point, and so does `fold` then
+    # some exporters leave weights in floating point, and so does `fold` then; a scalar is none
     names |= {
         node.output[0]: node.input[0]
         for node in proto.graph.node
-        if node.op_type == "QuantizeLinear" and node.input[0] in tensors
+        if node.op_type == "QuantizeLinear" and np.ndim(tensors.get(node.input[0], 0))
     }
     for name, value in (floats | points).items():
         result.graph.initializer.append(declare(name, value))
