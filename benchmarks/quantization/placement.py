@@ -242,8 +242,8 @@ def write_files(name: str, folder: Path) -> dict[str, Path]:
     write(network, paths["float"])
     batches = draw(network, 8, 1)
     before = folder / f"{name}.before.onnx"
-    options = {"skip_symbolic_shape": True}  # it does not know Resize with a symbolic batch
-    ort.shape_inference.quant_pre_process(str(paths["float"]), str(before), **options)
+    # symbolic shapes do not know Resize with a symbolic batch
+    ort.shape_inference.quant_pre_process(paths["float"], before, skip_symbolic_shape=True)
     ort.quantize_static(
         str(before),
         str(paths["theirs"]),

@@ -105,7 +105,7 @@ def measure_slopes(model: Model, feeds: Mapping[str, Any], seed: int = 0) -> lis
 
     base = project(zero, 0.0)
     # outputs that do not move by chance, or not at all, are still rounded
-    eps = max(jnp.finfo(y.dtype).eps for y in (*center, *model.params.values()))
+    eps = max(float(jnp.finfo(y.dtype).eps) for y in (*center, *model.params.values()))
     rounding = float(np.linalg.norm(base) * eps / 2)
 
     def measure(where: str, names: Sequence[str]) -> Slope:
