@@ -6,6 +6,8 @@ from pathlib import Path
 from jaxonnx._require import check_arguments, require
 from jaxonnx.errors import Error
 
+_MODELS = ("*.onnx", "*.safetensors", "*.onnx_adapter")
+
 
 def push_to_hub(
     folder: str | os.PathLike[str],
@@ -27,11 +29,13 @@ def push_to_hub(
       message: of the commit.
 
     Raises:
-      InputError: there is no such folder.
+      InputError: there is no such folder, or no model in it.
       Error: the package huggingface_hub is missing.
     """
     check_arguments(push_to_hub, locals())
-    require("folder", os.fspath(folder), Path(folder).is_dir(), "a folder with a model")
+    # an empty name is the working directory, with all that lies there
+    files = [path for kind in _MODELS for path in Path(folder).rglob(kind)]
+    require("folder", os.fspath(folder), files, "a folder with a model")
     try:
         from huggingface_hub import HfApi
     except ImportError as error:

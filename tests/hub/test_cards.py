@@ -133,6 +133,9 @@ def test_a_folder_is_uploaded(tmp_path, monkeypatch):
     assert uploaded["folder_path"] == str(tmp_path)
     with pytest.raises(jaxonnx.InputError, match="folder must be a folder"):
         jaxonnx.push_to_hub(tmp_path / "none", "me/tuned")
+    (tmp_path / "texts").mkdir()
+    with pytest.raises(jaxonnx.InputError, match="folder must be a folder with a model"):
+        jaxonnx.push_to_hub(tmp_path / "texts", "me/tuned")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(jaxonnx.Error, match="pip install 'jaxonnx\\[hub\\]'"):
         jaxonnx.push_to_hub(tmp_path, "me/tuned")
