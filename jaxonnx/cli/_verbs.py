@@ -198,7 +198,7 @@ def quantize(options: argparse.Namespace) -> Report:
     before, after = (x.to_onnx().ByteSize() for x in (model, quantized))
     values, shown = {"output": options.output, "bytes": after}, f"{before:,} bytes became {after:,}"
     if (tried := quantized.sensitivity) is not None:
-        values |= {"loss": tried.trials[-1].loss, "wider": tried.widened}
+        values |= {"loss": tried.trials[-1].loss, "wider": tried.wider_types}
         shown = f"{tried}\n\n{shown}"
     return Report(values, shown, written=[options.output])
 

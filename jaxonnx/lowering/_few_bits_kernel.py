@@ -43,7 +43,7 @@ def is_faster(x: Any, unpack: Any, size: tuple[int, int]) -> bool:
     It compiles the kernel if so.
     """
     block = getattr(unpack, "block", 0)
-    few = x.dtype == np.float32 and math.prod(x.shape[:-1]) <= FEW
+    few = x.dtype == np.float32 and 0 < math.prod(x.shape[:-1]) <= FEW
     return few and block > 0 and block % _CODES == 0 and math.prod(size) >= LEAST and _is_ready()
 
 

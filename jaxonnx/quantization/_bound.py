@@ -76,7 +76,7 @@ def insert_within(
     best = min((t for t in trials if t.size < last.size), key=lambda trial: trial.loss)
     raise InputError(
         f"max_loss={bound.most:g} of {bound.name} is met in floating point only. The best choice "
-        f"that was tried loses {best.loss:.4g}, with {len(best.widened)} of {count} tensors in "
+        f"that was tried loses {best.loss:.4g}, with {len(best.wider_types)} of {count} tensors in "
         "more bits. Pass a larger max_loss, or train with quantize= to recover it\n\n"
         f"{search.report}"
     )
@@ -157,8 +157,8 @@ class _Search:
         loss = self.bound.evaluate(network) - self.exact
         sizes = self.trials.sizes
         size = round(sum(bytes_of(kind, sizes[name]) for name, kind in types.items()))
-        widened = {n: kind for n, kind in types.items() if kind != self.ladders[n][0]}
-        self.tried.append(Trial(loss, size, widened))
+        wider_types = {n: kind for n, kind in types.items() if kind != self.ladders[n][0]}
+        self.tried.append(Trial(loss, size, wider_types))
         return loss if loss == loss else float("inf")
 
 

@@ -97,7 +97,7 @@ def insert(
         values, squares = scale_inputs(whole, sites.weights, examples, schemes)
         model, whole = with_tensors(model, values), with_tensors(whole, values)
         tensors = model.tensors
-    observed = observe(whole, sites.measured, examples)
+    observed = observe(whole, sites.range_names, examples)
     calibration = find_ranges(observed, sites.shared, scheme, types)
     ranges = calibration.ranges
     reads = sites.select_reads(ranges)

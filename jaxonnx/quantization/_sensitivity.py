@@ -27,7 +27,7 @@ class Trial(NamedTuple):
     """What it loses relative to floating point, in units of the metric."""
     size: int
     """The bytes of the weights, and of the activations of one example."""
-    widened: Mapping[str, str | None]
+    wider_types: Mapping[str, str | None]
     """The tensors with other types than the narrowest; None is floating point."""
 
 
@@ -58,10 +58,12 @@ class Sensitivity:
         return sorted(self.errors, key=lambda name: -max(self.errors[name].values()))
 
     @property
-    def widened(self) -> dict[str, str]:
+    def wider_types(self) -> dict[str, str]:
         """The types of the tensors that the last trial gives more bits."""
         return (
-            {n: t or "float32" for n, t in self.trials[-1].widened.items()} if self.trials else {}
+            {n: t or "float32" for n, t in self.trials[-1].wider_types.items()}
+            if self.trials
+            else {}
         )
 
     def __str__(self) -> str:
@@ -75,9 +77,9 @@ class Sensitivity:
         head: tuple[str, ...] = "weight", "size", *self.types
         if not self.trials:
             return _align([head, *rows])
-        rows = [(*row, self.widened.get(row[0], "")) for row in rows]
+        rows = [(*row, self.wider_types.get(row[0], "")) for row in rows]
         tried = [
-            (f"{i}", f"{x.loss:.4g}", f"{x.size:,}", f"{len(x.widened)} of {len(rows)}")
+            (f"{i}", f"{x.loss:.4g}", f"{x.size:,}", f"{len(x.wider_types)} of {len(rows)}")
             for i, x in enumerate(self.trials, 1)
         ]
         tables = (
@@ -95,7 +97,7 @@ class Sensitivity:
             measured = [self.errors[name].get(kind, np.nan) for name in names]
             values = [max(e, 1e-12) if np.isfinite(e) else np.nan for e in measured]
             axes.barh(places + k * height, values, height, label=kind)
-        labels = [f"{n}: {self.widened[n]}" if n in self.widened else n for n in names]
+        labels = [f"{n}: {self.wider_types[n]}" if n in self.wider_types else n for n in names]
         axes.set_yticks(places + 0.4 - height / 2, labels)
         axes.invert_yaxis()
         axes.set(xscale="log", xlabel="relative squared change of the outputs")

@@ -73,7 +73,7 @@ class Sites:
         return tuple(dict.fromkeys((*self.reads.values(), *self.outputs)))
 
     @property
-    def measured(self) -> tuple[str, ...]:
+    def range_names(self) -> tuple[str, ...]:
         """The activations that have a range of their own."""
         return tuple(name for name in self.values if name not in self.shared)
 

@@ -77,7 +77,7 @@ def make_trials(
     sizes = {name: int(tensors[name].size) for name in weights}
     if not activations:
         return Trials(whole, weights, schemes, {}, sizes)
-    observed = observe(whole, sites.measured, examples)
+    observed = observe(whole, sites.range_names, examples)
     ranges = {
         kind: find_ranges(observed, sites.shared, replace(scheme, activations=kind), {}).ranges
         for kind in activations

@@ -270,7 +270,7 @@ def _round(
     if model.sensitivity is not None:
         last = model.sensitivity.trials[-1]
         note += (
-            f"; {len(model.sensitivity.widened)} tensors have more bits than that, so that the "
+            f"; {len(model.sensitivity.wider_types)} tensors have more bits than that, so that the "
             f"rounding changes the loss by {last.loss:.4g}, at most {settings.max_loss:g}"
         )
     return model, note

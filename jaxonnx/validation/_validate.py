@@ -349,13 +349,8 @@ class _Run:
 
 
 def _call(model: Model, feeds: Mapping[str, Any]) -> tuple:
-    outputs = model(**_marked(feeds))
+    outputs = model(**feeds)
     return outputs if isinstance(outputs, tuple) else (outputs,)
-
-
-def _marked(feeds: Mapping[str, Any]) -> dict[str, Any]:
-    """Return inputs by the names that a call takes them by."""
-    return {f"{name}_" if name == "rng" else name: x for name, x in feeds.items()}
 
 
 def _first_difference(

@@ -134,6 +134,11 @@ def test_groups_in_the_order_of_columns_change_nothing():
     np.testing.assert_allclose(y, expected, atol=2e-5 * np.abs(expected).max())
 
 
+def test_no_rows_give_no_rows():
+    model = jaxonnx.load(file_of(512, 640, 32, 4, False))
+    assert model(np.zeros((0, 1, 640), np.float32)).shape == (0, 1, 512)
+
+
 def test_gradients_and_exports_do_without(monkeypatch):
     model = jaxonnx.load(file_of(512, 640, 32, 4, False))
     x = np.random.default_rng(3).normal(size=(1, 2, 640)).astype(np.float32)

@@ -59,7 +59,7 @@ def test_the_activation_that_rounding_ruins_stays(tmp_path):
     assert plain < 0.7
     model = jaxonnx.quantize(SMALL, (X, LABELS), max_loss=0.02, metric="accuracy", validation=0.5)
     found = model.sensitivity
-    assert found.widened == {"h": "uint16", "w2": "int16"}
+    assert found.wider_types == {"h": "uint16", "w2": "int16"}
     assert found.ranking[0] == "h"
     assert found.trials[0].loss > 0.2
     assert found.trials[-1].loss <= 0.02
@@ -73,7 +73,7 @@ def test_a_bound_of_zero_keeps_floating_point_where_16_bits_do_not_do(tmp_path):
     labels = run(LARGE.SerializeToString()).argmax(1)
     data = X, labels
     model = jaxonnx.quantize(LARGE, data, max_loss=0, metric="accuracy", validation=data)
-    assert model.sensitivity.widened["h"] == "float32"
+    assert model.sensitivity.wider_types["h"] == "float32"
     assert accuracy(model, tmp_path / "bound.onnx", X, labels) == 1
     assert "QuantizeLinear" in {node.op_type for node in model.to_onnx().graph.node}
 
@@ -151,7 +151,7 @@ def test_training_starts_within_the_bound():
     )
     (note,) = (n for n in result.history.notes if "weights are rounded" in n)
     assert re.search(r"2 tensors have more bits .* changes the loss by \S+, at most 0.05", note)
-    assert result.model.sensitivity.widened == {"h": "uint16", "w2": "int16"}
+    assert result.model.sensitivity.wider_types == {"h": "uint16", "w2": "int16"}
     lost = optax.losses.softmax_cross_entropy_with_integer_labels
     before, after = run(SMALL.SerializeToString()), run(result.model.to_onnx().SerializeToString())
     assert (lost(after, LABELS) - lost(before, LABELS)).mean() <= 0.05

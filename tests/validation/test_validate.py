@@ -72,6 +72,15 @@ def change_weight(path, changed):
     return tensor.name
 
 
+def test_inputs_may_be_called_as_arguments_are():
+    text = """<ir_version: 8, opset_import: ["": 17]>
+    g (float[n, 3] rng, float[3] params, float[3] state, float[3] model) => (float[n, 3] y)
+    <float[3] w = {0.5, -1.5, 2}> {
+    c = Mul (rng, w) a = Mul (c, params) b = Add (a, state) y = Sub (b, model) }"""
+    result = jaxonnx.validate(onnx.parser.parse_model(text))
+    assert result.ok, result
+
+
 def test_another_file_with_a_changed_weight(network, tmp_path):
     changed = tmp_path / "changed.onnx"
     name = change_weight(network, changed)
