@@ -40,6 +40,15 @@ _DECODERS = ("decoder_model_merged", "decoder_model", "decoder_with_past_model")
 _ENCODER = "encoder_model"
 _WEIGHTS = (".onnx", ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 _HUB = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)+")
+_TASKS = {
+    "ForCausalLM": "text-generation",
+    "ForSequenceClassification": "text-classification",
+    "ForTokenClassification": "token-classification",
+    "ForQuestionAnswering": "question-answering",
+    "ForMaskedLM": "fill-mask",
+    "ForImageClassification": "image-classification",
+}
+"""The tasks of the hub, by the end of the class of transformers."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +80,26 @@ class ModelFolder:
             if not isinstance(settings, dict):
                 raise ValueError("it has no object")
             return settings
+
+    @property
+    def repository(self) -> str:
+        """The repository of the hub, if the folder is in the hub's cache; otherwise empty."""
+        cached = re.search(r"models--([^/\\]+?)--([^/\\]+)", str(self.path.absolute()))
+        return f"{cached[1]}/{cached[2]}" if cached else ""
+
+    @property
+    def origin(self) -> str:
+        """The name or path of the exported model, if transformers wrote it; otherwise empty."""
+        return str(self.read_json("config.json").get("_name_or_path") or "")
+
+    @property
+    def task(self) -> str:
+        """The hub's name of what the model does; empty if no configuration tells."""
+        if self.read_json(GENAI):
+            return "text-generation"
+        classes = self.read_json("config.json").get("architectures") or ()
+        tasks = (task for end, task in _TASKS.items() if any(c.endswith(end) for c in classes))
+        return next(tasks, "")
 
 
 def find_folder(source: Any, variant: str | None) -> ModelFolder | None:

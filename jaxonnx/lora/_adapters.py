@@ -233,7 +233,11 @@ class Adapters:
             )
 
     def _save_peft(
-        self, path: str | os.PathLike[str], names: Callable[[str], str] | None, model: Model | None
+        self,
+        path: str | os.PathLike[str],
+        names: Callable[[str], str] | None,
+        model: Model | None,
+        base_model: str | None,
     ) -> None:
         """Write a folder of PEFT, with the scale in B."""
         others = {name: x for name, x in self.values.items() if name not in self._members}
@@ -267,7 +271,13 @@ class Adapters:
                 self._refuse_others()
             axes = torch_axes(cast(Model, model), block.source, whole[block.source])
             full[block.target] = np.asarray(others[block.source]).transpose(axes)
-        files.write_peft(path, moved, tables, full, self.base)
+        home = model.folder if model else None
+        if home and not base_model:
+            base_model = home.origin or home.repository or str(home.path.absolute())
+        about = {"base_model_name_or_path": base_model}
+        if home and home.task == "text-generation":
+            about["task_type"] = "CAUSAL_LM"  # AutoPeftModelForCausalLM asks for it
+        files.write_peft(path, moved, about, tables, full, self.base)
 
     def save(
         self,
@@ -275,6 +285,7 @@ class Adapters:
         model: Model | None = None,
         *,
         names: Callable[[str], str] | None = None,
+        base_model: str | None = None,
     ) -> None:
         """Write the adapters to a small file, or to a folder as PEFT has it.
 
@@ -288,6 +299,9 @@ class Adapters:
             gets the ranks that reach it. PEFT ignores names that it does not find; a warning says
             if they are not certain.
           names: as in `to_inputs`, for the two latter; by default, in a folder, transformers' name.
+          base_model: the name on the hub, or the path, of transformers' model that PEFT is to load
+            (`base_model_name_or_path` of a folder). By default, of a model that was loaded from a
+            folder, `_name_or_path` of its `config.json`, its name on the hub, or its path.
 
         Raises:
           InputError: tensors were trained in full (only .npz has them, and a folder matrices, as
@@ -298,7 +312,7 @@ class Adapters:
         if os.fspath(path).endswith(files.SUFFIX):
             return files.write_onnx_adapter(path, self.to_inputs(names or module_name))
         if os.path.isdir(path) or os.fspath(path).endswith(("/", os.sep)):
-            return self._save_peft(path, names, model)
+            return self._save_peft(path, names, model, base_model)
         about = json.dumps(self.about).encode()
         arrays = {**self.values, _ABOUT: np.frombuffer(about, np.uint8)}
         from jaxonnx import sparse

@@ -166,6 +166,7 @@ def read_onnx_adapter(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 def write_peft(
     folder: str | os.PathLike[str],
     changes: Mapping[str, Change],
+    about: Mapping[str, str | None] = MappingProxyType({}),
     tables: Collection[str] = (),
     others: Mapping[str, np.ndarray] = MappingProxyType({}),
     base: str = "",
@@ -178,6 +179,7 @@ def write_peft(
     Args:
       folder: to write to.
       changes: by module.
+      about: settings that say what the adapters are for.
       tables: the modules among them that are embeddings.
       others: weights that were trained in full, by module.
       base: the checksum.
@@ -187,6 +189,7 @@ def write_peft(
     rank = max(ranks.values())
     odd = {name: r for name, r in ranks.items() if r != rank}
     config = {
+        **about,
         "peft_type": "LORA",
         "r": rank,
         "lora_alpha": rank,

@@ -4,36 +4,28 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxonnx._atomic_write import write_atomically
 from jaxonnx._data.batches import Examples, Source
 from jaxonnx._graph.uses import weights
+from jaxonnx._io.folders import ModelFolder
 from jaxonnx._text import format_count
 from jaxonnx.errors import InputError
 from jaxonnx.model import Model
 from jaxonnx.training._report import ReportSource, format_setting, list_changed, list_versions
 
-NAME = "README.md"
+NAME, ADAPTERS = "README.md", "adapter_config.json"
 _MARK = "<!-- written by jaxonnx -->"
 _LIBRARIES = (
-    ("adapter_config.json", "peft"),
+    (ADAPTERS, "peft"),
     ("model.safetensors", "transformers"),
     ("model.safetensors.index.json", "transformers"),
     ("genai_config.json", "onnxruntime-genai"),
 )
 """By a file of the folder, the library that the hub shows; otherwise ONNX."""
-_TASKS = {
-    "ForCausalLM": "text-generation",
-    "ForSequenceClassification": "text-classification",
-    "ForTokenClassification": "token-classification",
-    "ForQuestionAnswering": "question-answering",
-    "ForMaskedLM": "fill-mask",
-    "ForImageClassification": "image-classification",
-}
-"""The tasks of the hub, by the end of the class of transformers."""
 _HEAD = re.compile(r"---\n(.*?)\n---\n", re.DOTALL)
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -47,17 +39,19 @@ def check_card(folder: Path, model: Model) -> None:
         )
 
 
-def write_card(result: ReportSource, folder: Path, license: str | None) -> None:
+def write_card(
+    result: ReportSource, folder: Path, license: str | None = None, base: str | None = None
+) -> None:
     """Write the card of a run into the folder of its model or adapters."""
     model = result.model
-    base, head = _find_base(model), _HEAD.match(_read_base_card(model))
+    base, head = base or _find_base(model, folder), _HEAD.match(_read_base_card(model))
     if license is None and head and (line := re.search(r"^license: *(\S+)", head[1], re.M)):
         license = line[1]
     present = (library for name, library in _LIBRARIES if (folder / name).is_file())
     fields = {
         "base_model": base,
         "library_name": next(present, "onnx"),
-        "pipeline_tag": _find_task(model),
+        "pipeline_tag": model.folder.task if model.folder else "",
         "license": license,
         "tags": ["jaxonnx", *(["lora"] if result.lora else [])],
     }
@@ -118,30 +112,15 @@ def _describe_sparsity(model: Model) -> str:
     return ", ".join(f"{count} weights of {pattern}" for pattern, count in patterns.items())
 
 
-def _find_base(model: Model) -> str:
-    """Return the repository of the hub that a model's folder is from; empty if that is not known.
+def _find_base(model: Model, folder: Path) -> str:
+    """Return the repository of the hub with the base model; empty if that is not known.
 
-    The hub's cache tells it, or `_name_or_path`, which transformers writes into `config.json`.
+    The configuration of adapters names it, the hub's cache, or what transformers exported.
     """
-    if model.folder is None:
-        return ""
-    cached = re.search(r"models--([^/\\]+?)--([^/\\]+)", str(model.folder.path.absolute()))
-    if cached:
-        return f"{cached[1]}/{cached[2]}"
-    name = str(model.folder.read_json("config.json").get("_name_or_path") or "")
-    return name if _REPOSITORY.fullmatch(name) else ""
-
-
-def _find_task(model: Model) -> str:
-    """Return the hub's name of what a model does; empty if its folder does not tell."""
-    read: Any = model.folder.read_json if model.folder else lambda name: {}
-    if read("genai_config.json"):
-        return "text-generation"
-    classes: Sequence[str] = read("config.json").get("architectures") or ()
-    ends: Mapping[str, str] = {
-        end: task for end, task in _TASKS.items() if any(c.endswith(end) for c in classes)
-    }
-    return next(iter(ends.values()), "")
+    home = model.folder
+    names = [ModelFolder(folder, "").read_json(ADAPTERS).get("base_model_name_or_path")]
+    names += [home.repository, home.origin] if home else []
+    return next((name for name in names if name and _REPOSITORY.fullmatch(name)), "")
 
 
 def _read_base_card(model: Model) -> str:

@@ -62,6 +62,7 @@ class Result:
         *,
         card: bool = True,
         license: str | None = None,
+        base_model: str | None = None,
         **options: Any,
     ) -> None:
         """Write a folder with the model, and a model card for the Hugging Face hub.
@@ -76,6 +77,8 @@ class Result:
             PEFT; or "safetensors", the checkpoint of `jaxonnx.export_safetensors`.
           card: write the card.
           license: of the card; by default that of the base model's card, if its folder has one.
+          base_model: the model that was tuned, by its name on the hub, for the card and for PEFT; by
+            default as in `Adapters.save`.
           options: those of the function of the form.
 
         Raises:
@@ -92,14 +95,14 @@ class Result:
         elif form == "peft":
             if self.lora is None:
                 raise InputError("form='peft': the run has trained no adapters (lora=)")
-            self.lora.save(f"{target}/", self.model, **options)
+            self.lora.save(f"{target}/", self.model, base_model=base_model, **options)
         elif self.model.folder is not None:
             self.model.save(f"{target}/", **options)
         else:
             target.mkdir(parents=True, exist_ok=True)
             self.model.save(target / "model.onnx", **options)
         if card:
-            write_card(self, target, license)
+            write_card(self, target, license, base_model)
 
     def __str__(self) -> str:
         return "\n".join([str(self.history), *self.history.notes, *_list_changes(self)])

@@ -58,7 +58,9 @@ def test_each_form_has_a_card(result, tmp_path):
         assert f"| {jax.__version__} |" in text
         for row in result.history.epochs:
             assert f"{row['validation_loss']:.6g}" in text
-    assert (tmp_path / "peft" / "adapter_config.json").is_file()
+    config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(FOLDER.absolute())
+    assert config["task_type"] == "CAUSAL_LM"
     saved = jaxonnx.load(tmp_path / "model")
     ours = saved.without_cache()(**feeds(saved))
     np.testing.assert_array_equal(ours, result.model.without_cache()(**feeds(saved)))
@@ -84,6 +86,28 @@ def test_base_and_license_are_those_of_the_base(result, tmp_path):
     assert "https://huggingface.co/someone/small" in text
     copied.save(tmp_path / "tuned", license="mit")  # its own card is replaced
     assert read_card(tmp_path / "tuned")[0]["license"] == "mit"
+
+
+def test_peft_and_its_card_name_the_model_of_transformers(result, tmp_path):
+    """Which config.json tells, or else the hub's cache; or an argument."""
+    base = tmp_path / "models--onnx-community--small-ONNX" / "snapshots" / "0"
+    jaxonnx.load(FOLDER).save(f"{base}/")
+    config = json.loads((base / "config.json").read_text())
+    for origin, wanted in (("", "onnx-community/small-ONNX"), ("someone/small", "someone/small")):
+        (base / "config.json").write_text(json.dumps({**config, "_name_or_path": origin}))
+        tuned = jaxonnx.Result(jaxonnx.load(base), result.history, lora=result.lora)
+        tuned.save(tmp_path / "peft", "peft")
+        assert read_base(tmp_path / "peft") == wanted
+        assert read_card(tmp_path / "peft")[0]["base_model"] == wanted
+    tuned.save(tmp_path / "peft", "peft", base_model="someone/other")
+    assert read_base(tmp_path / "peft") == "someone/other"
+    assert read_card(tmp_path / "peft")[0]["base_model"] == "someone/other"
+    tuned.save(tmp_path / "whole", base_model="someone/other")
+    assert read_card(tmp_path / "whole")[0]["base_model"] == "someone/other"
+
+
+def read_base(folder):
+    return json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
 
 
 def test_the_card_of_someone_else_stays(result, tmp_path):

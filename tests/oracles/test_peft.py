@@ -4,6 +4,7 @@ Needs peft, torch and transformers, and what writes the files: onnxruntime-genai
 transformers 5), or optimum. CI has none of them.
 """
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 import jaxonnx
 from tests.support import genai_builder
+from tests.support.adapter_files import changed
 from tests.support.genai_builder import ARCHITECTURES, LAYERS, SIZES
 
 peft = pytest.importorskip("peft")
@@ -178,6 +180,27 @@ def test_files_of_optimum(architecture, tmp_path):
     settings = {"task": f"{kind}-generation-with-past", "do_validation": False}
     export(str(checkpoint), target, library_name="transformers", **settings)
     check_both_directions(checkpoint, jaxonnx.load(target), tmp_path)
+
+
+def test_peft_finds_the_model_that_was_exported(tmp_path, monkeypatch):
+    """By `_name_or_path` of optimum's folder, or the argument."""
+    export = pytest.importorskip("optimum.exporters.onnx").main_export
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    checkpoint, target = tmp_path / "hf", tmp_path / "onnx"
+    write_network("llama", {}, checkpoint)
+    settings = {"task": "text-generation-with-past", "do_validation": False}
+    export(str(checkpoint), target, library_name="transformers", **settings)
+    model = jaxonnx.load(target)
+    adapted = changed(model, 2, "attention")
+    wanted = run_model(adapted)
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, "_name_or_path": str(checkpoint)}))
+    jaxonnx.Adapters.of(adapted).save(f"{tmp_path}/found/", model)
+    (target / "config.json").write_text(json.dumps({**config, "_name_or_path": ""}))
+    jaxonnx.Adapters.of(adapted).save(f"{tmp_path}/named/", model, base_model=str(checkpoint))
+    for name in ("found", "named"):
+        network = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / name).eval()
+        np.testing.assert_allclose(run_network(network), wanted, rtol=0, atol=1e-5)
 
 
 def test_embeddings_whole_layers_and_combined_adapters(tmp_path):
