@@ -77,8 +77,8 @@ class Result:
             PEFT; or "safetensors", the checkpoint of `jaxonnx.export_safetensors`.
           card: write the card.
           license: of the card; by default that of the base model's card, if its folder has one.
-          base_model: the model that was tuned, by its name on the hub, for the card and for PEFT; by
-            default as in `Adapters.save`.
+          base_model: the model that was tuned, by its name on the hub, for the card and for PEFT;
+            by default as in `Adapters.save`.
           options: those of the function of the form.
 
         Raises:
