@@ -74,7 +74,7 @@ BUDGETS = {
     "losses": (394, "those that optax lacks: of tokens, from other models, of pairs in a batch"),
     "onnx_out": (3307, "a rule for each JAX primitive, and what makes graphs quick in runtimes"),
     "_graph": (2840, "binding, and which tensor is a weight, by the habits of exporters"),
-    "cli": (2065, "eighteen commands; their flags are declared where the arguments are"),
+    "cli": (2075, "eighteen commands; their flags are declared where the arguments are"),
     "sparse": (2025, "patterns, the search of masks, training, packing, products and their proof"),
     "lowering": (2105, "what XLA is quick with, or kernels, with a row in a benchmark each; forms"),
     "_data": (2902, "arrays, files, pictures, sequences and loaders, read as one kind of source"),

@@ -2,6 +2,7 @@
 
 import argparse
 import tempfile
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
@@ -31,7 +32,7 @@ from jaxonnx.errors import InputError
 from jaxonnx.lora import LoRA
 from jaxonnx.model import Model
 from jaxonnx.quantization import Quantization
-from jaxonnx.training import Settings, open_data, read_data
+from jaxonnx.training import Result, Settings, has_other_card, open_data, read_data
 
 
 def train(options: argparse.Namespace, sparsity: Mapping[str, Any] | None = None) -> Report:
@@ -65,12 +66,13 @@ def train(options: argparse.Namespace, sparsity: Mapping[str, Any] | None = None
         return Report({}, None, stopped)
     if recorded:
         trained = images.with_preparation(trained, reading.preparation(trained, options))
-    _save(trained, options.output)
+    result = replace(result, model=trained)
+    _save(result, options.output)
     if result.lora is not None and options.adapters is not None:
         result.lora.save(options.adapters)
     if options.report is not None:
         passed = {n: x for n, x in vars(options).items() if x not in (None, False, [])}
-        replace(result, model=trained).report(options.report, passed)
+        result.report(options.report, passed)
     written = _output_paths(options)
     about = {"output": options.output, "written": written}
     about |= {"history": asdict(history), "changes": result.changes}
@@ -176,7 +178,7 @@ def import_step(options: argparse.Namespace) -> Report:
 def _check_output(path: Path, model: Model) -> None:
     """Refuse before the training what could not be written after it."""
     check_suffix(path)
-    if model.folder is None or not is_folder(path, model.folder):
+    if not _has_folder(path, model):
         check_writable(path)
     else:  # the first folder that is there
         there = next(p for p in (path, *path.absolute().parents) if p.exists())
@@ -270,7 +272,8 @@ def _explain(
         where = () if options.distributed == "auto" else options.distributed
         lines.insert(0, f"jax.distributed.initialize({', '.join(map(repr, where))})")
         lines.append("# in process 0 alone:")
-    lines.append(f"result.model.save({explain.source(options.output)})")
+    call = "result.save" if _has_folder(options.output, model) else "result.model.save"
+    lines.append(f"{call}({explain.source(options.output)})")
     if "lora" in settings and options.adapters is not None:
         lines.append(f"result.lora.save({explain.source(options.adapters)})")
     if options.report is not None:
@@ -378,13 +381,24 @@ def _lora(options: argparse.Namespace) -> partial | None:
     return None
 
 
-def _save(model: Model, path: Path) -> None:
+def _has_folder(path: Path, model: Model) -> bool:
+    """Check whether a model is saved as a folder, which has a card as well."""
+    return model.folder is not None and is_folder(path, model.folder)
+
+
+def _save(result: Result, path: Path) -> None:
     """Write the result of a long training; elsewhere, if it cannot be written here."""
+    save = result.model.save
+    if _has_folder(path, result.model):
+        card = not has_other_card(path, result.model)
+        save = partial(result.save, card=card)
+        if not card:
+            warnings.warn(f"README.md of '{path}' stays: jaxonnx did not write it", stacklevel=2)
     try:
-        model.save(path)
+        save(path)
     except OSError as error:
         folder = Path(tempfile.mkdtemp(prefix="jaxonnx-"))
-        model.save(folder / path.name)
+        save(folder / path.name)
         raise Failed(f"{error}; the trained model is in {folder / path.name}") from error
 
 

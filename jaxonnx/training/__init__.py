@@ -8,6 +8,7 @@ from jaxonnx._arguments import DataArguments, StepArguments, TrainArguments
 from jaxonnx._data.batches import Batch
 from jaxonnx._io.training_checkpoints import TrainingCheckpoint, read_training_checkpoint
 from jaxonnx.training._build_step import build_step, step
+from jaxonnx.training._card import has_other_card
 from jaxonnx.training._classification import ConfusionMatrix, Curve, Curves, PerClass
 from jaxonnx.training._data import open_data, read_data
 from jaxonnx.training._evaluate import evaluate

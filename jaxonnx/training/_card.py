@@ -13,7 +13,6 @@ from jaxonnx._data.batches import Examples, Source
 from jaxonnx._graph.uses import weights
 from jaxonnx._io.folders import ModelFolder
 from jaxonnx._text import format_count
-from jaxonnx.errors import InputError
 from jaxonnx.model import Model
 from jaxonnx.training._report import ReportSource, format_setting, list_changed, list_versions
 
@@ -30,13 +29,10 @@ _HEAD = re.compile(r"---\n(.*?)\n---\n", re.DOTALL)
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def check_card(folder: Path, model: Model) -> None:
-    """Raise an InputError if a folder has a card that someone else wrote for it."""
+def has_other_card(folder: Path, model: Model) -> bool:
+    """Check whether a folder has a card that someone else wrote for it."""
     text, base = _read(folder / NAME), _read_base_card(model)
-    if text and _MARK not in text and text != base:
-        raise InputError(
-            f"'{folder / NAME}' exists, and jaxonnx did not write it: move it, or pass card=False"
-        )
+    return bool(text) and _MARK not in text and text != base
 
 
 def write_card(

@@ -16,7 +16,7 @@ from jaxonnx._text import format_count
 from jaxonnx.errors import InputError
 from jaxonnx.lora import Adapters
 from jaxonnx.model import Model
-from jaxonnx.training._card import check_card, write_card
+from jaxonnx.training._card import NAME, has_other_card, write_card
 from jaxonnx.training._history import History
 from jaxonnx.training._report import Run, write
 from jaxonnx.training._step import Step
@@ -88,8 +88,11 @@ class Result:
         """
         check_arguments(Result.save, locals())
         target = Path(folder)
-        if card:
-            check_card(target, self.model)
+        if card and has_other_card(target, self.model):
+            raise InputError(
+                f"'{target / NAME}' exists, and jaxonnx did not write it: move it, or pass "
+                "card=False"
+            )
         if form == "safetensors":
             export_safetensors(self.model, target, **options)
         elif form == "peft":

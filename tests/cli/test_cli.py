@@ -655,15 +655,23 @@ def test_a_language_model_is_a_folder_before_and_after(tmp_path, monkeypatch, ca
     assert command(f"{line} --lora-where mlp -o explained/ --explain") == 0
     program = capsys.readouterr().out
     assert 'lora=jaxonnx.LoRA(4, where="mlp")' in program
-    assert 'save("explained")' in program
+    assert 'result.save("explained")' in program
     assert command(f"{line} --lora-where mlp --output tuned/ --samples list") == 0
     assert r"epoch 1: '<|im_start|>user\nlist<|im_end|>" in capsys.readouterr().out
-    assert {p.name for p in Path("tuned").iterdir()} == {p.name for p in home.iterdir()}
+    names = {p.name for p in home.iterdir()} | {"README.md"}
+    assert {p.name for p in Path("tuned").iterdir()} == names
+    card = Path("tuned/README.md").read_text()
+    assert "| data | chat.jsonl, 4 examples |" in card
+    assert 'pipeline_tag: "text-generation"' in card
     assert len({p.stat().st_mode for p in Path("tuned").glob("model.onnx*")}) == 1
     before, after = (jaxonnx.load(path).params for path in (home, "tuned"))
     changed = {n for n in before if not np.array_equal(before[n], after[n])}
     assert changed
     assert all(".mlp." in name for name in changed)
+    Path("tuned/README.md").write_text("Mine.\n")
+    assert command(f"{line} --lora-where mlp --output tuned/") == 0
+    assert "README.md of 'tuned' stays: jaxonnx did not write it" in capsys.readouterr().err
+    assert Path("tuned/README.md").read_text() == "Mine.\n"
 
 
 @pytest.mark.parametrize("form", ["flags", "toml"])
