@@ -41,7 +41,7 @@ from jaxonnx.lowering._recurrence import (
     transpose_weight,
 )
 from jaxonnx.lowering._remat import remat
-from jaxonnx.lowering._rounded import Dot, Rounded
+from jaxonnx.lowering._rounded import Dot, Rounded, has_units
 from jaxonnx.lowering._stored_array import (
     ChannelsLast,
     KernelFirst,

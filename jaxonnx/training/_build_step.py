@@ -30,6 +30,7 @@ from jaxonnx.training._head import complete_settings, with_heads
 from jaxonnx.training._losses import find_by_output
 from jaxonnx.training._mesh_step import MeshStep
 from jaxonnx.training._optimizers import is_planned
+from jaxonnx.training._precision import precision_notes
 from jaxonnx.training._quantize import prepare
 from jaxonnx.training._select_parameters import freeze_without_gradient, select_parameters
 from jaxonnx.training._sequences import read_whole_sequences
@@ -150,9 +151,9 @@ def _build_local_step(
         optimizer = accumulate(optimizer, settings.accumulate, divided)
     if storage.narrow:
         goal = replace(goal, notes=(*goal.notes, _master_note(storage.narrow)))
-    if settings.precision == "fp16":
-        note = "the loss is scaled while its gradient is taken, by what float16 can hold"
-        goal = replace(goal, notes=(*goal.notes, note))
+    if settings.precision:
+        notes = precision_notes(settings.precision, storage.platform)
+        goal = replace(goal, notes=(*goal.notes, *notes))
     structured: frozenset[str] = frozenset()
     if settings.sparsity is None:
         model = remove_sparsity(model)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, primitives
 
 from jaxonnx._jaxpr import Program, inner_program, interpret, programs, retrace_params
-from jaxonnx.lowering import LOOPS, Dot, Rounded, contract, contract_p
+from jaxonnx.lowering import LOOPS, Dot, Rounded, contract, contract_p, has_units
 
 _PRODUCTS = (primitives.conv_general_dilated_p, primitives.dot_general_p, contract_p)
 """Primitives that are products of their two operands."""
@@ -59,6 +59,23 @@ class LossScale(NamedTuple):
         doubles = self.steps + 1 >= _GROWTH
         factor = jnp.where(doubles, jnp.minimum(2 * self.factor, 2.0**24), self.factor)
         return LossScale(factor, jnp.where(doubles, 0, self.steps + 1))
+
+
+def precision_notes(name: str, platform: str) -> list[str]:
+    """Return the notes of a run in "bf16" or "fp16": whether it pays, and what happens to the loss.
+
+    Accelerators have units for both types.
+    """
+    notes = []
+    if platform == "cpu":
+        pays = "this processor has units for large products of this type"
+        costs = "this processor has no known units for it, so steps take longer than in float32"
+        verdict = pays if has_units(PRECISIONS[name]) else costs
+        bench = f"`jaxonnx bench FILE --precision {name}` measures both"
+        notes.append(f"precision={name!r}: {verdict}; {bench}")
+    if name == "fp16":
+        notes.append("the loss is scaled while its gradient is taken, by what float16 can hold")
+    return notes
 
 
 def round_products(function: Callable[..., Any], dtype: Any) -> Callable[..., Any]:

@@ -105,3 +105,15 @@ def test_branches_and_loops():
     np.testing.assert_allclose(
         jax.jit(round_products(function, jnp.bfloat16))(x), function(x), rtol=0.05
     )
+
+
+@pytest.mark.parametrize(
+    ("units", "expected"), [(True, "has units for"), (False, "steps take longer than in float32")]
+)
+def test_a_run_says_whether_its_processor_has_units(monkeypatch, units, expected):
+    monkeypatch.setattr("jaxonnx.training._precision.has_units", lambda dtype: units)
+    result = train(data=examples(8), optimizer=optax.sgd(0.1), precision="bf16")
+    (note,) = (note for note in result.history.notes if "precision" in note)
+    assert expected in note
+    assert "jaxonnx bench FILE --precision bf16" in note
+    assert note in str(result)
