@@ -81,7 +81,7 @@ BUDGETS = {
     "validation": (540, "outputs, gradients, files, integers, beside another computation"),
     "_run": (1410, "the evaluator, and what keeps hostile files from taking the machine"),
     "views": (395, "changes of a network and their ways back, those that belong to no feature"),
-    "_io": (1932, "ModelProto, external data, pairs of files, npz, safetensors, packing"),
+    "_io": (1945, "ModelProto, external data, pairs of files, npz, safetensors, packing"),
     "model": (2300, "Model, what makes another Model of one, and generation of text"),
     "_rewrite": (1100, "networks and files to files: heads, batches, outputs"),
     "training_info": (520, "the file's own training graphs, run and written"),

@@ -9,6 +9,9 @@ from jaxonnx._io.folders import GENAI, ModelFolder
 from jaxonnx._rewrite.network import Network
 from jaxonnx.errors import TrainingError
 
+_TRANSCRIPT = "<|startoftranscript|>"
+"""The token that Whisper's transcripts begin with."""
+
 
 def context_length(folder: ModelFolder) -> int | None:
     """Return the context length that the configuration files of a model give, if any does."""
@@ -51,8 +54,15 @@ def vocabulary(model: Network) -> int | None:
 
 
 def decoder_numbers(folder: ModelFolder) -> tuple[int | None, int]:
-    """Return the start token of an encoder-decoder, if the files give it, and the padding token."""
+    """Return the start token of an encoder-decoder, if the files give it, and the padding token.
+
+    onnxruntime-genai's folders have the start token of Whisper in the tokenizer alone.
+    """
     names = "decoder_start_token_id", "pad_token_id"
     files = [folder.read_json(name) for name in ("generation_config.json", "config.json")]
+    files.append(folder.read_json(GENAI).get("model", {}))
     start, fill = (next((f[n] for f in files if isinstance(f.get(n), int)), None) for n in names)
+    if start is None:
+        added = folder.read_json("tokenizer.json").get("added_tokens", ())
+        start = next((token["id"] for token in added if token["content"] == _TRANSCRIPT), None)
     return start, 0 if fill is None else fill

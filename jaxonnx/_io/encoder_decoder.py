@@ -2,7 +2,8 @@
 
 The joined graph takes what Hugging Face's models take: the inputs of the encoder, and those of the
 decoder as `decoder_input_ids`, `decoder_attention_mask` and so on. The decoder reads the states of
-the encoder and its mask. Names of the encoder's tensors have `PREFIX`.
+the encoder and its mask, or (onnxruntime-genai's Whisper) keys and values that the encoder
+computes. Names of the encoder's tensors have `PREFIX`.
 """
 
 from collections.abc import Callable, Iterable, Set
@@ -21,6 +22,8 @@ MASK, DECODER_MASK = "attention_mask", "encoder_attention_mask"
 _HIDDEN = "last_hidden_state"
 _OF_DECODER = "input_ids", "inputs_embeds", "attention_mask", "position_ids"
 """Inputs that a decoder has for itself, whatever the encoder has."""
+_NAMES = {"audio_features": "input_features"}
+"""Inputs of encoders that Hugging Face's models have under other names."""
 
 Read = tuple[ModelProto, dict[str, np.ndarray]]
 """What `read` returns of a file: the graph, and its tensors by name."""
@@ -41,11 +44,15 @@ def join_files(encoder: Read, decoder: Read) -> Read:
     front = ModelProto()
     front.CopyFrom(first)
     names = _names(first.graph) - {value.name for value in first.graph.input}
-    _rename(front.graph, lambda name: PREFIX + name if name in names else name, _enter)
+    _rename(
+        front.graph,
+        lambda name: PREFIX + name if name in names else _NAMES.get(name, name),
+        _enter,
+    )
     if both := (_names(front.graph) & _names(result.graph)) - {*renamed.values()}:
         raise ModelError(f"the encoder and the decoder both have a value '{min(both)}'")
 
-    inputs = {value.name for value in front.graph.input} | {PREFIX + _find_states(first.graph)}
+    inputs = {value.name for value in front.graph.input} | _joined_values(first.graph, second.graph)
     values = [v for v in result.graph.input if v.name not in inputs]
     nodes = [*front.graph.node, *result.graph.node]
     for field, merged in (("input", [*front.graph.input, *values]), ("node", nodes)):
@@ -78,29 +85,28 @@ def part_files(
             f"the record {min(records)!r} is of both files of a folder: save the model as one "
             "file, with a path that ends in .onnx"
         )
-    renamed, hidden = (
-        _decoder_names(encoder.graph, decoder.graph),
-        PREFIX + _find_states(encoder.graph),
-    )
+    renamed = _decoder_names(encoder.graph, decoder.graph)
+    joined = _joined_values(encoder.graph, decoder.graph)
     owned = {PREFIX + value.name for value in encoder.graph.output}
     outputs = {value.name for value in proto.graph.output}
     front = _ancestors(proto.graph.node, owned)
-    back = _ancestors(proto.graph.node, outputs - {hidden}, {hidden})
+    back = _ancestors(proto.graph.node, outputs - joined, joined)
     for name in _names(proto.graph) - front - back:  # what nothing needs stays where it was
         (front if name.startswith(PREFIX) else back).add(name)
 
-    first, second = (_part(proto, *part, hidden) for part in ((encoder, front), (decoder, back)))
+    first, second = (_part(proto, *part, joined) for part in ((encoder, front), (decoder, back)))
     values = {value.name: value for value in proto.graph.input}
-    mine = {v.name: v for v in encoder.graph.input}
+    mine = {_NAMES.get(v.name, v.name): v for v in encoder.graph.input}
     theirs = {renamed.get(v.name, v.name): v for v in decoder.graph.input}
     for part, part_values in ((first, mine), (second, theirs)):
         read = {name for node in part.graph.node for name in reads(node)}
-        declared = [values.get(n, v) for n, v in part_values.items() if n in values or n == hidden]
+        declared = [values.get(n, v) for n, v in part_values.items() if n in values or n in joined]
         new = [v for n, v in values.items() if n in read and n not in mine and n not in theirs]
         part.graph.input.extend([*declared, *new])
     first.graph.output.extend(encoder.graph.output)
     second.graph.output.extend(proto.graph.output)
-    _rename(first.graph, own_name, _leave)
+    original = {name: value.name for name, value in mine.items()}
+    _rename(first.graph, lambda name: original.get(name, own_name(name)), _leave)
     original = {new: old for old, new in renamed.items()}
     _rename(second.graph, lambda name: original.get(name, name))
     return first, second
@@ -112,13 +118,11 @@ def own_name(name: str) -> str:
 
 
 def _check(encoder: ModelProto, decoder: ModelProto) -> None:
-    inputs = [value.name for value in decoder.graph.input]
-    if STATES not in inputs:
+    if not _joined_values(encoder.graph, decoder.graph):
         raise ModelError(
             f"the decoder has no input '{STATES}' for what the encoder gives; its inputs are "
-            + ", ".join(inputs)
+            + ", ".join(value.name for value in decoder.graph.input)
         )
-    _find_states(encoder.graph)
     versions = {entry.domain: entry.version for entry in encoder.opset_import}
     for entry in decoder.opset_import:
         if versions.get(entry.domain, entry.version) != entry.version:
@@ -136,12 +140,25 @@ def _key(function: FunctionProto) -> tuple[str, str, str]:
     return function.domain, function.name, function.overload
 
 
-def _find_states(graph: GraphProto) -> str:
-    """Return the output of an encoder that its decoder reads."""
-    names = [value.name for value in graph.output]
-    if len(names) != 1 and _HIDDEN not in names:
-        raise ModelError(f"the encoder has the outputs {', '.join(names)}, and no '{_HIDDEN}'")
-    return names[0] if len(names) == 1 else _HIDDEN
+def _find_links(encoder: GraphProto, decoder: GraphProto) -> dict[str, str]:
+    """Return the inputs of a decoder that are outputs of its encoder, with these.
+
+    These are the states, or the keys and values for each layer, as `past_key_cross_0` is an input
+    and `present_key_cross_0` an output.
+    """
+    names, inputs = ([v.name for v in values] for values in (encoder.output, decoder.input))
+    pairs = {name: name.replace("past_", "present_", 1) for name in inputs if "past_" in name}
+    links = {name: output for name, output in pairs.items() if output in names}
+    if STATES in inputs:
+        if len(names) != 1 and _HIDDEN not in names:
+            raise ModelError(f"the encoder has the outputs {', '.join(names)}, and no '{_HIDDEN}'")
+        links[STATES] = names[0] if len(names) == 1 else _HIDDEN
+    return links
+
+
+def _joined_values(encoder: GraphProto, decoder: GraphProto) -> set[str]:
+    """Return the values of the joined graph that the encoder computes and the decoder reads."""
+    return {PREFIX + name for name in _find_links(encoder, decoder).values()}
 
 
 def _decoder_names(encoder: GraphProto, decoder: GraphProto) -> dict[str, str]:
@@ -152,7 +169,7 @@ def _decoder_names(encoder: GraphProto, decoder: GraphProto) -> dict[str, str]:
         for value in decoder.input
         if value.name in kinds or value.name in _OF_DECODER
     }
-    names[STATES] = PREFIX + _find_states(encoder)
+    names |= {name: PREFIX + output for name, output in _find_links(encoder, decoder).items()}
     for value in decoder.input:
         if value.name == DECODER_MASK and kinds.get(MASK) == value.type.tensor_type.elem_type:
             names[value.name] = MASK
@@ -212,7 +229,7 @@ def _ancestors(
     return values
 
 
-def _part(proto: ModelProto, header: ModelProto, names: Set[str], hidden: str) -> ModelProto:
+def _part(proto: ModelProto, header: ModelProto, names: Set[str], joined: Set[str]) -> ModelProto:
     """Extract the nodes that compute these values into a model of their own."""
     result, graph = ModelProto(), proto.graph
     result.CopyFrom(header)
@@ -221,7 +238,7 @@ def _part(proto: ModelProto, header: ModelProto, names: Set[str], hidden: str) -
     result.ir_version = max(header.ir_version, proto.ir_version)
     target = result.graph
     target.node.extend(node for node in graph.node if not names.isdisjoint(node.output))
-    inputs = {hidden, *(value.name for value in graph.input)}
+    inputs = joined | {value.name for value in graph.input}
     target.value_info.extend(v for v in graph.value_info if v.name in names - inputs)
     target.initializer.extend(tensor for tensor in graph.initializer if tensor.name in names)
     sparse = (tensor for tensor in graph.sparse_initializer if tensor.values.name in names)

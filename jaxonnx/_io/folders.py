@@ -1,10 +1,11 @@
 """Folders of language models: which file is the decoder, what goes with it, and saving all of it.
 
-onnxruntime-genai    genai_config.json names the file of the decoder
+onnxruntime-genai    genai_config.json names the file of the decoder, and that of its encoder
 optimum              model.onnx, or decoder_model*.onnx, beside config.json
 transformers.js      onnx/model.onnx and variants of it, onnx/model_q4.onnx
 
-The last two have an encoder beside its decoder as encoder_model.onnx (`_io.encoder_decoder`).
+The last two have an encoder beside its decoder as encoder_model.onnx. `_io.encoder_decoder` joins
+them.
 
 A name like "onnx-community/Qwen3-0.6B-ONNX" is a folder of the Hugging Face hub.
 """
@@ -138,13 +139,15 @@ def choose_files(
     """
     files = sorted(n for n in names if re.fullmatch(r"(onnx/)?[^/]+\.onnx", n))
     if variant is None and GENAI in names and folder is not None:
-        decoder = ModelFolder(folder, "").read_json(GENAI).get("model", {}).get("decoder", {})
-        if "filename" in decoder:
-            if decoder["filename"] in names:
-                return (decoder["filename"],)
-            raise InputError(
-                f"'{what}': {GENAI} names '{decoder['filename']}', and the folder does not have it"
-            )
+        model = ModelFolder(folder, "").read_json(GENAI).get("model", {})
+        parts = [model.get(name, {}).get("filename") for name in ("decoder", "encoder")]
+        if parts[0] is not None:
+            files = [name for name in parts if name is not None]
+            if missing := [name for name in files if name not in names]:
+                raise InputError(
+                    f"'{what}': {GENAI} names '{missing[0]}', and the folder does not have it"
+                )
+            return (*files,)
     wanted = {"q8": "quantized"}.get(variant or "", variant)
     candidates = [n for n in files if wanted is None or (_split(n)[1] or "fp32") == wanted]
     merged = {n for n in candidates if _split(n)[0] == _DECODERS[0]}

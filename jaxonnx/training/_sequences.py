@@ -126,17 +126,18 @@ def shift_labels(padding: Padding, model: Model, loss: Any) -> Padding:
 
     The first token and that of padding are those of the folder that the model was loaded from.
     """
-    inputs = [value.name for value in model.inputs]
-    if not is_forcing(loss) or DECODER_TOKENS not in inputs or model.folder is None:
+    kinds = {value.name: value.dtype for value in model.inputs}
+    if not is_forcing(loss) or DECODER_TOKENS not in kinds or model.folder is None:
         return padding
+    kind = kinds[DECODER_TOKENS] or np.int64
     start, fill = decoder_numbers(model.folder)
     if start is None:
         return padding
 
     def shift(labels: Any) -> Any:
         if not isinstance(labels, Ragged):
-            return shift_right(labels, start, fill, padding.ignored)
-        tokens = shift_right(labels.values[None], start, fill, padding.ignored)[0]
+            return shift_right(labels, start, fill, padding.ignored).astype(kind)
+        tokens = shift_right(labels.values[None], start, fill, padding.ignored)[0].astype(kind)
         tokens[labels.starts[:-1][labels.lengths > 0]] = start
         return Ragged(tokens, labels.starts)
 

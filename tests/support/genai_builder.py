@@ -1,6 +1,7 @@
 """Files of onnxruntime-genai's builder: tiny checkpoints with random weights, and what it writes.
 
     python -m tests.support.genai_builder    # writes tests/data/llm/builder
+    python -m tests.support.genai_builder whisper    # tests/data/transformers/whisper-genai
 
 It needs torch, transformers, tokenizers and onnxruntime-genai 0.18: the extra test-llm.
 """
@@ -99,6 +100,96 @@ def write_checkpoint(architecture, folder):
     return network
 
 
+WHISPER = {
+    "vocab_size": 48,
+    "d_model": 16,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+    "num_mel_bins": 8,
+    "max_target_positions": 32,
+    "pad_token_id": 1,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+    "decoder_start_token_id": 2,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "dropout": 0.0,
+}
+WHISPER_TOKENS = ["<|startoftranscript|>", "<|en|>", "<|transcribe|>", "<|notimestamps|>"]
+"""The tokens from 2 on."""
+
+
+def write_whisper(folder):
+    """Write a checkpoint of Whisper, which always takes 3000 frames; return its network."""
+    import torch
+    import transformers
+    from tokenizers import Tokenizer, models
+
+    torch.manual_seed(0)
+    config = transformers.WhisperConfig(**WHISPER, attn_implementation="eager")
+    network = transformers.WhisperForConditionalGeneration(config).eval()
+    sinusoids = network.model.encoder.embed_positions.weight
+    before = sinusoids.detach().clone()
+    randomize(network)
+    with torch.no_grad():
+        sinusoids.copy_(before)
+    network.save_pretrained(folder)
+    special = dict(enumerate(WHISPER_TOKENS, 2)) | {1: "<|endoftext|>"}
+    words = {special.get(i, f"<{i}>"): i for i in range(WHISPER["vocab_size"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<0>"))
+    tokenizer.add_special_tokens([*special.values()])
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=special[1])
+    fast.save_pretrained(folder)
+    return network
+
+
+def whisper_batch():
+    """Return features of three sounds, and their labels with padding."""
+    import numpy as np
+
+    random = np.random.default_rng(0)
+    features = random.normal(size=(3, 8, 3000)).astype(np.float32)
+    labels = random.integers(6, 48, (3, 7))
+    labels[1, 4:], labels[2, 6:] = -100, -100
+    return {"input_features": features, "labels": labels}
+
+
+def store_whisper():
+    """Write a folder of the builder's, with the first loss and gradients by transformers."""
+    import numpy as np
+    import torch
+
+    folder = DATA / "transformers" / "whisper-genai"
+    with tempfile.TemporaryDirectory() as place:
+        network = write_whisper(Path(place, "torch"))
+        build(Path(place, "torch"), Path(place, "onnx"), "fp32", "cpu")
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(
+            Path(place, "onnx"), folder, ignore=shutil.ignore_patterns("audio_processor*")
+        )
+    change_norms(network, 1e-5)
+    batch = whisper_batch()
+    loss = network(**{n: torch.from_numpy(x) for n, x in batch.items()}).loss
+    loss.backward()
+    watched = [
+        "decoder.embed_tokens",
+        "encoder.conv1",
+        "encoder_attn.k_proj",
+        "encoder_attn.q_proj",
+    ]
+    gradients = {
+        f"gradient {name}": p.grad.numpy()
+        for name, p in network.named_parameters()
+        if name.endswith(".weight") and any(part in name for part in watched)
+    }
+    # features are random numbers with a seed, which the test draws again
+    np.savez_compressed(folder / "step.npz", losses=[loss.item()], **gradients)
+
+
 def randomize(network):
     """Give parameters random numbers of the size that keeps that of activations."""
     import torch
@@ -185,13 +276,13 @@ def loss_of(network, ids):
         return network(input_ids=torch.tensor(ids), labels=torch.tensor(ids)).loss.item()
 
 
-def change_norms(network):
-    """Make norms those of the builder: an epsilon of 1e-6, and OLMo's do not subtract the mean."""
+def change_norms(network, epsilon=1e-6):
+    """Make norms those of the builder: their epsilon, and OLMo's do not subtract the mean."""
     import torch
 
     for module in network.modules():
         if isinstance(module, torch.nn.LayerNorm):
-            module.eps = 1e-6
+            module.eps = epsilon
         if type(module).__name__ == "OlmoLayerNorm":
             shape = module.normalized_shape
             module.forward = lambda x, shape=shape: torch.nn.functional.rms_norm(x, shape, eps=1e-6)
@@ -261,4 +352,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    store_whisper() if sys.argv[1:] == ["whisper"] else main()
