@@ -38,6 +38,8 @@ class Normalizations:
     """Scales and biases, with the number of axes over which the mean goes."""
     statistics: set[str] = field(default_factory=set)
     """Stored means and variances, and what is added to a variance."""
+    values: set[str] = field(default_factory=set)
+    """What is computed from the input up to its multiplication with a scale."""
 
 
 def normalizations(graph: Graph, tensors: Mapping[str, Any]) -> Normalizations:
@@ -48,14 +50,17 @@ def normalizations(graph: Graph, tensors: Mapping[str, Any]) -> Normalizations:
       tensors: the values of its named tensors.
     """
     if not any(node.op.name in ("Pow", "ReduceL2", "Sqrt") for node in graph.nodes):
-        return Normalizations({}, set())
+        return Normalizations()
     walk = _Walk({**graph.initializers, **tensors})
     for node in graph.nodes:
         part = walk.step(node) if not node.op.domain and node.inputs and node.outputs else None
         if part is not None:
             walk.parts[node.outputs[0]] = part
     scales = {name: axes for name, axes in walk.factors.values() if name not in walk.statistics}
-    return Normalizations(walk.biases | scales, walk.statistics)
+    centered = {
+        n.outputs[0] for n in graph.nodes if n.op.name == "Sub" and {*n.inputs} & {*walk.parts}
+    }
+    return Normalizations(walk.biases | scales, walk.statistics, centered.union(walk.parts))
 
 
 @dataclass

@@ -12,21 +12,24 @@ from jaxonnx._graph.bind import Graph, Node
 from jaxonnx.errors import ModelError
 
 
-def check_types(graph: Graph, tensors: Mapping[str, Any]) -> None:
-    """Raise a ModelError if inputs of a node have different types where the schema has one.
+def infer_types(graph: Graph, tensors: Mapping[str, Any]) -> dict[str, str]:
+    """Infer the types of values ("tensor(float)") from those of inputs and tensors.
 
-    Types of values are inferred from those of inputs and tensors. Results of control flow and of
-    operators that ONNX has no schema of have unknown types, which fit all others.
+    Results of control flow and of operators that ONNX has no schema of have unknown types ("").
 
     Args:
       graph: the bound main graph.
       tensors: its named tensors.
+
+    Raises:
+      ModelError: inputs of a node have different types where the schema has one; unknown types fit
+        all others.
     """
     kinds = {name: _type_of(np.dtype(value.dtype)) for name, value in tensors.items()}
     for name, kind in zip(graph.inputs, graph.input_types, strict=True):
         if kind is not None and kind.tensor_type.elem_type in _NAMES:
             kinds[name] = _NAMES[kind.tensor_type.elem_type]
-    _infer(graph, kinds)
+    return _infer(graph, kinds)
 
 
 def _infer(graph: Graph, kinds: dict[str, str]) -> dict[str, str]:

@@ -13,8 +13,14 @@ import onnx
 import onnx.inliner
 from onnx import ModelProto
 
+from jaxonnx._graph.bind import bind
+from jaxonnx._graph.normalizations import normalizations
+from jaxonnx._graph.roles import Roles, stored_names
+from jaxonnx._graph.types import infer_types
 from jaxonnx._io.protos import opset_of
 from jaxonnx._require import check_arguments, require, require_integer
+from jaxonnx._rewrite.bfloat16 import OPSET, to_bfloat16
+from jaxonnx._run.shapes import evaluate_shapes
 from jaxonnx._text import list_some
 from jaxonnx.errors import InputError
 from jaxonnx.model._load import as_model, load
@@ -27,7 +33,7 @@ _MASK = 1e30
 
 def convert(
     model: Model | str | os.PathLike[str] | bytes | ModelProto,
-    type: Literal["float16"] | None = None,
+    type: Literal["float16", "bfloat16"] | None = None,
     *,
     opset: int | None = None,
     keep: Sequence[str] = (),
@@ -35,9 +41,11 @@ def convert(
 ) -> Model:
     """Convert a float32 model to half precision, or to a newer version of ONNX's operators.
 
-    Half precision halves the file, for runtimes on GPUs, NPUs and in browsers. The conversion is
-    that of onnxruntime's tools, which leave operators without a float16 kernel in float32 between
-    Casts. The model can be trained further, in half precision (`precision=`).
+    Half precision halves the file, for runtimes on GPUs, NPUs and in browsers. The conversion to
+    float16 is that of onnxruntime's tools, which leave operators without a float16 kernel in
+    float32 between Casts. In bfloat16 is what is computed from weights, as far as the specification
+    admits it (from opset 22 on nearly everywhere); normalizations, softmax, losses, and what
+    depends on no weight (masks, positions) stay in float32. Both can be trained further.
 
     >>> import jaxonnx
     >>> from jaxonnx import demo
@@ -48,7 +56,8 @@ def convert(
     Args:
       model: a Model, or anything that `jaxonnx.load` accepts.
       type: the type of weights and values; types stay by default.
-      opset: the opset of the default domain, the model's by default. Functions are inlined.
+      opset: the opset of the default domain, the model's by default, and at least 22 for bfloat16.
+        Functions are inlined.
       keep: names of nodes, or operators ("Softmax"), that stay in float32.
       keep_inputs: inputs and outputs of the model stay in float32.
 
@@ -57,14 +66,27 @@ def convert(
 
     Raises:
       InputError: `keep` names nothing of the model; a weight is too large for float16; the
-        converter does not take the model; onnxruntime is not installed.
+        converter does not take the model; onnxruntime is not installed, for float16.
     """
     check_arguments(convert, locals())
     net = as_model(model)
+    if type == "bfloat16" and opset is None:
+        reason = (
+            f"bfloat16 needs (or pass opset={opset_of(net.proto)}, which leaves more in float32)"
+        )
+        net = raise_opset(net, OPSET, reason)
     if opset is not None:
         require_integer("opset", opset, opset_of(net.proto), onnx.defs.onnx_opset_version())
         net = raise_opset(net, opset, "convert was asked for")
-    return net if type is None else _halve(net, keep, keep_inputs)
+    if type is None:
+        return net
+    operators = {node.op_type for node in net.proto.graph.node}
+    names = {node.name for node in net.proto.graph.node}
+    unknown = [name for name in keep if name not in names | operators]
+    expected = f"names of nodes, or operators of the model ({list_some(sorted(operators))})"
+    require("keep", unknown, not unknown, expected)
+    halve = _to_float16 if type == "float16" else _to_bfloat16
+    return _reload(halve(net, keep, keep_inputs), net)
 
 
 def raise_opset(model: Model, opset: int, reason: str = "the scheme needs") -> Model:
@@ -85,16 +107,31 @@ def raise_opset(model: Model, opset: int, reason: str = "the scheme needs") -> M
         )
     _check_hardmax(model, opset)
     try:
-        proto = model.to_onnx()
-        if proto.functions:  # the converter drops them; the inliner converts them with known types
-            typed = onnx.shape_inference.infer_shapes(proto)
-            proto = onnx.inliner.inline_local_functions(typed, convert_version=True)
-        proto = onnx.version_converter.convert_version(proto, opset)
+        # the converter drops functions; the inliner converts them with known types
+        proto = onnx.version_converter.convert_version(_inline(model.to_onnx()), opset)
     except (RuntimeError, ValueError) as error:
         raise InputError(
             f"{reason} opset {opset}, the file has {opset_of(model.proto)}, and ONNX's "
             f"converter does not take it: {error}"
         ) from error
+    return _reload(proto, model)
+
+
+def _inline(proto: ModelProto) -> ModelProto:
+    """Inline the functions of a file."""
+    if not proto.functions:
+        return proto
+    typed = onnx.shape_inference.infer_shapes(proto)
+    return onnx.inliner.inline_local_functions(typed, convert_version=True)
+
+
+def _reload(proto: ModelProto, model: Model) -> Model:
+    """Load the converted file of a model, with the same tensors as parameters."""
+    if model.proto.training_info:
+        warnings.warn(
+            "the training graph of the file is left out: it is not converted", stacklevel=4
+        )
+        del proto.training_info[:]
     net = replace(load(proto), folder=model.folder)
     inlined = net.params.keys() - model.tensors.keys()  # constants of functions have new names
     return net.with_trainable(lambda name, _: name in model.params or name in inlined)
@@ -117,7 +154,7 @@ def _check_hardmax(model: Model, opset: int) -> None:
                 )
 
 
-def _halve(model: Model, keep: Sequence[str], keep_inputs: bool) -> Model:
+def _to_float16(model: Model, keep: Sequence[str], keep_inputs: bool) -> ModelProto:
     """Convert a model to float16 with onnxruntime's converter."""
     try:
         from onnxruntime.transformers import float16
@@ -127,10 +164,6 @@ def _halve(model: Model, keep: Sequence[str], keep_inputs: bool) -> Model:
         ) from error
     proto = model.to_onnx()
     nodes = proto.graph.node
-    names, operators = {node.name for node in nodes}, {node.op_type for node in nodes}
-    unknown = [name for name in keep if name not in names | operators]
-    expected = f"names of nodes, or operators of the model ({list_some(sorted(operators))})"
-    require("keep", unknown, not unknown, expected)
     halved = {
         name for n in nodes if not {n.name, n.op_type} & {*keep} for name in n.input
     } & model.tensors.keys()
@@ -142,14 +175,37 @@ def _halve(model: Model, keep: Sequence[str], keep_inputs: bool) -> Model:
         )
     with warnings.catch_warnings():  # of numbers near 0, which float16 has no room for either
         warnings.simplefilter("ignore", UserWarning)
-        proto = float16.convert_float_to_float16(
+        return float16.convert_float_to_float16(
             proto,
             keep_io_types=keep_inputs,
-            op_block_list=[*float16.DEFAULT_OP_BLOCK_LIST, *operators.intersection(keep)],
-            node_block_list=[*names.intersection(keep)],
+            op_block_list=[*float16.DEFAULT_OP_BLOCK_LIST, *keep],
+            node_block_list=[*keep],
         )
-    net = replace(load(proto), folder=model.folder)
-    return net.with_trainable(lambda name, _: name in model.params)
+
+
+def _to_bfloat16(model: Model, keep: Sequence[str], keep_inputs: bool) -> ModelProto:
+    """Convert a model to bfloat16; warn of operators that its opset does not admit in it."""
+    if model.proto.functions:
+        model = _reload(_inline(model.to_onnx()), model)
+    proto, tensors = model.to_onnx(), model.tensors
+    graph = bind(proto, proto.graph, tensors.keys())
+    kinds = infer_types(graph, tensors)
+    floats = {name for name, kind in kinds.items() if kind == "tensor(float)"}
+    if not all(kinds.get(name) for node in graph.nodes for name in node.outputs):
+        shapes = evaluate_shapes(proto, graph, tensors)
+        values = {} if shapes is None else shapes.values
+        floats |= {n for n, v in values.items() if not kinds.get(n) and v.dtype == np.float32}
+    roles = Roles(graph, tensors, stored_names(proto.graph)).of
+    learned = model.params.keys() | {name for name, role in roles.items() if role == "param"}
+    norms = normalizations(graph, tensors).values
+    old = to_bfloat16(proto, floats, learned, {*keep, *norms}, keep_inputs)
+    if old:
+        warnings.warn(
+            f"opset {opset_of(proto)} has no bfloat16 for {list_some(sorted(old))}, which stay in "
+            f"float32: opset={OPSET} converts them",
+            stacklevel=3,
+        )
+    return proto
 
 
 def _overflows(x: Any) -> bool:

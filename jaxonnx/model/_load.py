@@ -21,7 +21,7 @@ from jaxonnx._graph.integer_groups import fuse_integer_products
 from jaxonnx._graph.roles import running_statistics, split
 from jaxonnx._graph.select import Select, select
 from jaxonnx._graph.stored import check_zero_points
-from jaxonnx._graph.types import check_types
+from jaxonnx._graph.types import infer_types
 from jaxonnx._io.encoder_decoder import join_files
 from jaxonnx._io.folders import find_folder
 from jaxonnx._io.read import give_back_memory, read, replace_weights
@@ -152,7 +152,7 @@ def load(
         for name in names:
             del tensors[name]
         graph = bind(proto, proto.graph, tensors.keys())
-    check_types(graph, tensors)
+    infer_types(graph, tensors)  # refuses those that differ
     check_zero_points(graph, tensors)
     graph = pass_rounding(fuse_integer_products(graph, tensors), tensors)
     params, state, constants = split(graph, tensors, proto.graph)
