@@ -69,7 +69,7 @@ FAMILIES = ("ops", "onnx_out.rules", "onnx_out.passes")
 
 BUDGETS = {
     "ops": (6785, "250 operators of five domains, each as its specification writes it"),
-    "training": (5690, "step, loop, losses, metrics, checkpoints, reports, cards, previews"),
+    "training": (5700, "step, loop, losses, metrics, checkpoints, reports, cards, previews"),
     "_arguments": (323, "the arguments of train, each declared once, and the names that they take"),
     "losses": (394, "those that optax lacks: of tokens, from other models, of pairs in a batch"),
     "onnx_out": (3307, "a rule for each JAX primitive, and what makes graphs quick in runtimes"),

@@ -19,16 +19,16 @@ from jaxonnx._arguments import TrainArguments, check_names, documented
 from jaxonnx._data.augmented import Augmented
 from jaxonnx._data.batches import Batch, Examples, Padded, Source
 from jaxonnx._data.ragged import IGNORED, Ragged
+from jaxonnx._data.rows import JUDGEMENT
 from jaxonnx._limits import format_bytes
 from jaxonnx._text import Rendered
-from jaxonnx.losses import Distillation
+from jaxonnx.losses import Distillation, GroupLoss
 from jaxonnx.model import Model
 from jaxonnx.training._check_batches import BatchChecks
-from jaxonnx.training._losses import find_by_output
+from jaxonnx.training._losses import Loss, find_by_output
 from jaxonnx.training._memory import FitCheck, explain_memory_errors
 from jaxonnx.training._mesh_step import automatic
 from jaxonnx.training._prepare import prepare_run
-from jaxonnx.training._sequences import is_forcing, is_next_token
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._step import Step
 
@@ -68,7 +68,11 @@ class Preview(Rendered):
     seconds: float
     """The seconds of one step with the widest batch."""
     examples: Sequence[Parts] = ()
-    """The first examples, as texts in parts; for a loss of tokens."""
+    """The first examples, as texts in parts, for a loss of tokens; hidden tokens as they were."""
+    captions: Sequence[str] = ()
+    """Of each of these, for a loss of preferences: "chosen", "rejected", "desirable"..."""
+    draws: bool = False
+    """Whether tokens are hidden, others in each epoch."""
     notes: Sequence[str] = field(default=())
     """Notes of the data and the step, as in `history.notes`."""
 
@@ -76,12 +80,14 @@ class Preview(Rendered):
         table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
         for name, value in self._list_lines():
             table.add_row(name, value)
-        return Group(*map(_mark, self.examples), table, *self.notes)
+        captions = [*self.captions, *[""] * len(self.examples)]
+        return Group(*map(_mark, self.examples, captions), table, *self.notes)
 
     def _list_lines(self) -> Iterator[tuple[str, str]]:
         yield "examples", "not known" if self.rows is None else f"{self.rows:,}"
         if self.tokens is not None:
-            yield "tokens", f"{self.tokens:,}, of which {self.trained_tokens:,} are trained"
+            trained = f"{self.tokens:,}, of which {self.trained_tokens:,} are trained"
+            yield "tokens", trained + " in the first epoch" * self.draws
         if self.widths:
             yield "widths", ", ".join(f"{w} ({n:,} examples)" for w, n in self.widths.items())
         if self.long:
@@ -98,9 +104,9 @@ class Preview(Rendered):
         return str(self)
 
 
-def _mark(parts: Parts) -> Text:
-    """Return a text whose parts that count are in brackets, and in colour."""
-    text = Text()
+def _mark(parts: Parts, caption: str) -> Text:
+    """Return a text whose parts that count are in brackets, and in colour, behind a caption."""
+    text = Text(caption and f"{caption}: ")
     for part, counts in parts:
         text.append(f"⟦{part}⟧" if counts else part, style="bold green" if counts else "")
     return text
@@ -114,8 +120,9 @@ def preview(
 ) -> Preview:
     """Read the data of a run, and run one step of it, without changing the model.
 
-    Two examples are decoded, with the tokens in brackets that the loss counts. The step is compiled
-    and run with the widest batch, which takes the most memory. Nothing is written.
+    Two examples are decoded, with the tokens in brackets that the loss counts; where it hides some,
+    these. The step is compiled and run with the widest batch, which takes the most memory. Nothing
+    is written.
 
     >>> import numpy as np, optax
     >>> from jaxonnx import demo
@@ -140,24 +147,31 @@ def preview(
     settings = Settings(**arguments)
     with automatic(settings.mesh), explain_memory_errors(settings):
         run = prepare_run(model, data, settings)
-        step, examples = run.step, run.examples
+        step, examples, source = run.step, run.examples, run.sources[0]
+        loss = _find_loss_of_tokens(settings.loss)
         shown = batch = _find_widest(examples)
-        source, held_out = run.sources
         batch = source.apply(batch) if isinstance(source, Augmented) else batch
-        BatchChecks(step, batch, source).check_data(source, held_out)
+        BatchChecks(step, batch, source).check_data(source, run.sources[1])
+        stride = 2 if _is_judged(batch) else 1  # every other answer estimates a distance
         if isinstance(examples, Padded):  # in the order of the data
-            shown = _take(examples, examples.rows[:_SHOWN])
+            shown = _take(examples, examples.rows[: _SHOWN * stride])
+        if draws := loss is not None and loss.masking is not None:
+            shown = source.apply(shown)
+        if stride > 1:
+            shown = jax.tree.map(lambda x: x[::stride], shown)
         planned = run.settings.max_steps, examples.steps and examples.steps * run.settings.epochs
         steps = [count for count in planned if count is not None]
         return Preview(
             rows=len(examples.rows) if isinstance(examples, Examples) else None,
             steps=min(steps, default=None),
-            **_count_tokens(examples, settings.loss),
+            **_count_tokens(examples, source, loss, stride),
             long=dict(run.long),
             shapes=_describe(step, batch),
             classes=_count_classes(examples),
             **_run_step(step, step.put(batch, examples.in_shares)),
-            examples=[*_decode(step, shown, settings.loss)],
+            examples=[*_decode(step, shown, loss)],
+            captions=_caption(shown, loss),
+            draws=draws,
             notes=[*run.notes, *step.notes],
         )
 
@@ -166,12 +180,39 @@ def _find_widest(examples: Source) -> Batch:
     """Return a batch of the greatest width, if that is known, or else the first one."""
     if not isinstance(examples, Padded):
         return next(examples.batches(0))
-    widest = np.argsort(-examples.columns.widths[examples.rows], kind="stable")
-    return _take(examples, np.resize(examples.rows[widest], examples.size))
+    groups = examples.rows.reshape(-1, examples.group)
+    widths = examples.columns.widths[groups].max(axis=1)
+    widest = groups[np.argsort(-widths, kind="stable")].reshape(-1)
+    return _take(examples, np.resize(widest, examples.size))
 
 
 def _take(examples: Padded, rows: np.ndarray) -> Batch:
-    return Batch(*examples.columns.rows(rows), np.ones(len(rows), np.float32))
+    weights = examples.weights
+    weight = np.ones(len(rows), np.float32) if weights is None else weights[rows]
+    return Batch(*examples.columns.rows(rows), weight)
+
+
+def _find_loss_of_tokens(loss: Any) -> Loss | None:
+    """Return the only loss, if it is one of tokens: its own, those of pairs, or of a teacher."""
+    losses = [*find_by_output(loss).values()]
+    if len(losses) != 1:
+        return None
+    (only,) = losses
+    of_tokens = only.labels_are_tokens or only.forcing or isinstance(only.function, Distillation)
+    return only if of_tokens or getattr(only.function, "reference", False) else None
+
+
+def _get_labels(targets: Any) -> Any:
+    """Return the labels of tokens among targets; None if there are several or none."""
+    if isinstance(targets, Mapping):
+        targets = targets.get("labels", targets)
+    leaves = jax.tree.leaves(targets, is_leaf=lambda x: isinstance(x, Ragged))
+    return leaves[0] if len(leaves) == 1 else None
+
+
+def _is_judged(batch: Batch) -> bool:
+    """Check whether answers have a judgement each, and are followed by those of other rows."""
+    return isinstance(batch.targets, Mapping) and {"labels", JUDGEMENT} <= batch.targets.keys()
 
 
 def _run_step(step: Step, batch: Batch) -> dict[str, Any]:
@@ -189,44 +230,42 @@ def _run_step(step: Step, batch: Batch) -> dict[str, Any]:
     return {"loss": losses[0], "memory": update.planned, **measured}
 
 
-def _count_tokens(examples: Source, loss: Any) -> dict[str, Any]:
+def _count_tokens(
+    examples: Source, source: Source, loss: Loss | None, stride: int
+) -> dict[str, Any]:
     """Count the tokens of all examples, those that count, and examples by their width."""
     widths: Mapping[int, int] = {}
     if isinstance(examples, Padded):
         numbers, counts = np.unique(examples.columns.widths[examples.rows], return_counts=True)
         widths = dict(zip(numbers.tolist(), counts.tolist(), strict=True))
-    columns = examples.columns.pair[1] if isinstance(examples, Padded) else examples.targets
-    leaves = jax.tree.leaves(columns, is_leaf=lambda x: isinstance(x, Ragged))
-    if not _is_of_tokens(loss) or len(leaves) != 1:
+    labels = _get_labels(
+        examples.columns.pair[1] if isinstance(examples, Padded) else examples.targets
+    )
+    if loss is None or labels is None or not isinstance(examples, Examples):
         return {"tokens": None, "trained_tokens": None, "widths": widths}
-    (labels,) = leaves
     labels = labels if isinstance(labels, Ragged) else Ragged.rectangular(np.asarray(labels))
     counted = labels.values != _find_ignored_label(loss)
-    if not is_forcing(loss):  # nothing predicts the first one
+    if loss.next_token:  # nothing predicts the first one
         counted[labels.starts[:-1][labels.lengths > 0]] = False
-    of_rows = np.repeat(np.isin(np.arange(len(labels)), examples.rows), labels.lengths)  # type: ignore[attr-defined]
-    return {
-        "tokens": int(of_rows.sum()),
-        "trained_tokens": int((counted & of_rows).sum()),
-        "widths": widths,
-    }
+    of_rows = np.isin(np.arange(len(labels)), examples.rows[::stride]).repeat(labels.lengths)
+    trained = int((counted & of_rows).sum())
+    if loss.masking is not None:
+        batches = [batch.targets[batch.weight > 0] for batch in source.batches(0)]
+        trained = sum(int((x != _find_ignored_label(loss)).sum()) for x in batches)
+    return {"tokens": int(of_rows.sum()), "trained_tokens": trained, "widths": widths}
 
 
-def _is_of_tokens(loss: Any) -> bool:
-    """Check whether the only loss is one of tokens: its own, those of pairs, or of a teacher."""
-    functions = [each.function for each in find_by_output(loss).values()]
-    return len(functions) == 1 and (
-        is_next_token(loss)
-        or is_forcing(loss)
-        or isinstance(functions[0], Distillation)
-        or getattr(functions[0], "reference", False)
-    )
+def _find_ignored_label(loss: Loss) -> int:
+    return IGNORED if loss.ignore_index is None else loss.ignore_index
 
 
-def _find_ignored_label(loss: Any) -> int:
-    (only,) = find_by_output(loss).values()
-    label = getattr(only.function, "ignore_index", None)
-    return IGNORED if label is None else label
+def _caption(batch: Batch, loss: Loss | None) -> Sequence[str]:
+    """Return captions of the first examples, for a loss of preferences."""
+    if _is_judged(batch):
+        judgements = np.asarray(batch.targets[JUDGEMENT][:_SHOWN]) > 0
+        return ["desirable" if judgement else "undesirable" for judgement in judgements]
+    of_pairs = loss is not None and isinstance(loss.function, GroupLoss)
+    return ["chosen", "rejected"] if of_pairs else []
 
 
 def _describe(step: Step, batch: Batch) -> dict[str, str]:
@@ -244,10 +283,10 @@ def _count_classes(examples: Source) -> dict[int, int]:
     return {int(c): n for c, n in sorted(Counter(labels.tolist()).items())}
 
 
-def _decode(step: Step, batch: Batch, loss: Any) -> Iterator[Parts]:
+def _decode(step: Step, batch: Batch, loss: Loss | None) -> Iterator[Parts]:
     """Yield the texts of the first examples of a batch, in parts that count and others."""
-    shift, leaves = not is_forcing(loss), jax.tree.leaves(batch.targets)
-    if not _is_of_tokens(loss) or len(leaves) != 1 or np.ndim(leaves[0]) != 2:
+    targets = _get_labels(batch.targets)
+    if loss is None or np.ndim(targets) != 2:
         return
     named = dict(zip((v.name for v in step.model.inputs), batch.inputs, strict=True))
     tokens, mask = named.get("input_ids"), named.get("attention_mask")
@@ -261,16 +300,16 @@ def _decode(step: Step, batch: Batch, loss: Any) -> Iterator[Parts]:
         return step.model.tokenizer.decode(ids) if has_texts else f"{ids.tolist()}"
 
     for row in range(min(_SHOWN, len(tokens))):
-        ids, labels = np.asarray(tokens[row]), np.asarray(leaves[0][row])
+        ids, labels = np.asarray(tokens[row]), np.asarray(targets[row])
         real = np.ones(len(ids), bool)
         if mask is not None and np.shape(mask) == np.shape(tokens):
             real = np.asarray(mask[row]) > 0
-        if not shift:
-            yield (read(ids[real]), False), (read(labels[labels != ignored]), True)
-            continue
         counts = labels != ignored
-        counts[:1] = False
-        ids, counts = ids[real], counts[real]
+        if loss.forcing:
+            yield (read(ids[real]), False), (read(labels[counts]), True)
+            continue
+        counts[:1] &= not loss.next_token
+        ids, counts = np.where(counts, labels, ids)[real], counts[real]
         edges = [0, *(np.flatnonzero(np.diff(counts)) + 1).tolist(), len(ids)]
         pairs = pairwise(edges)
         yield tuple((read(ids[a:b]), bool(counts[a])) for a, b in pairs if a < b)

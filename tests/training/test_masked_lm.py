@@ -184,3 +184,21 @@ def test_what_cannot_be_hidden_is_said(loss, data, message, folder):
         jaxonnx.train(model, data, loss=loss, batch_size=4)
     with pytest.raises(jaxonnx.TrainingError, match="probability must be between 0 and 1"):
         losses.masked_lm(probability=1.0)
+
+
+def test_a_preview_shows_the_hidden_tokens(folder):
+    """As they were, and as many as the first epoch hides."""
+    settings = {"optimizer": optax.sgd(0.1), "batch_size": 2}
+    settings |= {"loss": losses.masked_lm(probability=0.5)}
+    seen = jaxonnx.training.preview(folder, ROWS * 4, **settings)
+    tokenizer = jaxonnx.load(folder).tokenizer
+    lengths = [len(tokenizer.encode(row["text"])) for row in ROWS * 4]
+    assert seen.tokens == sum(lengths)
+    assert 0 < seen.trained_tokens < sum(lengths) - 2 * len(lengths)  # not [CLS] and [SEP]
+    for parts, row in zip(seen.examples, ROWS, strict=False):
+        tokens = [token for text, _ in parts for token in text.split()]
+        assert tokens == tokenizer.decode(tokenizer.encode(row["text"])).split()
+    assert any(counts for parts in seen.examples for _, counts in parts)
+    assert f"of which {seen.trained_tokens} are trained in the first epoch" in str(seen)
+    again = jaxonnx.training.preview(folder, ROWS * 4, seed=1, **settings)
+    assert again.examples != seen.examples

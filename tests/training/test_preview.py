@@ -66,9 +66,46 @@ def test_pairs_of_answers_are_shown_one_behind_the_other():
     seen = preview(GENAI, rows, loss="dpo", optimizer=optax.sgd(0.1), batch_size=4)
     texts = [part for example in seen.examples for part, counts in example if counts]
     assert texts == [" of lists<|im_end|>", " it<|im_end|>"]
+    assert seen.captions == ["chosen", "rejected"]
+    assert "chosen: a list⟦ of lists<|im_end|>⟧" in str(seen)
     assert seen.rows == 4
     assert seen.loss == pytest.approx(np.log(2), rel=1e-5)
     assert "targets['reference']" in seen.shapes
+
+
+def test_the_widest_batch_has_whole_pairs():
+    """Its loss is that of `train` on it."""
+    pytest.importorskip("tokenizers")
+    rows = [{"prompt": "a list", "chosen": " of lists" * n, "rejected": " it"} for n in (1, 2, 6)]
+    settings = {"loss": "orpo", "optimizer": optax.sgd(0.0), "batch_size": 2}
+    result = jaxonnx.train(GENAI, rows, progress=False, **settings)
+    seen = preview(GENAI, rows, **settings)
+    (longest,) = jaxonnx.train(GENAI, rows[2:], progress=False, **settings).history.losses
+    assert seen.loss == pytest.approx(longest, rel=1e-5)
+    assert any(abs(seen.loss - loss) > 0.01 for loss in result.history.losses)
+
+
+def test_answers_with_judgements_are_shown_without_those_of_other_rows():
+    pytest.importorskip("tokenizers")
+    rows = [("a list", " of lists", True), ("is", " it", False), ("a", " mutable list", True)]
+    rows = [{"prompt": p, "completion": c, "label": good} for p, c, good in rows]
+    seen = preview(GENAI, rows, loss="kto", optimizer=optax.sgd(0.1), batch_size=4)
+    assert seen.captions == ["desirable", "undesirable"]
+    assert seen.examples[0] == (("a list", False), (" of lists<|im_end|>", True))
+    assert seen.examples[1] == (("is", False), (" it<|im_end|>", True))
+    assert "undesirable: is⟦ it<|im_end|>⟧" in str(seen)
+    encode = jaxonnx.load(GENAI).tokenizer.encode
+    assert seen.trained_tokens == sum(len(encode(row["completion"])) + 1 for row in rows)
+    before = sum(len(encode(row["prompt"])) for row in rows)
+    assert seen.tokens == seen.trained_tokens + before
+
+
+def test_weights_of_examples_count_in_the_first_loss():
+    pytest.importorskip("tokenizers")
+    rows = [{"text": "a list of lists", "weight": 0.0}, {"text": "is a list", "weight": 2.0}]
+    settings = {"loss": "causal_lm", "optimizer": optax.sgd(0.0), "batch_size": 2}
+    (first,) = jaxonnx.train(GENAI, rows, progress=False, **settings).history.losses
+    assert preview(GENAI, rows, **settings).loss == pytest.approx(first, rel=1e-5)
 
 
 def test_nothing_changes_and_nothing_is_written(tmp_path):
