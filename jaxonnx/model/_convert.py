@@ -17,7 +17,7 @@ from jaxonnx._graph.bind import bind
 from jaxonnx._graph.normalizations import normalizations
 from jaxonnx._graph.roles import Roles, stored_names
 from jaxonnx._graph.types import infer_types
-from jaxonnx._io.protos import opset_of
+from jaxonnx._io.protos import all_nodes, opset_of
 from jaxonnx._require import check_arguments, require, require_integer
 from jaxonnx._rewrite.bfloat16 import OPSET, to_bfloat16
 from jaxonnx._run.shapes import evaluate_shapes
@@ -27,6 +27,8 @@ from jaxonnx.model._load import as_model, load
 from jaxonnx.model._model import Model
 
 _LARGEST = float(np.finfo(np.float16).max)
+_ELSEWHERE = "not.onnx"
+"""The domain of operators that ONNX's converter has no schema of."""
 _MASK = 1e30
 """Numbers from here on are attention masks; the least of float16 in their place hides as much."""
 
@@ -108,7 +110,7 @@ def raise_opset(model: Model, opset: int, reason: str = "the scheme needs") -> M
     _check_hardmax(model, opset)
     try:
         # the converter drops functions; the inliner converts them with known types
-        proto = onnx.version_converter.convert_version(_inline(model.to_onnx()), opset)
+        proto = _convert_version(_inline(model.to_onnx()), opset)
     except (RuntimeError, ValueError) as error:
         raise InputError(
             f"{reason} opset {opset}, the file has {opset_of(model.proto)}, and ONNX's "
@@ -135,6 +137,23 @@ def _reload(proto: ModelProto, model: Model) -> Model:
     net = replace(load(proto), folder=model.folder)
     inlined = net.params.keys() - model.tensors.keys()  # constants of functions have new names
     return net.with_trainable(lambda name, _: name in model.params or name in inlined)
+
+
+def _convert_version(proto: ModelProto, opset: int) -> ModelProto:
+    """Convert a file to an opset by ONNX's converter.
+
+    It skips operators of other domains, and refuses onnxruntime's that are in ONNX's own, like
+    SimplifiedLayerNormalization of its builder; these are in another one meanwhile.
+    """
+    for node in all_nodes(proto.graph):
+        if not (node.domain or onnx.defs.has(node.op_type)):
+            node.domain = _ELSEWHERE
+    proto.opset_import.add(domain=_ELSEWHERE, version=1)
+    proto = onnx.version_converter.convert_version(proto, opset)
+    for node in all_nodes(proto.graph):
+        node.domain = node.domain.removeprefix(_ELSEWHERE)
+    del proto.opset_import[[x.domain for x in proto.opset_import].index(_ELSEWHERE)]
+    return proto
 
 
 def _check_hardmax(model: Model, opset: int) -> None:

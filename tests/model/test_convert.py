@@ -136,6 +136,30 @@ def test_a_training_graph_is_left_out(type, opset):
         assert not jaxonnx.convert(file, type, opset=opset).proto.training_info
 
 
+def test_operators_of_onnxruntime_in_the_default_domain_stay():
+    """Its builder writes them there, and ONNX's converter has no schema of them."""
+    proto = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["" : 21]>
+        g (float[n, 8] x, bool c) => (float[n, 8] y) <float[8] s> {
+            h = SimplifiedLayerNormalization<axis = -1, epsilon = 0.001>(x, s)
+            y = If(c) <then_branch = t () => (float[n, 8] a) {
+                a = SimplifiedLayerNormalization<axis = -1>(h, s) }, else_branch = e () =>
+                (float[n, 8] b) { b = Neg(h) }>
+        }"""
+    )
+    scale = np.linspace(0.5, 2, 8, dtype=np.float32)
+    proto.graph.initializer.append(numpy_helper.from_array(scale, "s"))
+    converted = jaxonnx.convert(proto, opset=25).to_onnx()
+    assert [(x.domain, x.version) for x in converted.opset_import] == [("", 25)]
+    x = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
+    before, after = (
+        onnxruntime.InferenceSession(p.SerializeToString()) for p in (proto, converted)
+    )
+    for c in True, False:
+        inputs = {"x": x, "c": np.array(c)}
+        np.testing.assert_array_equal(before.run(None, inputs), after.run(None, inputs))
+
+
 def test_a_hardmax_that_the_converter_would_change_is_refused():
     """ONNX's converter keeps the node, which is the greatest of another axis since opset 13."""
     text = """

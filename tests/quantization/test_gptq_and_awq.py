@@ -1,5 +1,7 @@
 """Weights rounded by the outputs of their layers (GPTQ), and inputs scaled before (AWQ)."""
 
+import dataclasses
+
 import numpy as np
 import onnx
 import pytest
@@ -182,11 +184,13 @@ def test_a_network_of_fixed_batch_size_says_what_to_do():
         jaxonnx.quantize(model, rows(8, 64)[:, None], "int8", method="awq")
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_decoders_with_texts(method, tmp_path):
+@pytest.mark.parametrize(
+    ("method", "weights"), [("gptq", "int4"), ("awq", "int4"), ("gptq", "int2")]
+)
+def test_decoders_with_texts(method, weights, tmp_path):
     """onnxruntime runs the saved folder with default settings, and gives our logits."""
-    model = jaxonnx.load(GENAI)
-    quantized = jaxonnx.quantize(model, TEXTS, FOUR_BITS, batch_size=4, method=method)
+    model, scheme = jaxonnx.load(GENAI), dataclasses.replace(FOUR_BITS, weights=weights)
+    quantized = jaxonnx.quantize(model, TEXTS, scheme, batch_size=4, method=method)
     quantized.save(f"{tmp_path}/")
     saved = jaxonnx.load(tmp_path)
     logits = np.asarray(saved.without_cache()(TOKENS, np.ones_like(TOKENS)))
@@ -194,4 +198,4 @@ def test_decoders_with_texts(method, tmp_path):
     assert np.square(theirs - logits).mean() < 1e-3 * logits.var()
     types = {helper.tensor_dtype_to_np_dtype(t.data_type).name
              for t in saved.proto.graph.initializer}  # fmt: skip
-    assert "int4" in types
+    assert weights in types
