@@ -46,7 +46,7 @@ class Grid:
     is_shared: bool = False
     """Whether the file has one scale for all rows, which have zero points of their own."""
     negative: bool = False
-    """Whether scales may be negative, as onnxruntime makes them without zero points."""
+    """Whether scales may be negative, as onnxruntime and `quantize` make them."""
 
     def nearest(self, ratio: np.ndarray) -> np.ndarray:
         """Return the code nearest to each ratio (number / scale + zero)."""
@@ -156,5 +156,5 @@ def read_grid(
         levels,
         (0, 0) if levels is not None else storage.limits,
         is_shared=scale.size < count,
-        negative=storage.middle > 0,
+        negative=storage.middle > 0 or bool((scale < 0).any()),
     )

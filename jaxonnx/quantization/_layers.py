@@ -123,8 +123,10 @@ def _measure(
         point = tensors[rest[0]] if rest else np.zeros((), np.uint8)
         least, most = NumberType(np.dtype(point.dtype), 0).limits
         scale, shift = values[factor], np.asarray(point, np.float32)
-        low, high = (least - shift) * scale, (most - shift) * scale
-        limits[name] = low - scale / 2, high + scale / 2  # half a step beyond still rounds to it
+        ends = (least - shift) * scale, (most - shift) * scale
+        low, high = np.minimum(*ends), np.maximum(*ends)  # scales may be negative
+        half = np.abs(scale) / 2  # half a step beyond still rounds to an end
+        limits[name] = low - half, high + half
         result[name] = Rounded(
             value,
             point.dtype.name,

@@ -56,7 +56,8 @@ def weight_parameters(
       scheme: its type, and whether there is a scale for the tensor, for each output channel or for
         each block of inputs.
       importance: what the errors of each input are multiplied by, [inputs]; None: 1.
-      shares: the fractions of the full range that are tried. At equal errors the first is kept.
+      shares: the fractions of the full range that are tried, with `scheme.scale_signs`. At equal
+        errors the first is kept.
 
     Raises:
       InputError: blocks do not divide the inputs, or the weight is not finite.
@@ -88,7 +89,8 @@ def weight_parameters(
     limits = scheme.weight_limits
     most = np.float32(limits[1])
     best, least = greatest / most, np.full(greatest.shape, np.inf, np.float32)
-    for share in [1] if scheme.reduce_range else shares:
+    shares = [1] if scheme.reduce_range else [*shares]
+    for share in (sign * x for x in shares for sign in scheme.scale_signs):
         scale = (share * greatest / most).astype(np.float32)
         rounded = np.clip(kind.round(w / scale + kind.middle) - kind.middle, *limits) * scale
         error = (np.square(rounded - w) * weight).sum(axis=summed, keepdims=True)

@@ -255,6 +255,17 @@ class Quantization:
         return self.dialect == "tensorrt" or self.activations in ("int8", "int16", "fp8")
 
     @property
+    def scale_signs(self) -> tuple[int, ...]:
+        """The signs that scales of weights may have.
+
+        Few bits have one more number below zero than above: of four, two. A negative scale gives it
+        to the side that needs it, as in onnxruntime's MatMulNBits. Products of integers, whose
+        biases have the scale of the product, and other runtimes get positive ones.
+        """
+        few = TYPES[self.weights].bits <= 4 and self.activations is None
+        return (1, -1) if few and self.dialect == "onnxruntime" else (1,)
+
+    @property
     def weight_limits(self) -> tuple[int, int]:
         """The smallest and largest quantized weight, minus the zero point."""
         kind = TYPES[self.weights]

@@ -167,6 +167,34 @@ def test_inputs_that_say_nothing_leave_the_nearest_numbers(method):
     assert np.abs(one[3].astype(int) - two[3]).max() <= 1  # other scales, and no correction
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_a_layer_that_no_row_reaches_is_rounded_to_the_nearest(method):
+    wa, wb = matrix(32, 8), matrix(32, 8)
+    model = network(
+        """g (float[n, 32] x, float[n, 32] z) => (float[n, 8] y) {
+            a = MatMul(x, wa) \n r = Relu(z) \n b = MatMul(r, wb) \n y = Add(a, b)
+        }""",
+        wa=wa,
+        wb=wb,
+    )
+    data = rows(128, 32), -np.abs(rows(128, 32))
+    scheme = Quantization(weights="int4", activations=None, block=16)
+    quantized = jaxonnx.quantize(model, data, scheme, batch_size=32, method=method)
+    eye = np.eye(32, dtype=np.float32)
+    change = np.abs(np.asarray(quantized(0 * eye, eye)) - wb).reshape(2, 16, 8)
+    step = np.abs(wb).reshape(2, 16, 8).max(1, keepdims=True) / 7
+    assert (change <= step * 0.5001).all()
+    exact = np.asarray(model(*data))
+    assert np.square(np.asarray(quantized(*data)) - exact).mean() < 0.01 * exact.var()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_blocks_that_do_not_divide_the_inputs_are_refused(method):
+    scheme = Quantization(weights="int4", activations=None, block=48)
+    with pytest.raises(jaxonnx.InputError, match="64 inputs, which blocks of 48 do not divide"):
+        jaxonnx.quantize(perceptron(), rows(8, 64), scheme, method=method)
+
+
 def test_inputs_that_are_not_finite_are_refused():
     x = rows(8, 64)
     x[3, 5] = np.inf

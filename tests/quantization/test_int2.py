@@ -1,5 +1,6 @@
 """int2 weights in onnxruntime's default session, which fuses their products to MatMulNBits."""
 
+import jax
 import numpy as np
 import onnx
 import onnxruntime
@@ -7,6 +8,7 @@ import pytest
 from onnx import helper, numpy_helper
 
 import jaxonnx
+from jaxonnx.quantization import list_layers
 from tests.support.sessions import outputs_everywhere
 
 INPUTS = 64
@@ -71,3 +73,38 @@ def test_products_that_it_computes_wrongly_are_refused(kind, outputs, block, mon
     except onnxruntime.capi.onnxruntime_pybind11_state.Fail:
         return
     assert np.abs(optimized - plain).max() > 0.3 * np.abs(plain).max()
+
+
+@pytest.mark.parametrize("weights", ["int2", "int4", "uint4"])
+@pytest.mark.parametrize("kind", ["MatMul", "Gemm transB"])
+def test_scales_are_negative_where_more_numbers_are_needed_above_zero(weights, kind):
+    """Codes reach further below zero, and TensorRT gets positive scales."""
+    proto = product(kind, 8)
+    eye, lost = np.eye(INPUTS, dtype=np.float32), {}
+    exact = np.asarray(jaxonnx.load(proto)(eye))
+    for dialect, side in ("onnxruntime", -1), ("tensorrt", 1):
+        settings = jaxonnx.Quantization(
+            weights=weights, activations=None, block=16, dialect=dialect
+        )
+        model = jaxonnx.quantize(proto, X, settings)
+        tensors = {t.name: t for t in model.to_onnx().graph.initializer}
+        scales = numpy_helper.to_array(tensors["w_scale"])
+        assert (np.sign(scales) == side).mean() > 0.7
+        optimized, plain, _ = outputs_everywhere(model.to_onnx(), {"x": X})
+        np.testing.assert_allclose(model(X), plain, atol=1e-5 * np.abs(plain).max())
+        np.testing.assert_allclose(optimized, plain, atol=0.05 * np.abs(plain).max())
+        lost[side] = np.square(np.asarray(model(eye)) - exact).mean()
+        assert list_layers(model)[0].weight.clipped < 0.1
+    assert lost[-1] < lost[1] * (0.5 if weights == "int2" else 0.95)
+
+
+def test_adapters_are_merged_at_scales_that_stay_negative():
+    model = jaxonnx.load(jaxonnx.quantize(product("MatMul", 8), X, scheme(16)).to_onnx())
+    eye = np.eye(INPUTS, dtype=np.float32)
+    w = np.asarray(model(eye))
+    adapted = jaxonnx.LoRA(rank=8, where="w_quantized").attach(model, jax.random.key(0))
+    half = {"w_quantized.lora_A": w.T / 2, "w_quantized.lora_B": eye[:8, :8]}  # half of w more
+    adapted = adapted.replace(params={**adapted.params, **half})
+    with pytest.warns(UserWarning, match=r"rounded anew .* of w_quantized 0 \(0\)"):
+        merged = adapted.merge_adapters(requantize=True)
+    np.testing.assert_allclose(np.asarray(merged(eye)), 1.5 * w, rtol=1e-5)
