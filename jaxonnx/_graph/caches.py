@@ -81,13 +81,14 @@ class Caches:
         return {**empty, **dict.fromkeys(self.unread), **self.switches}
 
     def _empty(self, value: Value, batch: int, sizes: Mapping[str, int]) -> np.ndarray | None:
-        if value.name in self.omissible:
-            return None
-        constant = self.sizes[value.name]
+        omitted = value.name in self.omissible
+        if omitted and (value.dtype is None or value.dtype.itemsize > 1):
+            return None  # of codes the operator needs the type
+        constant = set() if omitted else self.sizes[value.name]
         shape = [batch, *(sizes.get(str(size), size) for size in (value.shape or ())[1:])]
         for axis, size in enumerate(shape):
             if not isinstance(size, int):
-                if size in constant or size is None:
+                if not omitted and (size in constant or size is None):
                     raise InputError(
                         f"input {value} is a cache, and the file does not say its size along axis "
                         f"{axis}: pass it"

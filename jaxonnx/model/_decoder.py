@@ -14,6 +14,8 @@ import numpy as np
 
 from jaxonnx._data.language_models import context_length, decoder_numbers
 from jaxonnx._data.ragged import DECODER_TOKENS, derived_inputs
+from jaxonnx._graph.ancestors import ancestors
+from jaxonnx._graph.bind import Node
 from jaxonnx._graph.caches import Caches, find_caches
 from jaxonnx._graph.values import Value
 from jaxonnx._rewrite.network import Network
@@ -23,6 +25,8 @@ from jaxonnx.views import CallView
 
 _READING_BY_LENGTH = ("GroupQueryAttention", "SparseAttention")
 """Operators whose past may have room behind its tokens."""
+_TOTAL = 6
+"""The input `total_sequence_length` of the first one."""
 _JOINING_CACHES = ("Concat", "Attention", "MultiHeadAttention")
 """Operators that put new tokens behind all of the past."""
 
@@ -164,17 +168,25 @@ class Decoder:
             for value in self._caches.values
             if value.shape and (axis := self._growing_axes.get(value.name)) is not None
         }
-        readers = {
-            node.op.name
-            for node in self._program.graph.nodes
-            if not {*node.reads}.isdisjoint(self._growing_axes)
-        }
-        if len(sizes) > 1:  # some slide over a window
+        nodes = self._program.graph.nodes
+        reading = [node for node in nodes if not {*node.reads}.isdisjoint(self._growing_axes)]
+        readers = {node.op.name for node in reading}
+        if len(sizes) > 1 or self._counts_keys(reading):  # some slide over a window
             return None
         readers.discard("Shape")
         if readers <= {*_READING_BY_LENGTH}:
             return "behind"
         return "before" if readers <= {*_JOINING_CACHES} else None
+
+    def _counts_keys(self, readers: Sequence[Node]) -> bool:
+        """Check whether a number of keys is computed from the values of a mask, not its shape.
+
+        It is a shape where attention is computed, so such files (graph capture of the builder's)
+        cannot have caches in a compiled step.
+        """
+        totals = [n.inputs[_TOTAL] for n in readers if n.op.name == _READING_BY_LENGTH[0]]
+        nodes = [node for node in self._program.graph.nodes if node.op.name != "Shape"]
+        return not ancestors(nodes, totals).isdisjoint({v.name for v in self._token_inputs})
 
     def _feed(self, tokens: jax.Array, mask: jax.Array, positions: jax.Array) -> dict[str, Any]:
         """Return the inputs besides the caches and those of an encoder."""

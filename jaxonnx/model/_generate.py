@@ -13,7 +13,7 @@ writes from its first token on.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -24,11 +24,12 @@ import numpy as np
 
 from jaxonnx._data.rows import is_chat
 from jaxonnx._require import describe, require, require_integer
+from jaxonnx._run.program import Program
 from jaxonnx.errors import InputError
 from jaxonnx.model._continuation import Continuation
 from jaxonnx.model._decoder import Decoder, Side
 from jaxonnx.model._sampling import Sampling, choose_tokens, stop_tokens
-from jaxonnx.views import EmptyCaches, Outputs, omit_caches
+from jaxonnx.views import AllSteps, EmptyCaches, Outputs, omit_caches
 
 _LEAST = 16
 """The smallest width of prompts and room of caches."""
@@ -185,7 +186,7 @@ class Generator(Decoder):
         program = self._program
         if self._caches is not None:
             program = program.enter(*omit_caches(program.graph, self._caches))
-        program = program.enter(Outputs.among(program.graph, {self._logits_output}))
+        program = self._read_logits(program)
         places = jnp.arange(tokens.shape[1])
         positions = jnp.broadcast_to(places, tokens.shape)
         feed = {**source, **self._feed(tokens, places < lengths[:, None], positions)}
@@ -197,8 +198,15 @@ class Generator(Decoder):
     @cached_property
     def _cached_program(self):
         assert self._caches is not None
-        names = {self._logits_output, *self._caches.pairs.values()}
-        return self._program.enter(Outputs.among(self._program.graph, names))
+        return self._read_logits(self._program, self._caches.pairs.values())
+
+    def _read_logits(self, program: Program, others: Iterable[str] = ()) -> Program:
+        """Return the program of the logits of all steps, and of other outputs.
+
+        A file that gives those of the last step (`prune_lm_head`) would give those of padding.
+        """
+        outputs = Outputs.among(program.graph, {self._logits_output, *others})
+        return program.enter(outputs, AllSteps(self._logits_output))
 
     def _fill_caches(self, side: Side, params, state, tokens, mask, lengths, size):
         """Return the logits [batch, tokens] behind prompts, and caches with room for `size`."""

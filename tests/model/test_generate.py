@@ -64,6 +64,19 @@ def test_without_caches_all_is_computed_again():
     np.testing.assert_array_equal(found, other)
 
 
+@pytest.mark.parametrize("name", ["qwen2", "llama", "phi3"])
+def test_files_of_the_builder_continue_as_without_caches(name):
+    """Logits of the last step alone, lengths that are values of a mask, and caches of int8."""
+    model = jaxonnx.load(DATA / "llm" / "builder" / f"{name}.onnx")
+    whole, row = model.without_cache(), PROMPT
+    for _ in range(4):
+        ids = row[None]
+        feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
+        logits = whole(**{v.name: feeds[v.name] for v in whole.inputs})
+        row = np.append(row, np.asarray(logits)[0, -1].argmax())
+    np.testing.assert_array_equal(model.generate(PROMPT, max_new_tokens=4, stop=[]), row)
+
+
 def test_a_row_ends_with_its_stop():
     model = varied(GENAI)
     found = model.generate(PROMPT, max_new_tokens=12, stop=[])

@@ -237,11 +237,11 @@ def group_query_attention(
         ("values", past_value, v_scale, v_quant_type),
     )
     codes = [_codes(*kind, kv_cache_bit_width) for kind in kinds]
-    pasts = [
-        past if c is None or past is None else c.read(past, q.dtype)
-        for c, past in zip(codes, (past_key, past_value), strict=True)
-    ]
     news = [x if c is None else c.round(x) for c, x in zip(codes, (k, v), strict=True)]
+    pasts = [past_key, past_value]
+    for i, (past, c) in enumerate(zip(pasts, codes, strict=True)):
+        if past is not None and c is not None:  # an empty one has a type, but maybe no sizes
+            pasts[i] = c.read(past, q.dtype) if past.shape[2] else news[i][:, :, :0]
     if sliding_window_cache and past_key is not None:
         (k, v), at, caches = _slide_window(pasts, news, start, lengths, local_window_size)
     else:
