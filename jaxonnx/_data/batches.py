@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from jaxonnx._data.inputs_and_targets import as_pair, checked_weights, count_examples, split_weights
-from jaxonnx._data.ragged import PLAIN, Columns, Padding, Ragged
+from jaxonnx._data.ragged import PLAIN, Columns, LazyColumn, Padding, Ragged
 from jaxonnx._graph.values import Value
 from jaxonnx._require import require_integer
 from jaxonnx.errors import TrainingError
@@ -332,6 +332,7 @@ class Padded(Examples):
 
     def contents(self) -> Sequence[np.ndarray]:
         leaves = jax.tree.leaves(self.columns.pair)
+        leaves = [x.checksums if isinstance(x, LazyColumn) else x for x in leaves]
         parts = [(x.values, x.starts) if isinstance(x, Ragged) else (x,) for x in leaves]
         return [*chain.from_iterable(parts)]
 

@@ -14,6 +14,7 @@ from jaxonnx._data.ragged import (
     Ragged,
     column,
     derived_inputs,
+    ignore_token,
     next_tokens,
     with_derived,
 )
@@ -63,6 +64,8 @@ def as_pair(
     inputs = with_derived(inputs, values)
     if labels and padding.next_token and not jax.tree.leaves(targets):
         targets = next_tokens(inputs, values, padding.ignored, what)
+        if padding.image_token is not None:
+            targets = ignore_token(targets, padding.image_token, padding.ignored)
     if labels and padding.untargeted and not jax.tree.leaves(targets):
         targets = np.zeros(count_examples(inputs, inputs, values), np.int32)
     named = [(f"input {n!r}", a) for n, a in zip(names, inputs, strict=True)]

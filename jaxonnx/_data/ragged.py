@@ -9,6 +9,7 @@ examples of one bucket (`_data.batches`).
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -99,14 +100,45 @@ class Ragged:
         return array
 
 
-def column(values: Any, what: str) -> np.ndarray | Ragged:
+class LazyColumn:
+    """Examples that are read when a batch needs them, with zeros behind those that are shorter.
+
+    Args:
+      rows: the examples, each with a dtype, a shape, `read()` and a checksum.
+    """
+
+    def __init__(self, rows: Sequence[Any]):
+        self._rows, self.dtype = rows, rows[0].dtype
+        self.shape = (len(rows), *map(max, *(row.shape for row in rows), rows[0].shape))
+        self.ndim, self.nbytes = len(self.shape), math.prod(self.shape) * self.dtype.itemsize
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, rows: np.ndarray) -> np.ndarray:
+        array = np.zeros((len(rows), *self.shape[1:]), self.dtype)
+        for place, row in enumerate(rows):
+            values = self._rows[row].read()
+            array[place, : len(values)] = values
+        return array
+
+    @property
+    def checksums(self) -> np.ndarray:
+        return np.array([row.checksum for row in self._rows])
+
+
+def column(values: Any, what: str) -> Any:
     """Convert examples to an array, or to `Ragged` if they are sequences of unequal length.
+
+    Examples that are read later become a `LazyColumn`.
 
     Raises:
       TrainingError: they are None, or not sequences of numbers.
     """
     if values is None:
         raise TrainingError(f"{what} is None")
+    if isinstance(values, list) and values and hasattr(values[0], "checksum"):
+        return LazyColumn(values)
     try:
         array = np.asarray(values)
     except ValueError:  # NumPy makes no array of lists of unequal length
@@ -184,6 +216,13 @@ def _count_tokens(mask: Any, dtype: np.dtype) -> Any:
     return Ragged((counts[1:] - before - 1).clip(0).astype(dtype), mask.starts)
 
 
+def ignore_token(labels: Any, token: int, ignored: int) -> Any:
+    """Return labels without those that are a token."""
+    if isinstance(labels, Ragged):
+        return Ragged(ignore_token(labels.values, token, ignored), labels.starts)
+    return np.where(np.asarray(labels) == token, ignored, labels)
+
+
 def next_tokens(columns: Sequence[Any], inputs: Sequence[Value], ignored: int, what: str) -> Any:
     """Return the tokens as labels for next-token prediction; the loss shifts them by one.
 
@@ -228,6 +267,8 @@ class Padding:
     """Widths of batches; None for powers of two."""
     ignored: Any = IGNORED
     """The padding value of labels; a dict for several targets."""
+    image_token: int | None = None
+    """The token that stands for images, which is no label of next-token prediction."""
     next_token: bool = False
     """Whether the tokens are the labels if data has no targets."""
     untargeted: bool = False
@@ -378,8 +419,8 @@ def _open_columns(
     """
 
     def of_input(value: Value, x: Any) -> Any:
-        if isinstance(x, Ragged) or x.ndim < 2 or _size(value) is not None:
-            return x
+        if isinstance(x, Ragged) or not 2 <= x.ndim <= 3 or _size(value) is not None:
+            return x  # images and their tiles are no sequences of tokens
         return Ragged.rectangular(x)
 
     sizes = {x.shape[:2] for x in inputs if isinstance(x, np.ndarray) and x.ndim > 1}

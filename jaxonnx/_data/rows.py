@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, islice, takewhile
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -266,6 +267,7 @@ class Rows:
       iterate: returns the rows of an epoch.
       first: the first row, with the columns of the data.
       names: new names of columns and roles.
+      folder: that of the file, to which paths of images are relative.
       is_stream: whether rows are read as they are needed.
       is_spent: whether they can be read only once.
       convert: returns the columns of some rows, and the padding of their sequences.
@@ -274,6 +276,7 @@ class Rows:
     iterate: Callable[[int], Iterable[Row]]
     first: Any
     names: Names
+    folder: Path = Path()
     is_stream: bool = False
     is_spent: bool = False
     convert: Callable[[Iterable[Row], Padding], tuple[dict[str, Any], Padding]] = (
@@ -344,7 +347,8 @@ def open_rows(data: Any, what: str, names: Names | None = None) -> Any:
 
 def _find_rows(data: Any, what: str, names: Names) -> Rows | None:
     if is_row_file(data):
-        return Rows(lambda _: iterate_rows(data), next(iterate_rows(data))[1], names)
+        first = next(iterate_rows(data))[1]
+        return Rows(lambda _: iterate_rows(data), first, names, Path(data).parent)
     if (isinstance(data, list) or is_dataset(data)) and len(data):
         named = lambda _: ((f"example {i} of {what}", data[i]) for i in range(len(data)))  # noqa: E731
         return Rows(named, data[0], names)

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from jaxonnx._data.files import Row
+from jaxonnx._data.images.messages import COLUMNS, ImageReader, RowImages
 from jaxonnx._data.inputs_and_targets import KEY
 from jaxonnx._data.rows import (
     JUDGEMENT,
     VARIABLES,
-    Names,
     Rows,
     Shape,
     Texts,
@@ -25,6 +25,7 @@ from jaxonnx._data.rows import (
     drop_nones,
 )
 from jaxonnx._data.tokenizer import Chat, Tokenizer
+from jaxonnx._io.vision_language import PIXELS
 from jaxonnx._require import require, require_choice, require_integer
 from jaxonnx._text import format_count
 from jaxonnx.errors import TrainingError
@@ -93,6 +94,7 @@ class Reader:
       pairs: whether the model is an encoder-decoder: the encoder reads prompts, and the decoder's
         labels are completions.
       group: the number of rows that the loss compares: 2 for answers chosen and rejected.
+      images: finds the images of rows, if the model takes some.
       packing: how texts share a row, if they do.
       lengths: the length of each example so far.
       long: the number of texts that were cut, split and skipped.
@@ -115,6 +117,7 @@ class Reader:
     tokens: str
     pairs: bool
     group: int
+    images: ImageReader | None
     packing: PackedRows | None
     lengths: list[int] = field(default_factory=list)
     long: Counter[str] = field(default_factory=Counter)
@@ -136,10 +139,11 @@ class Reader:
         """
         shape = data.find_shape(self.group == 2)
         assert shape is not None
-        ids, labels, weights, judged = [], [], [], []
+        ids, labels, weights, judged, images = [], [], [], [], []
         for where, row in add_other_answers(rows, self.answer) if shape.is_judged else rows:
             weight = self._read_weight(where, row)
-            examples = self._read_row(where, row, shape, data.names)
+            examples, pixels = self._read_row(where, row, shape, data)
+            images += [pixels] * len(examples)
             ids += [pair[0] for pair in examples]
             labels += [pair[1] for pair in examples]
             weights += [weight] * len(examples)
@@ -147,6 +151,8 @@ class Reader:
                 judged += [float(row[JUDGEMENT])] * len(examples)
                 self.answer = row["completion"]
         columns = {self.tokens: ids, "labels": labels}
+        if self.images is not None:
+            columns[PIXELS] = images
         if self.packing is not None and ids:
             count = self.packing.number
             packed = pack_texts(ids, labels, self.limit, self.ignored, count)
@@ -161,30 +167,35 @@ class Reader:
         self.notes[:] = self._list_notes()
         return columns if ids else {}
 
-    def _read_row(self, where: str, row: Any, shape: Shape, names: Names) -> list[_Example]:
-        """Return the examples of a row of which the loss counts a token."""
+    def _read_row(
+        self, where: str, row: Any, shape: Shape, data: Rows
+    ) -> tuple[list[_Example], RowImages | None]:
+        """Return the examples of a row of which the loss counts a token, and its images."""
         if not shape.fits(row):
             columns = " and ".join(map(repr, shape.columns))
             raise TrainingError(f"{where} must have {columns}, as those before it")
         try:
-            texts = shape.read(row, names)
+            texts = shape.read(row, data.names)
         except (LookupError, TypeError, ValueError) as error:
             raise TrainingError(f"{where}: {error}") from error
         self._check_answers(where, shape, texts)
+        images = None
+        if self.images is not None:
+            texts, images = self.images.find(where, row, texts, data.folder)
         answers = []
         for answer in texts.answers:
             part = Texts(texts.prompt, (answer,))
             if self.pairs:
                 examples = [*self._encode_pair(where, part)]
             else:
-                encoded = self._encode(where, row, part)
+                encoded = self._encode(where, row, part, images)
                 examples = [x for pair in encoded for x in self._fit(where, shape, *pair)]
             counted = [
                 pair for pair in examples if (pair[1][not self.pairs :] != self.ignored).any()
             ]
             self.dropped += len(examples) - len(counted)
             answers.append(counted)
-        read = {*shape.columns, *shape.optional, KEY}
+        read = {*shape.columns, *shape.optional, KEY, *(COLUMNS if self.images else ())}
         read -= set() if texts.is_chat else {*VARIABLES}
         unread = (name for name in row if name not in read and row[name] is not None)
         self.unread |= dict.fromkeys(unread)
@@ -195,8 +206,8 @@ class Reader:
                     "messages of the assistant differently when others follow: put those before "
                     "the last one into the prompt"
                 )
-            return []  # neither without the other
-        return [example for answer in answers for example in answer]
+            return [], images  # neither without the other
+        return [example for answer in answers for example in answer], images
 
     def _check_answers(self, where: str, shape: Shape, texts: Texts) -> None:
         if self.pairs and (texts.is_chat or shape.columns != ("prompt", "completion")):
@@ -243,21 +254,38 @@ class Reader:
             prompt, completion = (ids[: self.limit] for ids in parts)
             yield prompt, completion
 
-    def _encode(self, where: str, row: Mapping[str, Any], texts: Texts) -> Iterator[_Example]:
+    def _encode(
+        self, where: str, row: Mapping[str, Any], texts: Texts, images: RowImages | None
+    ) -> Iterator[_Example]:
         """Yield the tokens and labels of examples, int64[n] both."""
         if texts.is_chat:
-            yield from self._encode_chat(where, row, texts)
+            yield from self._encode_chat(where, row, texts, images)
             return
         (answer,) = texts.answers
         if not answer:
             name = "completion" if texts.prompt else "text"
             raise TrainingError(f"{where} has an empty {name}")
         text = texts.prompt + answer
-        ids, places = self.tokenizer.locate_tokens(text)
+        ids, places = self._locate(text, images, special=True)
         first = np.flatnonzero(places[:, 1] > len(texts.prompt))
         ids = self._append_end(text, ids)
         start = 0 if self.settings.loss == "all" else first[0] if len(first) else len(ids)
-        yield ids, np.where(np.arange(len(ids)) < start, self.ignored, ids)
+        yield ids, self._hide_images(ids, np.where(np.arange(len(ids)) < start, self.ignored, ids))
+
+    def _locate(
+        self, text: str, images: RowImages | None, special: bool, whole: bool = True
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens of a text, with those of its images, and their spans in it."""
+        ids, places = self.tokenizer.locate_tokens(text, special=special)
+        if self.images is None or images is None:
+            return ids, places
+        return self.images.expand(ids, places, images, whole=whole)
+
+    def _hide_images(self, ids: np.ndarray, labels: np.ndarray) -> np.ndarray:
+        """Return labels without the tokens that stand for images."""
+        if self.images is None:
+            return labels
+        return np.where(ids == self.images.token, self.ignored, labels)
 
     def _append_end(self, text: str, ids: np.ndarray) -> np.ndarray:
         """Append the end token to the tokens of a text that has none."""
@@ -265,7 +293,9 @@ class Reader:
         ended = np.isin(ids[-1:], ends).any() or self.tokenizer.is_ended(text)
         return ids if ended else np.append(ids, np.array(ends[:1], np.int64))
 
-    def _encode_chat(self, where: str, row: Mapping[str, Any], texts: Texts) -> Iterator[_Example]:
+    def _encode_chat(
+        self, where: str, row: Mapping[str, Any], texts: Texts, images: RowImages | None
+    ) -> Iterator[_Example]:
         messages = [*texts.prompt, *texts.answers[0]]
         if not messages:
             raise TrainingError(f"{where} has no messages")
@@ -295,7 +325,8 @@ class Reader:
         for chat, text, parts in chats:
             if not (parts or counts_all):
                 continue
-            ids, places = self.tokenizer.locate_tokens(text, special=False)
+            whole = len(chat.messages) == len(messages)
+            ids, places = self._locate(text, images, special=False, whole=whole)
             inside = np.zeros(len(ids), bool)
             for start, stop in parts:  # a token that reaches into a part counts
                 inside |= (places[:, 1] > start) & (places[:, 0] < stop)
@@ -311,7 +342,7 @@ class Reader:
                     token = self.tokenizer.find_end(chat, text)
                     ids, labels = np.append(ids, token), np.append(labels, token)
                     self.open += 1
-            yield ids, labels
+            yield ids, self._hide_images(ids, labels)
 
     def _read_variables(self, where: str, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return the variables of the chat template that a row has, lists also as JSON text."""
@@ -359,6 +390,11 @@ class Reader:
                 f"{where} has {np.flatnonzero(counts)[0]} tokens before those of the loss, and the "
                 f"limit is {self.limit} tokens: pass a larger preprocess={{'max_length': ...}}"
                 " or a shorter prompt"
+            )
+        if self.images is not None and (ids[self.limit :] == self.images.token).any():
+            raise TrainingError(
+                f"{where} has tokens of an image behind the limit of {self.limit} tokens: pass a "
+                "larger preprocess={'max_length': ...}, or 'long': 'skip'"
             )
         last = self.limit if how == "cut" else len(ids) - 1
         for start in range(0, last, self.limit):

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxonnx._data.files import Row
+from jaxonnx._data.images.messages import ImageReader
 from jaxonnx._data.language_models import context_length, token_input, vocabulary
 from jaxonnx._data.ragged import DECODER_TOKENS, Padding
 from jaxonnx._data.rows import Rows, open_rows
@@ -71,8 +72,15 @@ def read_texts(
             "out"
         )
     settings = TextSettings.of(preprocess)
+    tokenizer = Tokenizer(model.folder)
+    images = ImageReader.of(model, tokenizer)
+    if images is not None and settings.pack:
+        raise TrainingError(
+            "preprocess={'pack': True} joins texts to rows, and a vision-language model has the "
+            "images of a row apart: leave it out"
+        )
     reader = Reader(
-        Tokenizer(model.folder),
+        tokenizer,
         settings,
         _limit(model, settings),
         vocabulary(model),
@@ -80,6 +88,7 @@ def read_texts(
         token_input(model),
         pairs=_takes_pairs(model, settings),
         group=padding.group,
+        images=images,
         packing=model.program.find(PackedRows) if settings.pack else None,
     )
     for name, rows in texts.items():

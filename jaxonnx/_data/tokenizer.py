@@ -158,6 +158,11 @@ class Tokenizer:
         ids = map(self._tokens.token_to_id, names)
         return next((i for i in ids if i is not None), None)
 
+    def find_tokens(self, roles: Sequence[str]) -> tuple[list[int], ...]:
+        """Return the token of each role that `special` has, in lists; empty where there is none."""
+        ids = (self._tokens.token_to_id(self.special.get(role, "")) for role in roles)
+        return tuple([] if i is None else [i] for i in ids)
+
     @functools.cached_property
     def continues(self) -> np.ndarray:
         """Whether each token goes with the one before it (WordPiece's "##"), bool[tokens]."""

@@ -82,8 +82,11 @@ def export_safetensors(
     """
     check_arguments(export_safetensors, locals())
     net, target = as_model(model), Path(folder)
-    if net.folder is not None and net.folder.encoder:
-        raise InputError("export_safetensors takes a model of one file, not encoder and decoder")
+    if net.folder is not None and len(net.folder.files) > 1:
+        raise InputError(
+            "export_safetensors takes a model of one file, and this one is joined of "
+            + ", ".join(net.folder.files)
+        )
     meanings = weights(net.graph, net.tensors)
     settings = _read_config(net, original)
     family = find_family(net, settings)

@@ -6,13 +6,11 @@ the encoder and its mask, or (onnxruntime-genai's Whisper) keys and values that 
 computes. Names of the encoder's tensors have `PREFIX`.
 """
 
-from collections.abc import Callable, Iterable, Set
-
 import numpy as np
-from onnx import FunctionProto, GraphProto, ModelProto, NodeProto
+from onnx import FunctionProto, GraphProto, ModelProto
 
 from jaxonnx._io.order import reads
-from jaxonnx._io.protos import all_graphs, all_nodes
+from jaxonnx._io.parts import ancestors, extract_part, rename_values, value_names
 from jaxonnx._io.records import QUANTIZATION, SPARSITY
 from jaxonnx.errors import InputError, ModelError
 
@@ -40,16 +38,16 @@ def join_files(encoder: Read, decoder: Read) -> Read:
     result = ModelProto()
     result.CopyFrom(second)
     renamed = _decoder_names(first.graph, second.graph)
-    _rename(result.graph, lambda name: renamed.get(name, name))
+    rename_values(result.graph, lambda name: renamed.get(name, name))
     front = ModelProto()
     front.CopyFrom(first)
-    names = _names(first.graph) - {value.name for value in first.graph.input}
-    _rename(
+    names = value_names(first.graph) - {value.name for value in first.graph.input}
+    rename_values(
         front.graph,
         lambda name: PREFIX + name if name in names else _NAMES.get(name, name),
         _enter,
     )
-    if both := (_names(front.graph) & _names(result.graph)) - {*renamed.values()}:
+    if both := (value_names(front.graph) & value_names(result.graph)) - {*renamed.values()}:
         raise ModelError(f"the encoder and the decoder both have a value '{min(both)}'")
 
     inputs = {value.name for value in front.graph.input} | _joined_values(first.graph, second.graph)
@@ -89,12 +87,14 @@ def part_files(
     joined = _joined_values(encoder.graph, decoder.graph)
     owned = {PREFIX + value.name for value in encoder.graph.output}
     outputs = {value.name for value in proto.graph.output}
-    front = _ancestors(proto.graph.node, owned)
-    back = _ancestors(proto.graph.node, outputs - joined, joined)
-    for name in _names(proto.graph) - front - back:  # what nothing needs stays where it was
+    front = ancestors(proto.graph.node, owned)
+    back = ancestors(proto.graph.node, outputs - joined, joined)
+    for name in value_names(proto.graph) - front - back:  # what nothing needs stays where it was
         (front if name.startswith(PREFIX) else back).add(name)
 
-    first, second = (_part(proto, *part, joined) for part in ((encoder, front), (decoder, back)))
+    first, second = (
+        extract_part(proto, *part, joined) for part in ((encoder, front), (decoder, back))
+    )
     values = {value.name: value for value in proto.graph.input}
     mine = {_NAMES.get(v.name, v.name): v for v in encoder.graph.input}
     theirs = {renamed.get(v.name, v.name): v for v in decoder.graph.input}
@@ -106,9 +106,9 @@ def part_files(
     first.graph.output.extend(encoder.graph.output)
     second.graph.output.extend(proto.graph.output)
     original = {name: value.name for name, value in mine.items()}
-    _rename(first.graph, lambda name: original.get(name, own_name(name)), _leave)
+    rename_values(first.graph, lambda name: original.get(name, own_name(name)), _leave)
     original = {new: old for old, new in renamed.items()}
-    _rename(second.graph, lambda name: original.get(name, name))
+    rename_values(second.graph, lambda name: original.get(name, name))
     return first, second
 
 
@@ -176,35 +176,6 @@ def _decoder_names(encoder: GraphProto, decoder: GraphProto) -> dict[str, str]:
     return names
 
 
-def _names(main: GraphProto) -> set[str]:
-    """Return all names of values in a graph and its subgraphs."""
-    names: set[str] = set()
-    for graph in all_graphs(main):
-        names |= {value.name for value in (*graph.input, *graph.output, *graph.initializer)}
-        names |= {sparse.values.name for sparse in graph.sparse_initializer}
-        names.update(name for node in graph.node for name in (*node.input, *node.output))
-    return names - {""}
-
-
-def _rename(
-    main: GraphProto, new: Callable[[str], str], of_node: Callable[[str], str] = str
-) -> None:
-    """Give all values and nodes of a graph and its subgraphs other names, in place."""
-    for graph in all_graphs(main):
-        for value in (*graph.input, *graph.output, *graph.value_info, *graph.initializer):
-            value.name = new(value.name)
-        for sparse in graph.sparse_initializer:
-            sparse.values.name = new(sparse.values.name)
-        for note in graph.quantization_annotation:
-            note.tensor_name = new(note.tensor_name)
-            for entry in note.quant_parameter_tensor_names:
-                entry.value = new(entry.value)
-        for node in graph.node:
-            node.name = of_node(node.name)
-            node.input[:] = [new(name) for name in node.input]
-            node.output[:] = [new(name) for name in node.output]
-
-
 def _enter(name: str) -> str:
     """Return the name of an encoder's node in the joined graph: a module of PyTorch's, below."""
     if not name:
@@ -216,37 +187,3 @@ def _leave(name: str) -> str:
     """Return the inverse of `_enter`."""
     inner = name.removeprefix(f"/{PREFIX[:-1]}")
     return inner if inner.startswith("/") and inner != name else name.removeprefix(PREFIX)
-
-
-def _ancestors(
-    nodes: Iterable[NodeProto], names: Set[str], without: Set[str] = frozenset()
-) -> set[str]:
-    """Return `names` and their ancestors, without following those in `without`."""
-    values = {*names}
-    for node in reversed([*nodes]):
-        if not values.isdisjoint(node.output):
-            values |= reads(node) - {*without}
-    return values
-
-
-def _part(proto: ModelProto, header: ModelProto, names: Set[str], joined: Set[str]) -> ModelProto:
-    """Extract the nodes that compute these values into a model of their own."""
-    result, graph = ModelProto(), proto.graph
-    result.CopyFrom(header)
-    result.ClearField("graph")
-    result.graph.name, result.graph.doc_string = header.graph.name, header.graph.doc_string
-    result.ir_version = max(header.ir_version, proto.ir_version)
-    target = result.graph
-    target.node.extend(node for node in graph.node if not names.isdisjoint(node.output))
-    inputs = joined | {value.name for value in graph.input}
-    target.value_info.extend(v for v in graph.value_info if v.name in names - inputs)
-    target.initializer.extend(tensor for tensor in graph.initializer if tensor.name in names)
-    sparse = (tensor for tensor in graph.sparse_initializer if tensor.values.name in names)
-    target.sparse_initializer.extend(sparse)
-    notes = (note for note in graph.quantization_annotation if note.tensor_name in names)
-    target.quantization_annotation.extend(notes)
-    versions = {entry.domain: entry.version for entry in proto.opset_import}
-    imported = {entry.domain for entry in result.opset_import}
-    for domain in sorted({node.domain for node in all_nodes(target)} & versions.keys() - imported):
-        result.opset_import.add(domain=domain, version=versions[domain])
-    return result

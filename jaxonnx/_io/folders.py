@@ -4,8 +4,8 @@ onnxruntime-genai    genai_config.json names the file of the decoder, and that o
 optimum              model.onnx, or decoder_model*.onnx, beside config.json
 transformers.js      onnx/model.onnx and variants of it, onnx/model_q4.onnx
 
-The last two have an encoder beside its decoder as encoder_model.onnx. `_io.encoder_decoder` joins
-them.
+The last two have an encoder beside its decoder as encoder_model.onnx; `_io.encoder_decoder` joins
+them. The first and the last have vision-language models as three files (`_io.vision_language`).
 
 A name like "onnx-community/Qwen3-0.6B-ONNX" is a folder of the Hugging Face hub.
 """
@@ -31,6 +31,7 @@ from jaxonnx import _safe_read
 from jaxonnx._io.encoder_decoder import part_files
 from jaxonnx._io.formats import LIMIT
 from jaxonnx._io.protos import all_graphs
+from jaxonnx._io.vision_language import VISION, split_parts
 from jaxonnx.errors import InputError, ModelError
 
 GENAI = "genai_config.json"
@@ -39,6 +40,8 @@ _VARIANTS = ("fp32", "fp16", "bf16", "int8", "uint8", "q8", "quantized", "q4", "
 _DECODERS = ("decoder_model_merged", "decoder_model", "decoder_with_past_model")
 """Files of optimum with the same weights; the first contains the others."""
 _ENCODER = "encoder_model"
+_PARTS = "vision_encoder", "embed_tokens"
+"""Files of transformers.js before the decoder of a vision-language model."""
 _WEIGHTS = (".onnx", ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 _HUB = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)+")
 _TASKS = {
@@ -61,11 +64,34 @@ class ModelFolder:
     """Relative to the folder, with slashes."""
     encoder: str = ""
     """The file of the encoder, where `file` is its decoder."""
+    vision: str = ""
+    """The file of the vision encoder, where `file` is the decoder of a vision-language model."""
+    embedding: str = ""
+    """The file of the embedding, likewise."""
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The files of the model: one, or an encoder and its decoder."""
-        return (self.encoder, self.file) if self.encoder else (self.file,)
+        """The files of the model: one, or those before the decoder and the decoder."""
+        return (*filter(None, (self.encoder, self.vision, self.embedding)), self.file)
+
+    def is_of_vision(self, name: str) -> bool:
+        """Return whether a tensor is one of the vision encoder, which is frozen by default."""
+        return bool(self.vision) and name.startswith(VISION)
+
+    @property
+    def image_token(self) -> int | None:
+        """The token that stands for the features of images, if the configuration names it."""
+        for source in (self.read_json(GENAI).get("model", {}), self.read_json("config.json")):
+            for name in ("image_token_id", "image_token_index"):
+                if isinstance(source.get(name), int):
+                    return source[name]
+        return None
+
+    def read_image_settings(self) -> dict[str, Any]:
+        """Return the settings of transformers' image processor; empty if the folder has none."""
+        nested = self.read_json("processor_config.json").get("image_processor")
+        settings = self.read_json("preprocessor_config.json") or nested
+        return settings if isinstance(settings, dict) else {}
 
     def read_json(self, name: str) -> dict[str, Any]:
         """Return an object that the folder has as a JSON file; empty without the file.
@@ -96,6 +122,8 @@ class ModelFolder:
     @property
     def task(self) -> str:
         """The hub's name of what the model does; empty if no configuration tells."""
+        if self.vision:
+            return "image-text-to-text"
         if self.read_json(GENAI):
             return "text-generation"
         classes = self.read_json("config.json").get("architectures") or ()
@@ -140,19 +168,25 @@ def choose_files(
     files = sorted(n for n in names if re.fullmatch(r"(onnx/)?[^/]+\.onnx", n))
     if variant is None and GENAI in names and folder is not None:
         model = ModelFolder(folder, "").read_json(GENAI).get("model", {})
-        parts = [model.get(name, {}).get("filename") for name in ("decoder", "encoder")]
-        if parts[0] is not None:
-            files = [name for name in parts if name is not None]
-            if missing := [name for name in files if name not in names]:
+        parts = "decoder", "encoder", "vision", "embedding"
+        chosen = [model.get(part, {}).get("filename") or "" for part in parts]
+        if chosen[0]:
+            chosen = chosen if all(chosen[2:]) else chosen[:2]
+            if missing := [name for name in chosen if name and name not in names]:
                 raise InputError(
                     f"'{what}': {GENAI} names '{missing[0]}', and the folder does not have it"
                 )
-            return (*files,)
+            return (*chosen,)
     wanted = {"q8": "quantized"}.get(variant or "", variant)
     candidates = [n for n in files if wanted is None or (_split(n)[1] or "fp32") == wanted]
     merged = {n for n in candidates if _split(n)[0] == _DECODERS[0]}
     if merged:
         candidates = [n for n in candidates if n in merged or _split(n)[0] not in _DECODERS]
+    if {_DECODERS[0], *_PARTS} <= {_split(n)[0] for n in files}:
+        decoders = [n for n in candidates if n in merged]
+        if len(decoders) == 1:
+            return decoders[0], "", *_choose_parts(files, wanted)
+        candidates = decoders
     if len(candidates) == 1:
         return (candidates[0],)
     stems = sorted(_split(n)[0] for n in candidates if _split(n)[0] != _DECODERS[2])
@@ -178,6 +212,16 @@ def _split(name: str) -> tuple[str, str]:
     stem = PurePosixPath(name).stem
     base, _, last = stem.rpartition("_")
     return (base, last) if base and last in _VARIANTS else (stem, "")
+
+
+def _choose_parts(files: Collection[str], variant: str | None) -> list[str]:
+    """Return the files of `_PARTS`, in the variant of the decoder or else the most precise one."""
+    chosen = []
+    for part in _PARTS:
+        variants = {_split(n)[1] or "fp32": n for n in files if _split(n)[0] == part}
+        ordered = (variant or "fp32", *_VARIANTS)
+        chosen.append(next(variants[name] for name in ordered if name in variants))
+    return chosen
 
 
 def _download(name: str, variant: str | None) -> ModelFolder:
@@ -254,7 +298,9 @@ def save_folder(
     """
     target, source = Path(path), home.path
     protos = [graph()]
-    if home.encoder:
+    if home.vision:
+        protos = [*split_parts(protos[0], [source / name for name in home.files])]
+    elif home.encoder:
         headers = (onnx.load(source / n, load_external_data=False) for n in home.files)
         protos = [*part_files(*protos, *headers)]
     target.mkdir(parents=True, exist_ok=True)

@@ -231,8 +231,10 @@ def with_params(model: N, wanted: Select) -> N:
     tensors = model.tensors
     floats = {n: v for n, v in tensors.items() if jnp.issubdtype(v.dtype, jnp.floating)}
     # a running statistic is renewed, not trained, unless it is asked for by its name
-    statistics = running_statistics(model.graph)
-    chosen = select(wanted, floats, "trainable", statistics, places=model._places)
+    spared = running_statistics(model.graph)
+    if model.folder is not None:  # and so are numbers that are no weights of a vision encoder
+        spared |= {n for n in model.program.constants if model.folder.is_of_vision(n)}
+    chosen = select(wanted, floats, "trainable", spared, places=model._places)
     constants = {n: v for n, v in model.program.constants.items() if n not in chosen}
     return replace(
         model,

@@ -137,12 +137,14 @@ class LoRA:
         sizes = {name: place.sizes(meanings[name].shape) for name, place in places.items()}
         # a file has no place for adapters of packed experts (QMoE): only names choose these
         inseparable = {name for name in places if places[name].batch and meanings[name].storage}
+        folder = model.folder  # whose vision encoder stays as it is, unless it is named
+        frozen = {name for name in places if folder is not None and folder.is_of_vision(name)}
         if self.where is None:
             chosen = {
                 name
                 for name, (rows, columns) in sizes.items()
                 if not places[name].lookup
-                and name not in inseparable | model._factors
+                and name not in inseparable | model._factors | frozen
                 and self.rank * (rows + columns) < rows * columns
             }
             if not chosen:
@@ -155,7 +157,8 @@ class LoRA:
             adaptable = {name for name in places if meanings[name].storage or name not in fixed}
             vectors = {name for name in places if 1 in sizes[name]}  # a probe, which attends
             adaptable -= inseparable | model._factors | vectors
-            chosen = find_projections(model.graph, tensors, adaptable, cast(Role, self.where))
+            role = cast(Role, self.where)
+            chosen = find_projections(model.graph, tensors, adaptable, role) - frozen
             if not chosen:
                 raise InputError(
                     f"where={self.where!r}: no weight has this role in the graph; name weights, "

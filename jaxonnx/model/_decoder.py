@@ -18,6 +18,7 @@ from jaxonnx._graph.ancestors import ancestors
 from jaxonnx._graph.bind import Node
 from jaxonnx._graph.caches import Caches, find_caches
 from jaxonnx._graph.values import Value
+from jaxonnx._io.vision_language import PIXELS
 from jaxonnx._rewrite.network import Network
 from jaxonnx._run.program import Program
 from jaxonnx.errors import InputError
@@ -113,6 +114,11 @@ class Decoder:
 
     def _find_token_input(self, values: Sequence[Value]) -> str:
         """Return the name of the one input of tokens; masks and positions are derived from it."""
+        if any(value.name == PIXELS for value in values):
+            raise InputError(
+                "generate does not take vision-language models: model.save('folder/') writes the "
+                "files that a runtime for them continues texts with"
+            )
         derived = derived_inputs(values)
         names = [value.name for value in values if value.name not in derived]
         kinds = [v.dtype for v in values if v.name in names]

@@ -23,10 +23,11 @@ from jaxonnx._graph.select import Select, select
 from jaxonnx._graph.stored import check_zero_points
 from jaxonnx._graph.types import infer_types
 from jaxonnx._io.encoder_decoder import join_files
-from jaxonnx._io.folders import find_folder
+from jaxonnx._io.folders import GENAI, ModelFolder, find_folder
 from jaxonnx._io.read import give_back_memory, read, replace_weights
 from jaxonnx._io.tensors import equal_bits
 from jaxonnx._io.ties import find_duplicates, is_shared, replace_duplicates, sources
+from jaxonnx._io.vision_language import join_parts
 from jaxonnx._mesh.rules import Sharding
 from jaxonnx._mesh.shardings import model_shardings
 from jaxonnx._require import check_arguments, require_integer
@@ -35,6 +36,7 @@ from jaxonnx._text import list_some
 from jaxonnx.errors import InputError
 from jaxonnx.model._model import Model, Trainable
 from jaxonnx.quantization import dequantize_weights, recorded_views, restore_attention
+from jaxonnx.registry import lookup
 
 TRIM_LIMIT = 1 << 26
 """Bytes; reading weights above it leaves gaps in memory that are worth giving back."""
@@ -80,7 +82,8 @@ def load(
         * the bytes of a file, or a ModelProto (which is not changed);
         * the `checkpoint_dir` of a run: the model of its newest checkpoint;
         * the folder of a language model in the layout of onnxruntime-genai, optimum or
-          transformers.js; an encoder and its decoder become one model;
+          transformers.js; an encoder and its decoder become one model, and so do the three files
+          of a vision-language model, whose vision encoder is frozen unless `trainable` names it;
         * the name of such a model on the Hugging Face hub, like "onnx-community/Qwen3-0.6B-ONNX",
           if `huggingface_hub` is installed.
       outputs: intermediate values to return instead of the outputs of the file, as in
@@ -134,6 +137,8 @@ def load(
     proto, tensors = read(file, checkpoint)
     if folder is not None and folder.encoder:
         proto, tensors = join_files(read(folder.path / folder.encoder), (proto, tensors))
+    if folder is not None and folder.vision:
+        proto, tensors = _join_parts(folder, (proto, tensors))
     if restored := restore_attention(proto):
         warnings.warn(
             f"onnxruntime's quantizer replaced the Attention of '{list_some(restored, '')}' by a "
@@ -156,6 +161,8 @@ def load(
     check_zero_points(graph, tensors)
     graph = pass_rounding(fuse_integer_products(graph, tensors), tensors)
     params, state, constants = split(graph, tensors, proto.graph)
+    if folder is not None:
+        state |= {name: params.pop(name) for name in [*params] if folder.is_of_vision(name)}
     originals = {
         name: tensors[name]
         for name in (*params, *state)
@@ -180,6 +187,22 @@ def load(
         if warning.startswith(("64-bit", "metadata_props")):
             warnings.warn(warning, stacklevel=2)
     return model if trainable is None else model.with_trainable(trainable)
+
+
+def _join_parts(folder: ModelFolder, decoder: Any) -> Any:
+    """Join the files of a vision-language model to one."""
+    if folder.image_token is None:
+        raise InputError(
+            f"'{folder.path}': neither {GENAI} nor config.json has image_token_id, the token that "
+            "stands for the features of images"
+        )
+
+    def is_same(domain: str, name: str, old: int, new: int) -> bool:
+        return lookup(domain, name, old) is lookup(domain, name, new)
+
+    vision, embedding = (read(folder.path / name) for name in (folder.vision, folder.embedding))
+    tiles = bool(folder.read_image_settings().get("crop_to_patches"))
+    return join_parts(vision, embedding, decoder, folder.image_token, tiles, is_same)
 
 
 def _to_device(value: np.ndarray, sharding: NamedSharding | None) -> jax.Array:

@@ -146,6 +146,7 @@ def padding_of(model: Model, settings: Settings) -> Padding:
         settings.pad,
         settings.length_buckets,
         ignored=labels if by_output and not next_token else next(iter(labels.values()), IGNORED),
+        image_token=model.folder.image_token if model.folder and model.folder.vision else None,
         next_token=next_token,
         untargeted=bool(parts) and not any(l.takes_targets for l in parts.values()),
         group=math.lcm(*(l.rows for l in parts.values())),

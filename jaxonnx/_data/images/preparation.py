@@ -1,6 +1,9 @@
 """Preprocessing of images: metadata in the file, and reading with Pillow."""
 
+import io
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from math import isqrt
 from pathlib import Path
@@ -31,6 +34,9 @@ _RANGES = {
 
 _KINDS = {"labels": (str, int, float), "order": (str,), "size": (int,)}
 """The Python types of fields in the file's entry; the other fields are numbers."""
+
+_ORIENTATION = 0x0112
+"""The tag of EXIF whose values above 4 turn an image by a quarter."""
 
 _BROKEN = (OSError, SyntaxError, ValueError, struct.error)
 """Exceptions of Pillow for truncated or corrupt files."""
@@ -232,7 +238,7 @@ def read(path: Path, where: Layout, crop: float = 1.0) -> np.ndarray:
     """
     Image, ImageOps = _pillow()
     height, width = where.size
-    picture = _decode(path, where.channels, max(where.size) / crop)
+    picture = decode(path, where.channels, max(where.size) / crop)
     border = (1 - crop) / 2
     fitted = ImageOps.fit(picture, (width, height), Image.Resampling.BILINEAR, bleed=border)
     return np.asarray(fitted).reshape(1, height, width, where.channels)
@@ -249,16 +255,16 @@ def read_whole(path: Path, where: Layout, size: tuple[int, int]) -> tuple[np.nda
       InputError: the file is not a picture.
     """
     Image, _ = _pillow()
-    picture = _decode(path, where.channels, max(size))
+    picture = decode(path, where.channels, max(size))
     resized = picture.resize(size[::-1], Image.Resampling.BILINEAR)
     return np.asarray(resized).reshape(*size, where.channels), picture.width / picture.height
 
 
-def _decode(path: Path, channels: int, side: float) -> Any:
+def decode(source: Any, channels: int = 3, side: float = 2**20) -> Any:
     """Open an image with Pillow, upright (by EXIF), in grey or RGB.
 
     Args:
-      path: the file.
+      source: the path or the content of a file, or an image of Pillow's.
       channels: 1 for grey, 3 for RGB.
       side: the side that is needed. JPEGs are decoded at a half, a quarter or an eighth of their
         size if that is at least twice this, which is faster.
@@ -267,27 +273,54 @@ def _decode(path: Path, channels: int, side: float) -> Any:
       InputError: the file is not an image that Pillow reads.
       UnsupportedError: its pixels have 32 bits.
     """
-    Image, ImageOps = _pillow()
-    if not path.is_file():
-        raise InputError(f"'{path}' is not a file")
+    _, ImageOps = _pillow()
+    with _open(source) as image:
+        if image.mode.startswith("I;16") or (image.mode, image.format) == ("I", "PNG"):
+            image = _from_16_bits(image)
+        if image.mode[0] in "IF":  # Pillow would clip these to 255
+            raise UnsupportedError(
+                f"'{source}' has pixels of 32 bits, whose range is not known: convert it to 8 or "
+                "16 bits first"
+            )
+        image.draft(None, (round(2 * side), round(2 * side)))
+        upright = ImageOps.exif_transpose(image)
+        if "transparency" in upright.info and upright.mode == "P":
+            upright = upright.convert("RGBA")  # Pillow warns of the direct way
+        return upright.convert("L" if channels == 1 else "RGB")
+
+
+def measure(source: Any) -> tuple[int, int]:
+    """Return the width and height of an image, upright, without decoding it.
+
+    Raises:
+      InputError: the source is not an image that Pillow reads.
+    """
+    with _open(source) as image:
+        width, height = image.size
+        if image.format == "PNG" and "exif" not in image.info:  # Pillow would decode it for that
+            return width, height
+        turned = image.getexif().get(_ORIENTATION, 1) > 4
+        return (height, width) if turned else (width, height)
+
+
+@contextmanager
+def _open(source: Any) -> Iterator[Any]:
+    """Open an image with Pillow; errors of reading it become an InputError."""
+    Image, _ = _pillow()
+    if hasattr(source, "convert"):
+        yield source
+        return
+    content = isinstance(source, bytes)
+    if not content and not source.is_file():
+        raise InputError(f"'{source}' is not a file")
     try:
-        with Image.open(path) as image:
-            if image.mode.startswith("I;16") or (image.mode, image.format) == ("I", "PNG"):
-                image = _from_16_bits(image)
-            if image.mode[0] in "IF":  # Pillow would clip these to 255
-                raise UnsupportedError(
-                    f"'{path}' has pixels of 32 bits, whose range is not known: convert it to 8 or "
-                    "16 bits first"
-                )
-            image.draft(None, (round(2 * side), round(2 * side)))
-            upright = ImageOps.exif_transpose(image)
-            if "transparency" in upright.info and upright.mode == "P":
-                upright = upright.convert("RGBA")  # Pillow warns of the direct way
-            return upright.convert("L" if channels == 1 else "RGB")
+        with Image.open(io.BytesIO(source) if content else source) as image:
+            yield image
     except UnsupportedError:
         raise
     except (*_BROKEN, Image.DecompressionBombError) as error:
-        raise InputError(f"'{path}' is not an image that Pillow reads ({error})") from error
+        name = "an image in the data" if content else f"'{source}'"
+        raise InputError(f"{name} is not an image that Pillow reads ({error})") from error
 
 
 def _from_16_bits(image: Any) -> Any:

@@ -1,0 +1,268 @@
+"""Images in rows of texts: where messages have them, and the tokens that stand for them."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import numpy as np
+
+from jaxonnx._data.images.preparation import decode, measure
+from jaxonnx._data.images.processor import ImageProcessor
+from jaxonnx._data.rows import Texts, drop_nones
+from jaxonnx._data.tokenizer import Tokenizer
+from jaxonnx._graph.values import to_value
+from jaxonnx._io.vision_language import PIXELS, find_features
+from jaxonnx._rewrite.network import Network
+from jaxonnx._rewrite.outputs import cut
+from jaxonnx.errors import InputError, TrainingError
+
+COLUMNS = "images", "image"
+"""Columns with the images that messages refer to without a file of their own."""
+_KEYS = "image", "path", "url", "bytes", "image_url"
+_MARKS = "start_image_token", "end_image_token"
+
+
+@dataclass(frozen=True)
+class ImageReader:
+    """Finds the images of rows, and writes their tokens.
+
+    Attributes:
+      processor: the preprocessing.
+      shape: of an image or a tile in the model's input.
+      dtype: of that input.
+      takes_tiles: whether the input has several images or tiles for each row.
+      token: the token that stands for a feature.
+      text: the same in texts.
+      count: the number of features of an image or a tile.
+      marks: the tokens before and behind those of an image.
+    """
+
+    processor: ImageProcessor
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    takes_tiles: bool
+    token: int
+    text: str
+    count: int
+    marks: tuple[list[int], ...]
+
+    @classmethod
+    def of(cls, model: Network, tokenizer: Tokenizer) -> ImageReader | None:
+        """Return the reader for a vision-language model; None for other models.
+
+        Raises:
+          TrainingError: the folder does not say how images are read, or this does not fit.
+        """
+        folder = model.folder
+        if folder is None or not folder.vision or folder.image_token is None:
+            return None
+        (value,) = (v for v in model.inputs if v.name == PIXELS)
+        assert value.shape is not None
+        assert value.dtype is not None
+        processor = ImageProcessor.of(folder.read_image_settings(), str(folder.path))
+        wanted = (3, *processor.sides)
+        if value.shape[-3:] != wanted and all(isinstance(n, int) for n in value.shape[-3:]):
+            raise TrainingError(
+                f"'{folder.path}': preprocessor_config.json makes images {[*wanted]}, and the "
+                f"model takes {value}"
+            )
+        takes_tiles = len(value.shape) > 4
+        marks = tokenizer.find_tokens(_MARKS) if takes_tiles else ([], [])
+        name, count = tokenizer.decode([folder.image_token]), _count_features(model)
+        limits = wanted, value.dtype, takes_tiles, folder.image_token, name, count, marks
+        return cls(processor, *limits)
+
+    def find(
+        self, where: str, row: Mapping[str, Any], texts: Texts, folder: Path
+    ) -> tuple[Texts, RowImages]:
+        """Return the images of a row, and its texts with plain parts for images.
+
+        Args:
+          where: the row, for errors.
+          row: its columns.
+          texts: what the row has.
+          folder: that of the file with the row; paths are relative to it.
+
+        Raises:
+          TrainingError: an image is missing, broken or on the network, or there are too many.
+        """
+        column = next((row[n] for n in COLUMNS if row.get(n) is not None), [])
+        listed = column if isinstance(column, list | tuple) else [column]
+        (prompt, first), *others = (self._take(where, x) for x in (texts.prompt, *texts.answers))
+        texts = Texts(prompt, tuple(answer for answer, _ in others))
+        named, rest = first + others[0][1], iter(listed)
+        sources = [next(rest, None) if x is None else x for x in named]
+        if None in sources or next(rest, None) is not None:
+            raise TrainingError(
+                f"{where} has {len(listed)} images in a column, and its texts refer to "
+                f"{named.count(None)}"
+            )
+        if len(sources) > 1 and not self.takes_tiles:
+            raise TrainingError(
+                f"{where} has {len(sources)} images, and the model takes one for each row"
+            )
+        files = tuple(_read_source(where, source, folder) for source in sources)
+        try:
+            tiles = tuple(self.processor.count_tiles(*measure(file)) for file in files)
+        except InputError as error:
+            raise TrainingError(f"{where}: {error}") from error
+        return texts, RowImages(self, where, files, tiles)
+
+    def _take(self, where: str, content: Any) -> tuple[Any, list[Any]]:
+        """Return a text or messages without sources of images, and these; None is in a column."""
+        if not isinstance(content, list):
+            return content, [None] * (content or "").count(self.text)
+        taken, sources = [], []
+        for message in content:
+            parts = message.get("content")
+            if not isinstance(parts, list | tuple):
+                parts, more = self._take(where, parts)
+            else:
+                pairs = [self._take_part(where, drop_nones(part)) for part in parts]
+                parts, more = [part for part, _ in pairs], [x for _, some in pairs for x in some]
+            taken.append({**message, "content": parts})
+            sources += more
+        return taken, sources
+
+    def _take_part(self, where: str, part: Any) -> tuple[Any, list[Any]]:
+        kind = part.get("type") if isinstance(part, Mapping) else part
+        if kind == "text":
+            return part, [None] * part["text"].count(self.text)
+        if kind not in ("image", "image_url"):
+            raise TrainingError(
+                f"{where} has a part of type {kind!r}: parts of messages must be "
+                '{"type": "text", "text": ...} or {"type": "image", "image": ...}'
+            )
+        source = next((part[key] for key in _KEYS if key in part), None)
+        inner = source.get("url") if isinstance(source, Mapping) else None
+        return {"type": "image"}, [inner or source]
+
+    def expand(
+        self, ids: np.ndarray, places: np.ndarray, images: RowImages, *, whole: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Write a token for each feature, and the marks around them, where there is one token.
+
+        Args:
+          ids, places: tokens and their spans in the text.
+          images: those of the row.
+          whole: whether the text has all of them; else it ends before.
+
+        Raises:
+          TrainingError: the text has another number of images.
+        """
+        at = np.flatnonzero(ids == self.token)
+        if len(at) > len(images.tiles) or (whole and len(at) != len(images.tiles)):
+            raise TrainingError(
+                f"{images.where} has {len(images.tiles)} images, and its text has {len(at)} times "
+                f"{self.text!r}: the chat template must write it once for each image"
+            )
+        counts = np.ones(len(ids), int)
+        before, behind = self.marks
+        first, last = len(before), len(behind)
+        for place, tiles in zip(at, images.tiles, strict=False):
+            counts[place] = first + tiles * self.count + last
+        places, ends = places.repeat(counts, axis=0), counts.cumsum()
+        ids = ids.repeat(counts)
+        for place in at:
+            start, stop = ends[place] - counts[place], ends[place]
+            ids[start : start + first] = before
+            ids[stop - last : stop] = behind
+        return ids, places
+
+
+@dataclass(frozen=True)
+class RowImages:
+    """The images of a row, which are read when a batch needs them.
+
+    Attributes:
+      reader: reads them.
+      where: the row, for errors.
+      files: paths, contents of files, or images of Pillow's.
+      tiles: the number of tiles of each.
+    """
+
+    reader: ImageReader
+    where: str
+    files: tuple[Any, ...]
+    tiles: tuple[int, ...]
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.reader.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        many = (max(sum(self.tiles), 1),) if self.reader.takes_tiles else ()
+        return many + self.reader.shape
+
+    @property
+    def checksum(self) -> int:
+        """A number that identifies the images, without reading files."""
+        parts = (f if isinstance(f, bytes) else _bytes_of(f) for f in self.files)
+        return zlib.crc32(b"\0".join(parts))
+
+    def read(self) -> np.ndarray:
+        """Return the pixels; zeros if there is no image.
+
+        Raises:
+          TrainingError: a file cannot be read.
+        """
+        try:
+            parts = [self.reader.processor.read(decode(file)) for file in self.files]
+        except InputError as error:
+            raise TrainingError(f"{self.where}: {error}") from error
+        if not parts:
+            return np.zeros(self.shape, self.dtype)
+        return np.concatenate(parts).reshape(self.shape).astype(self.dtype)
+
+
+def _read_source(where: str, source: Any, folder: Path) -> Any:
+    """Return the path or the content of a file with an image, or an image of Pillow's."""
+    if isinstance(source, Mapping):  # as a Hugging Face Dataset has them
+        source = source.get("bytes") or source.get("path")
+    if isinstance(source, Path):
+        return folder / source
+    if isinstance(source, bytes) or hasattr(source, "convert"):
+        return source
+    if not isinstance(source, str):
+        raise TrainingError(
+            f"{where}: an image must be a path, a data: URI or an image of Pillow's, got "
+            f"{type(source).__name__}"
+        )
+    kind, _, rest = source.partition(":")
+    if kind == "data":
+        try:
+            return base64.b64decode(rest.partition(",")[2], validate=True)
+        except binascii.Error as error:
+            raise TrainingError(f"{where}: an image is not valid base64 ({error})") from error
+    if kind in ("http", "https"):
+        raise TrainingError(
+            f"{where}: the image {source!r} is on the network, from where nothing is read: "
+            "download it, and name its file"
+        )
+    return folder / (unquote(rest.removeprefix("//")) if kind == "file" else source)
+
+
+def _bytes_of(file: Any) -> bytes:
+    return file.tobytes() if hasattr(file, "convert") else str(file).encode()
+
+
+def _count_features(model: Network) -> int:
+    """Return the number of features of an image or a tile.
+
+    Raises:
+      TrainingError: it depends on the image.
+    """
+    name = find_features(model.proto)
+    (value,) = cut(model.proto, model.graph, model.tensors, [name]).graph.output
+    count = to_value(value).shape[-2]  # type: ignore[index]
+    if not isinstance(count, int):
+        raise TrainingError(f"the number of features of an image is not known: {to_value(value)}")
+    return count

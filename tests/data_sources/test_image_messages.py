@@ -1,0 +1,188 @@
+"""Chats with images: where images come from, the tokens and pixels made of them, and what is wrong.
+
+The tokens, pixels and losses of transformers are stored (tests/data/make_vision_language.py).
+"""
+
+import base64
+import io
+import json
+import re
+import shutil
+
+import numpy as np
+import optax
+import pytest
+from PIL import Image
+
+import jaxonnx
+from jaxonnx._data.ragged import Padding
+from jaxonnx._data.texts import read_texts
+from tests.data.make_vision_language import CHAT, make_picture
+from tests.support.three_files import FOLDERS, IMAGE_TOKEN, read_oracle
+
+pytest.importorskip("tokenizers")
+ANSWER = CHAT[1]
+TEXTS = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "a list"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "pictures").mkdir()
+    Image.fromarray(make_picture()).save(folder / "pictures" / "wide.png")
+    Image.fromarray(make_picture(16, 16)).save(folder / "pictures" / "square.png")
+    (folder / "broken.png").write_bytes(b"not a picture")
+    with open(folder / "pictures" / "wide.png", "rb") as file:
+        (folder / "cut.png").write_bytes(file.read()[:200])
+    return folder
+
+
+@pytest.fixture(scope="module", params=[*FOLDERS])
+def family(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def models():
+    return {family: jaxonnx.load(path) for family, path in FOLDERS.items()}
+
+
+def chat(**part):
+    """Return a chat about an image, which is given by the keys of its part."""
+    part = {"type": "image", **part}
+    return [{"role": "user", "content": [part, {"type": "text", "text": "What is it?"}]}, ANSWER]
+
+
+def write(folder, *rows):
+    path = folder / "chats.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read(model, rows, **preprocess):
+    return read_texts(rows, None, model, preprocess, Padding()).data
+
+
+def data_uri(path):
+    return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
+
+
+def test_tokens_pixels_and_loss_are_those_of_transformers(models, family, folder):
+    oracle, model = read_oracle(family), models[family]
+    path = write(folder, {"messages": chat(path="pictures/wide.png")})
+    columns = read(model, path, loss="all")
+    np.testing.assert_array_equal(columns["input_ids"][0], oracle["input_ids"][0])
+    pixels = columns["pixel_values"][0].read()
+    np.testing.assert_allclose(pixels, oracle["pixels"][0], atol=1e-6)
+    settings = {"loss": "causal_lm", "optimizer": optax.adam(1e-2), "progress": False}
+    lora = jaxonnx.LoRA(rank=2, where="attention")
+    result = jaxonnx.train(model, path, preprocess={"loss": "all"}, lora=lora, epochs=2, **settings)
+    np.testing.assert_allclose(result.history.losses[0], oracle["loss"], rtol=1e-6)
+    assert result.history.losses[1] < result.history.losses[0]
+    assert not result.history.notes
+
+
+def sources(folder):
+    """Return rows that mean the same image in every way."""
+    path = folder / "pictures" / "wide.png"
+    content = path.read_bytes()
+    placed = [{"role": "user", "content": "<image>\nWhat is it?"}, ANSWER]
+    url = {"type": "image_url", "image_url": {"url": data_uri(path)}}
+    return [
+        {"messages": chat(image="pictures/wide.png")},
+        {"messages": chat(url=path.as_uri(), path=None)},
+        {"messages": chat(url=data_uri(path))},
+        {"messages": [{"role": "user", "content": [url, *chat()[0]["content"][1:]]}, ANSWER]},
+        {"messages": chat(image=Image.open(io.BytesIO(content)))},
+        {"messages": chat(image={"bytes": content, "path": None})},
+        {"messages": chat(), "images": ["pictures/wide.png"]},
+        {"messages": chat(), "image": path},
+        {"messages": placed, "images": [content]},
+    ]
+
+
+def test_an_image_may_be_given_in_many_ways(models, family, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    rows = sources(folder)
+    before = [[*row["messages"][0]["content"]] for row in rows]
+    columns = read(models[family], rows)
+    assert [[*row["messages"][0]["content"]] for row in rows] == before  # nothing is changed
+    assert len(columns["input_ids"]) == len(rows)
+    for ids, labels, images in zip(*columns.values(), strict=True):
+        np.testing.assert_array_equal(ids, columns["input_ids"][0])
+        np.testing.assert_array_equal(labels, columns["labels"][0])
+        assert IMAGE_TOKEN not in labels
+        np.testing.assert_array_equal(images.read(), columns["pixel_values"][0].read())
+
+
+def test_rows_without_images_and_with_more_tiles(models, folder):
+    """A batch is as wide as the row with the most tiles; what a row lacks is zero."""
+    model = models["internvl"]
+    several = [{"type": "image", "path": f"pictures/{name}.png"} for name in ("wide", "square")]
+    question = [*several, {"type": "text", "text": "Which?"}]
+    rows = [
+        {"messages": TEXTS},
+        {"messages": chat(path="pictures/square.png")},
+        {"messages": [{"role": "user", "content": question}, ANSWER]},
+    ]
+    columns = read(model, write(folder, *rows))
+    counts = [(ids == IMAGE_TOKEN).sum() for ids in columns["input_ids"]]
+    assert counts == [0, 4, 16]  # three tiles, and one
+    assert [x.shape[0] for x in columns["pixel_values"]] == [1, 1, 4]
+    assert not columns["pixel_values"][0].read().any()
+    settings = {"loss": "causal_lm", "optimizer": optax.adam(1e-2), "progress": False}
+    lora = jaxonnx.LoRA(rank=2, where="attention")
+    result = jaxonnx.train(
+        model, folder / "chats.jsonl", lora=lora, epochs=2, batch_size=3, **settings
+    )
+    assert result.history.losses[1] < result.history.losses[0]
+    with pytest.raises(jaxonnx.TrainingError, match=r"line 3 .* has 2 images, and the"):
+        read(models["llava"], folder / "chats.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": chat(path="none.png")}, "none.png' is not a file"),
+        ({"messages": chat(path="broken.png")}, "broken.png' is not an image that Pillow reads"),
+        ({"messages": chat(url="https://example.org/a.png")}, "is on the network"),
+        ({"messages": chat(url="data:image/png;base64,?")}, "is not valid base64"),
+        (
+            {"messages": chat(image=7)},
+            "an image must be a path, .* got int",
+        ),
+        ({"messages": chat()}, "has 0 images in a column, and its texts refer to 1"),
+        ({"messages": TEXTS, "image": "pictures/wide.png"}, "has 1 images .* refer to 0"),
+        ({"messages": chat(type="audio")}, "a part of type 'audio'"),
+    ],
+)
+def test_wrong_images_are_named_with_their_line(models, folder, row, message):
+    path = write(folder, {"messages": TEXTS}, row)
+    with pytest.raises(jaxonnx.TrainingError, match=re.escape("line 2 of ") + f".*{message}"):
+        read(models["llava"], path)
+
+
+def test_an_image_that_is_cut_off_is_named_when_it_is_read(models, folder):
+    columns = read(models["llava"], write(folder, {"messages": chat(path="cut.png")}))
+    with pytest.raises(jaxonnx.TrainingError, match=r"line 1 .*cut.png' is not an image"):
+        columns["pixel_values"][0].read()
+
+
+def test_settings_that_do_not_go_with_images(models, folder):
+    path = write(folder, {"messages": chat(path="pictures/wide.png")})
+    with pytest.raises(jaxonnx.TrainingError, match="'pack': True} joins texts"):
+        read(models["llava"], path, pack=True)
+    path = write(folder, {"messages": [*TEXTS, chat(path="pictures/wide.png")[0]]})
+    with pytest.raises(jaxonnx.TrainingError, match="tokens of an image behind the limit of 40"):
+        read(models["internvl"], path, max_length=40)
+    assert len(read(models["internvl"], path, max_length=80)["labels"]) == 1
+
+
+def test_other_image_processors_are_refused(tmp_path, folder):
+    shutil.copytree(FOLDERS["llava"], tmp_path / "other")
+    settings = {"image_processor_type": "Idefics3ImageProcessor", "size": {"longest_edge": 32}}
+    (tmp_path / "other" / "preprocessor_config.json").write_text(json.dumps(settings))
+    model = jaxonnx.load(tmp_path / "other")
+    path = write(folder, {"messages": chat(path="pictures/wide.png")})
+    with pytest.raises(jaxonnx.TrainingError, match="'Idefics3ImageProcessor'; images are read as"):
+        read(model, path)
