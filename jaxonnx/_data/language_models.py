@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from jaxonnx._data.ragged import derived_inputs
 from jaxonnx._io.folders import GENAI, ModelFolder
 from jaxonnx._rewrite.network import Network
-from jaxonnx.errors import TrainingError
+from jaxonnx.errors import InputError, TrainingError
 
 _TRANSCRIPT = "<|startoftranscript|>"
 """The token that Whisper's transcripts begin with."""
@@ -66,3 +66,54 @@ def decoder_numbers(folder: ModelFolder) -> tuple[int | None, int]:
         added = folder.read_json("tokenizer.json").get("added_tokens", ())
         start = next((token["id"] for token in added if token["content"] == _TRANSCRIPT), None)
     return start, 0 if fill is None else fill
+
+
+def read_decoder_prompt(folder: ModelFolder) -> tuple[list[int | None], list[int]]:
+    """Return the tokens that the decoder behind an encoder begins with, as transformers makes them.
+
+    They are the start token, and Whisper's tokens for language, task and no timestamps or the first
+    token of other models, where `generation_config.json` (or else `config.json`) has some.
+
+    Returns:
+      The tokens, with None for a language that is to be detected, and the tokens of all languages.
+
+    Raises:
+      InputError: the settings name a language or task that they have no token for.
+    """
+    config = folder.read_json("config.json")
+    settings = folder.read_json("generation_config.json") or config
+    languages, tasks = (settings.get(name) or {} for name in ("lang_to_id", "task_to_id"))
+    language, task = settings.get("language"), settings.get("task")
+    tokens: list[int | None] = [decoder_numbers(folder)[0]]
+    if language is None and task is None:
+        forced = settings.get("forced_decoder_ids") or config.get("forced_decoder_ids") or ()
+        tokens += [pair[1] for pair in sorted(forced, key=lambda pair: pair[0])]
+    if language is not None:
+        names = (str(language).lower(), f"<|{language}|>".lower())
+        tokens[1:2] = [next((languages[name] for name in names if name in languages), None)]
+        if tokens[1] is None:
+            raise InputError(
+                f"'{folder.path}': the language {language!r} is none of lang_to_id in "
+                "generation_config.json; pass decoder_prompt="
+            )
+    elif languages and tokens[1:2] in ([], [None]):
+        tokens[1:2] = [None]
+    if task is not None and task not in tasks:
+        raise InputError(f"'{folder.path}': the task {task!r} is none of {[*tasks]}")
+    if (task or language) and tasks:
+        tokens.append(tasks[task or "transcribe"])
+    for name in ("forced_bos_token_id", "no_timestamps_token_id"):
+        if settings.get(name) not in (None, tokens[-1]):
+            tokens.append(settings[name])
+    open_place = 1 if languages else None
+    tokens = [t for place, t in enumerate(tokens) if t is not None or place == open_place]
+    return tokens, [*languages.values()]
+
+
+def read_suppressed_tokens(folder: ModelFolder) -> tuple[list[int], list[int]]:
+    """Return the tokens that are not generated first, and those that are never generated."""
+    settings = folder.read_json("generation_config.json") or folder.read_json("config.json")
+    first, always = (
+        [*(settings.get(name) or ())] for name in ("begin_suppress_tokens", "suppress_tokens")
+    )
+    return first + always, always

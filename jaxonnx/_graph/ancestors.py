@@ -40,3 +40,23 @@ def select_part(graph: Graph, names: Sequence[str]) -> Graph:
     needed = ancestors(graph.nodes, names)
     nodes = tuple(node for node in graph.nodes if needed.issuperset(node.outputs))
     return replace(graph, nodes=nodes, outputs=(*names,))
+
+
+def find_boundary(graph: Graph, sources: Iterable[str], others: Iterable[str]) -> set[str]:
+    """Return the values computed from some inputs alone that the rest of a graph reads.
+
+    Sizes are left to the rest: there they are known while compiling, which a given value is not.
+
+    Args:
+      graph: the graph.
+      sources: the inputs that the values may depend on.
+      others: the inputs that the rest depends on as well.
+    """
+    alone, dependent = {*sources}, behind(graph.nodes, others)
+    for node in graph.nodes:
+        is_alone = dependent.isdisjoint(node.reads) and node.op.name not in ("Shape", "Size")
+        if is_alone and not alone.isdisjoint(node.reads):
+            alone.update(node.outputs)
+    rest = ancestors(graph.nodes, {*graph.outputs} - alone, alone)
+    reads = {name for n in graph.nodes if not rest.isdisjoint(n.outputs) for name in n.reads}
+    return alone & (reads | {*graph.outputs})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -12,9 +12,14 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from jaxonnx._data.language_models import context_length, decoder_numbers
+from jaxonnx._data.language_models import (
+    context_length,
+    decoder_numbers,
+    read_decoder_prompt,
+    read_suppressed_tokens,
+)
 from jaxonnx._data.ragged import DECODER_TOKENS, derived_inputs
-from jaxonnx._graph.ancestors import ancestors
+from jaxonnx._graph.ancestors import ancestors, find_boundary
 from jaxonnx._graph.bind import Node
 from jaxonnx._graph.caches import Caches, find_caches
 from jaxonnx._graph.values import Value
@@ -22,7 +27,7 @@ from jaxonnx._io.vision_language import PIXELS
 from jaxonnx._rewrite.network import Network
 from jaxonnx._run.program import Program
 from jaxonnx.errors import InputError
-from jaxonnx.views import CallView
+from jaxonnx.views import CallView, Part
 
 _READING_BY_LENGTH = ("GroupQueryAttention", "SparseAttention")
 """Operators whose past may have room behind its tokens."""
@@ -70,6 +75,28 @@ class Decoder:
         return tuple(value for value in values if value.name not in names)
 
     @cached_property
+    def _encoded(self) -> frozenset[str]:
+        """The values that depend on the inputs of the encoder alone, which the decoder reads.
+
+        They are the encoder's states, and keys and values for each layer of the decoder.
+        """
+        sources = {value.name for value in self._sources}
+        others = {value.name for value in self._inputs} - sources
+        return frozenset(find_boundary(self._program.graph, sources, others) if sources else ())
+
+    def _encode(self, params: Any, state: Any, source: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values of `_encoded`."""
+        names = self._encoded - source.keys()
+        program = self._program.enter(Part(frozenset(source), (*sorted(names),)))
+        return self._run(program, params, state, source) | {
+            name: value for name, value in source.items() if name in self._encoded
+        }
+
+    def _after_encoder(self, *outputs: str) -> Program:
+        """Return the program of the decoder, from the values of `_encoded` to these outputs."""
+        return self._program.enter(Part(self._encoded, outputs))
+
+    @cached_property
     def _features(self) -> Value | None:
         """The input of an encoder of sounds or images; None where prompts are tokens."""
         features = [v for v in self._sources if v.dtype is not None and v.dtype.kind not in "iu"]
@@ -88,16 +115,22 @@ class Decoder:
         return min((limit for limit in limits if limit is not None), default=sys.maxsize)
 
     @cached_property
-    def _start_token(self) -> int:
-        """The first token of the decoder of an encoder-decoder model."""
+    def _decoder_prompt(self) -> tuple[list[int | None], list[int]]:
+        """The first tokens of the decoder of an encoder-decoder model, and those of languages."""
         folder = self.model.folder
-        first = None if folder is None else decoder_numbers(folder)[0]
-        if first is None:
+        if folder is None or decoder_numbers(folder)[0] is None:
             raise InputError(
                 "the model is an encoder with a decoder, and was not loaded from a folder whose "
-                "config.json has decoder_start_token_id, the first token of the decoder"
+                "config.json has decoder_start_token_id, the first token of the decoder: pass "
+                "decoder_prompt="
             )
-        return first
+        return read_decoder_prompt(folder)
+
+    @cached_property
+    def _suppressed(self) -> tuple[list[int], list[int]]:
+        """The tokens that are not generated first, and those that are never generated."""
+        folder = self.model.folder
+        return ([], []) if folder is None else read_suppressed_tokens(folder)
 
     @cached_property
     def _token_input(self) -> str:
@@ -226,13 +259,18 @@ class Decoder:
             raise InputError("the encoder has no mask: it takes rows of one length")
         return self._fill(self._sources, self._prompt_input, tokens, mask, mask.cumsum(1) - 1)
 
-    def _check_tokens(self, rows: Sequence[np.ndarray]) -> None:
-        """Raise an InputError unless rows are of tokens in the model's vocabulary."""
+    def _check_tokens(self, rows: Sequence[np.ndarray], name: str | None = None) -> None:
+        """Raise an InputError unless rows are of tokens in the vocabulary of an input.
+
+        Args:
+          name: the input; None: that of prompts.
+        """
         if not rows or not all(
             row.ndim == 1 and row.size and row.dtype.kind in "iu" for row in rows
         ):
             raise InputError("tokens to continue are integers, [length] or a list of such")
-        count = next(value.rows for value in self._inputs if value.name == self._prompt_input)
+        name = name or self._prompt_input
+        count = next(value.rows for value in self._inputs if value.name == name)
         for number, row in enumerate(rows):
             unknown = row[(row < 0) | (row >= count)] if count is not None else row[row < 0]
             if len(unknown):

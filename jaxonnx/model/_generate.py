@@ -13,7 +13,7 @@ writes from its first token on.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -48,17 +48,23 @@ class Generator(Decoder):
         stop: Sequence[int] = (),
     ) -> list[np.ndarray]:
         """Return each prompt with its most likely continuation, up to a token of `stop`."""
-        rows, source = self.read_prompts(prompts)
+        rows, source = self.read_prompts(params, state, prompts)
         written = [Continuation(frozenset(stop)) for _ in rows]
         for _ in self.extend(params, state, rows, source, written, count):
             pass
         return [part.follow(row) for row, part in zip(rows, written, strict=True)]
 
-    def read_prompts(self, prompts: Sequence[Any]) -> tuple[list[np.ndarray], dict[str, Any]]:
+    def read_prompts(
+        self,
+        params: Mapping[str, Any],
+        state: Mapping[str, Any],
+        prompts: Sequence[Any],
+        beginning: Sequence[int] | None = None,
+    ) -> tuple[list[np.ndarray], dict[str, Any]]:
         """Return rows of tokens to continue, and the inputs of an encoder.
 
         An encoder-decoder model reads the prompts by its encoder, tokens or features; the decoder
-        starts from its start token.
+        starts from the tokens of `beginning`, or those of its folder.
 
         Raises:
           InputError: the model is not a decoder, or does not take such prompts.
@@ -71,10 +77,31 @@ class Generator(Decoder):
         else:
             self._check_tokens(rows)
             if not self._sources:
+                if beginning is not None:
+                    raise InputError("decoder_prompt= is for an encoder with a decoder")
                 return rows, {}
             source = self._feed_encoder(*_pad(rows, max(map(len, rows)), False))
-        start = np.array([self._start_token])
-        return [start] * len(rows), source
+        if beginning is not None:
+            self._check_tokens([np.asarray(beginning)], self._token_input)
+            return [np.asarray(beginning)] * len(rows), source
+        tokens, languages = self._decoder_prompt
+        first = np.tile(np.array([-1 if t is None else t for t in tokens]), (len(rows), 1))
+        if None in tokens:
+            first[:, 1] = self._detect_languages(
+                params, state, source, first[:, :1], np.array(languages)
+            )
+        return [*first], source
+
+    @cached_property
+    def _detect_languages(self) -> Callable[..., jax.Array]:
+        """The most likely of some tokens [batch] behind others [batch, 1], compiled."""
+
+        def detect(params, state, source, tokens, languages):
+            encoded = self._encode(params, state, source)
+            logits = self._run_whole(params, state, encoded, tokens, jnp.ones(len(tokens), int))
+            return jnp.take(languages, logits[:, languages].argmax(-1))
+
+        return jax.jit(detect)
 
     def extend(
         self,
@@ -132,7 +159,8 @@ class Generator(Decoder):
         tokens, counts = _pad(rows, padded, side == "before")
         begin, step = self._programs[side, sampling.top_k]
         more = params, state, source, sampling.numbers, jax.random.key(seed)
-        new, carry = begin(*more, tokens, counts, size=size)
+        new, encoded, carry = begin(*more, tokens, counts, size=size)
+        more = params, state, encoded, sampling.numbers, jax.random.key(seed)
         for _ in range(count - 1):
             following = step(*more, new, carry)
             yield np.asarray(new)
@@ -146,7 +174,8 @@ class Generator(Decoder):
     def _begin(
         self, side: Side | None, top_k, params, state, source, numbers, key, tokens, lengths, size
     ):
-        """Return the first new tokens [batch], and what the step after them needs."""
+        """Return the first new tokens [batch], and what all steps and the next one need."""
+        encoded = self._encode(params, state, source) if source else {}
         tokens, lengths = jnp.asarray(tokens), jnp.asarray(lengths)
         batch, width = tokens.shape
         columns = jnp.arange(width)
@@ -155,7 +184,7 @@ class Generator(Decoder):
             mask = columns >= width - lengths[:, None]
         if side is None:
             tokens = jnp.pad(tokens, ((0, 0), (0, size - width)))
-            logits, past = self._run_whole(params, state, source, tokens, lengths), tokens
+            logits, past = self._run_whole(params, state, encoded, tokens, lengths), tokens
         else:
             logits, past = self._fill_caches(side, params, state, tokens, mask, lengths, size)
         seen = None
@@ -163,10 +192,11 @@ class Generator(Decoder):
             seen = jnp.zeros(logits.shape, bool)
             at = jnp.where(mask, tokens[:, :width], logits.shape[1])
             seen = seen.at[jnp.arange(batch)[:, None], at].set(True, mode="drop")
-        new = choose_tokens(logits, seen, top_k, numbers, jax.random.fold_in(key, 0))
-        return new, {"past": past, "lengths": lengths, "seen": seen, "step": jnp.int32(0)}
+        first, _ = self._suppressed
+        new = choose_tokens(logits, seen, top_k, numbers, jax.random.fold_in(key, 0), first)
+        return new, encoded, {"past": past, "lengths": lengths, "seen": seen, "step": jnp.int32(0)}
 
-    def _step(self, side: Side | None, top_k, params, state, source, numbers, key, new, carry):
+    def _step(self, side: Side | None, top_k, params, state, encoded, numbers, key, new, carry):
         """Return the tokens behind the `new` ones [batch], and what the next step needs."""
         places, ends = jnp.arange(len(new)), carry["lengths"]
         lengths, past, seen = ends + 1, carry["past"], carry["seen"]
@@ -174,22 +204,23 @@ class Generator(Decoder):
             seen = seen.at[places, new].set(True)
         if side is None:
             past = past.at[places, ends].set(new.astype(past.dtype), mode="drop")
-            logits = self._run_whole(params, state, source, past, lengths)
+            logits = self._run_whole(params, state, encoded, past, lengths)
         else:
             logits, past = self._extend_caches(side, params, state, new, past, lengths)
-        number = carry["step"] + 1
-        new = choose_tokens(logits, seen, top_k, numbers, jax.random.fold_in(key, number))
+        number, (_, always) = carry["step"] + 1, self._suppressed
+        key = jax.random.fold_in(key, number)
+        new = choose_tokens(logits, seen, top_k, numbers, key, always)
         return new, {"past": past, "lengths": lengths, "seen": seen, "step": number}
 
-    def _run_whole(self, params, state, source, tokens, lengths):
+    def _run_whole(self, params, state, encoded, tokens, lengths):
         """Return the logits [batch, tokens] behind the first tokens of each row, without caches."""
-        program = self._program
+        program = self._after_encoder(self._logits_output)
         if self._caches is not None:
             program = program.enter(*omit_caches(program.graph, self._caches))
         program = self._read_logits(program)
         places = jnp.arange(tokens.shape[1])
         positions = jnp.broadcast_to(places, tokens.shape)
-        feed = {**source, **self._feed(tokens, places < lengths[:, None], positions)}
+        feed = {**encoded, **self._feed(tokens, places < lengths[:, None], positions)}
         logits = self._run(program, params, state, feed)[self._logits_output]
         # longer rows end before shorter ones, and their last place is then read again
         ends = jnp.minimum(lengths, tokens.shape[1]) - 1
@@ -254,6 +285,7 @@ def generate(
     stop: int | str | Sequence[int | str] | None,
     stream: bool,
     variables: Mapping[str, Any] | None,
+    beginning: Sequence[int] | None,
 ) -> Any:
     """Return the continuation of one prompt or several, as `Model.generate` does."""
     require_integer("max_new_tokens", count)
@@ -261,7 +293,8 @@ def generate(
     is_single, listed = _list_prompts(prompts, generator.rank_of_prompts)
     if stream and not is_single:
         raise InputError(f"stream=True is for one prompt, and there are {len(listed)}")
-    rows, source = generator.read_prompts([_encode(model, p, variables) for p in listed])
+    encoded = [_encode(model, prompt, variables) for prompt in listed]
+    rows, source = generator.read_prompts(model.params, model.state, encoded, beginning)
     tokens, texts = _read_stop(model, stop)
     is_text = [stream or _is_text(prompt) for prompt in listed]
     needs_text = bool(texts) or any(is_text)

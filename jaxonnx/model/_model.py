@@ -252,6 +252,7 @@ class Model(Network, Rendered):
         stop: int | str | Sequence[int | str] | None = None,
         stream: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        decoder_prompt: Sequence[int] | None = None,
     ) -> Any:
         """Generate tokens or text with a decoder, using the key-value caches of its file.
 
@@ -281,6 +282,10 @@ class Model(Network, Rendered):
           stream: whether to return an iterator of the pieces of the text, for one prompt.
           chat_template_kwargs: other variables of the chat template, like "tools" and
             "enable_thinking".
+          decoder_prompt: for an encoder-decoder, the first tokens of the decoder, like Whisper's
+            start, language, task and no timestamps. By default those that `generation_config.json`
+            in the model's folder, or else `config.json`, says, as in transformers. A language that
+            it leaves open is detected for each prompt.
 
         Returns:
           For a text or messages the text behind them, without the token or text that ends it; with
@@ -288,7 +293,8 @@ class Model(Network, Rendered):
           followed by the generated tokens, [length], with the token that ends them or completes a
           text of `stop`. A list of these for several prompts. A sequence also ends with the model's
           last position, of which a warning tells. For an encoder-decoder, which encodes the
-          prompts, the tokens of the decoder, beginning with its start token.
+          prompts, the tokens of the decoder, beginning with its first ones. Tokens that the folder
+          suppresses (`suppress_tokens`, `begin_suppress_tokens`) are not generated.
 
           Pieces of a stream are of whole characters; text that may begin a text of `stop` is held
           back.
@@ -306,7 +312,7 @@ class Model(Network, Rendered):
             min_p=min_p,
             repetition_penalty=repetition_penalty,
         )
-        more = stop, stream, chat_template_kwargs
+        more = stop, stream, chat_template_kwargs, decoder_prompt
         return generate(self, prompts, max_new_tokens, sampling, seed, *more)
 
     def _arguments(self, inputs: tuple, named: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,12 +6,13 @@ The definitions and their order are those of transformers' `LogitsProcessor`s.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxonnx._io.folders import GENAI, ModelFolder
 from jaxonnx._require import require, require_integer
@@ -114,7 +115,11 @@ def stop_tokens(model: Network) -> tuple[int, ...]:
 
 
 def process_logits(
-    logits: jax.Array, seen: jax.Array | None, top_k: int | None, numbers: Mapping[str, Any]
+    logits: jax.Array,
+    seen: jax.Array | None,
+    top_k: int | None,
+    numbers: Mapping[str, Any],
+    suppressed: Sequence[int] = (),
 ) -> jax.Array:
     """Return the scores of tokens [batch, tokens], -inf for those that are not drawn from.
 
@@ -123,11 +128,14 @@ def process_logits(
       seen: bool[batch, tokens], the tokens that a penalty applies to.
       top_k, numbers: those of `Sampling`. Where values tie at the end of the best ones, all of
         them stay.
+      suppressed: tokens that are not chosen.
     """
     scores = logits.astype(jnp.float32)
     penalty = numbers.get("repetition_penalty")
     if seen is not None and penalty is not None:
         scores = jnp.where(seen, jnp.where(scores < 0, scores * penalty, scores / penalty), scores)
+    if suppressed:
+        scores = scores.at[:, np.array(suppressed)].set(-jnp.inf)
     if "temperature" not in numbers:
         return scores
     scores, best = scores / numbers["temperature"], None
@@ -154,7 +162,8 @@ def choose_tokens(
     top_k: int | None,
     numbers: Mapping[str, Any],
     key: jax.Array,
+    suppressed: Sequence[int] = (),
 ) -> jax.Array:
     """Return a token for each row, int[batch]; the arguments are those of `process_logits`."""
-    scores = process_logits(logits, seen, top_k, numbers)
+    scores = process_logits(logits, seen, top_k, numbers, suppressed)
     return jax.random.categorical(key, scores) if "temperature" in numbers else scores.argmax(-1)

@@ -6,6 +6,7 @@ from jaxonnx.views._calls import (
     EmptyCaches,
     FixedInputs,
     Outputs,
+    Part,
     WholeInputs,
     fix_inputs,
     omit_caches,

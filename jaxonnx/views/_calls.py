@@ -185,6 +185,23 @@ class Outputs(CallView):
         return replace(graph, outputs=self.names, output_types=tuple(map(types.get, self.names)))
 
 
+@dataclass(frozen=True)
+class Part(CallView):
+    """Inner values are given, and only the nodes between them and the outputs are evaluated."""
+
+    given: frozenset[str]
+    outputs: tuple[str, ...]
+    stays: ClassVar[bool] = False
+
+    def enter(self, graph: Graph, constants: Mapping[str, np.ndarray]) -> Graph:
+        needed = ancestors(graph.nodes, self.outputs, self.given)
+        nodes = tuple(node for node in graph.nodes if not needed.isdisjoint(node.outputs))
+        reads = {name for node in nodes for name in node.reads}
+        inputs = tuple(name for name in graph.inputs if name in reads - self.given)
+        graph = Outputs(self.outputs).enter(graph, constants)
+        return replace(graph, inputs=(*inputs, *sorted(self.given)), nodes=nodes)
+
+
 # Make decoders that compute the logits of the last step compute those of all steps.
 
 

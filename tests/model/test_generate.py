@@ -1,7 +1,10 @@
 """`Model.generate` against onnxruntime on whole sequences, and onnxruntime-genai."""
 
+import json
+import shutil
 import warnings
 
+import jax
 import numpy as np
 import onnxruntime
 import pytest
@@ -176,29 +179,126 @@ def test_what_cannot_be_continued_is_said(arguments, message):
         jaxonnx.load(GENAI).generate(given.pop("ids"), **given)
 
 
-def test_features_give_what_the_decoder_writes(tmp_path):
-    """Against Whisper's two files in onnxruntime, which computes all tokens in each step."""
+FEATURES = np.random.default_rng(0).normal(size=(2, 8, 20)).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def speech(tmp_path_factory):
+    """A folder of Whisper whose tokens do not repeat."""
     model = jaxonnx.load(DATA / "transformers" / "whisper")
     layers = {n: 6 * x for n, x in model.params.items() if x.ndim > 1 and 48 not in x.shape}
-    model = model.replace(params={**model.params, **layers})
-    model.save(f"{tmp_path}/varied/")
-    features = np.random.default_rng(0).normal(size=(2, 8, 20)).astype(np.float32)
+    folder = tmp_path_factory.mktemp("speech") / "varied"
+    model.replace(params={**model.params, **layers}).save(f"{folder}/")
+    return folder
+
+
+def transcribe(folder, tokens, count, first=(), always=()):
+    """What onnxruntime writes behind tokens [2, n], all computed in each step, without some."""
     encoder, decoder = (
-        onnxruntime.InferenceSession(tmp_path / "varied" / f"{part}_model.onnx")
+        onnxruntime.InferenceSession(folder / f"{part}_model.onnx")
         for part in ("encoder", "decoder")
     )
-    (states,) = encoder.run(None, {"input_features": features})
-    tokens = np.full((2, 1), 2)
-    for _ in range(8):
+    (states,) = encoder.run(None, {"input_features": FEATURES})
+    for step in range(count):
         feed = {"input_ids": tokens, "encoder_hidden_states": states}
-        new = decoder.run(["logits"], feed)[0][:, -1].argmax(-1)
-        tokens = np.concatenate([tokens, new[:, None]], 1)
+        logits = decoder.run(["logits"], feed)[0][:, -1]
+        logits[:, [*always, *(() if step else first)]] = -np.inf
+        tokens = np.concatenate([tokens, logits.argmax(-1)[:, None]], 1)
+    return tokens
+
+
+def test_features_give_what_the_decoder_writes(speech):
+    model, features = jaxonnx.load(speech), FEATURES
+    tokens = transcribe(speech, np.full((2, 1), 2), 8)
     assert len({*tokens[:, 1:].ravel().tolist()}) > 4
     assert (tokens[0] != tokens[1]).any()
     found = model.generate(features, max_new_tokens=8, stop=[])
     np.testing.assert_array_equal(found, tokens)
     one = model.generate(features[1], max_new_tokens=8, stop=tokens[1, 2])
     np.testing.assert_array_equal(one, tokens[1, : [*tokens[1, 1:]].index(tokens[1, 2]) + 2])
+
+
+def test_a_step_has_nothing_of_the_encoder(speech):
+    """Not its convolutions, and not the products of its states for keys and values."""
+    model = jaxonnx.load(speech)
+    generator, tensors, key = model._generator, (model.params, model.state), jax.random.key(0)
+    rows, source = generator.read_prompts(*tensors, list(FEATURES))
+    rows, lengths = np.stack(rows), np.array([1, 1])
+
+    def begin(source):
+        return generator._begin(None, None, *tensors, source, {}, key, rows, lengths, 16)
+
+    def step(new, encoded, carry):
+        return generator._step(None, None, *tensors, encoded, {}, key, new, carry)
+
+    new, encoded, carry = jax.eval_shape(begin, source)
+    products = [
+        str(jaxpr).count("dot_general")
+        for jaxpr in (
+            jax.make_jaxpr(begin)(source),
+            jax.make_jaxpr(lambda: generator._encode(*tensors, source))(),
+            jax.make_jaxpr(step)(new, encoded, carry),
+        )
+    ]
+    assert products[2] == products[0] - products[1] > 4
+    assert len(encoded) == 2
+    assert not any("hidden_state" in name for name in encoded)
+
+
+LANGUAGES = {
+    "lang_to_id": {"<|en|>": 10, "<|de|>": 11, "<|fr|>": 12},
+    "task_to_id": {"transcribe": 20, "translate": 21},
+}
+
+
+@pytest.mark.parametrize(
+    ("settings", "prompt"),
+    [
+        ({"suppress_tokens": [4, 22], "begin_suppress_tokens": [43, 26, 9]}, [2]),
+        ({"forced_decoder_ids": [[1, 10], [2, 20]], "suppress_tokens": [29]}, [2, 10, 20]),
+        (LANGUAGES | {"language": "DE", "task": "translate"}, [2, 11, 21]),
+        (LANGUAGES | {"language": "<|fr|>", "no_timestamps_token_id": 30}, [2, 12, 20, 30]),
+        (LANGUAGES | {"forced_decoder_ids": [[1, None], [2, 20]]}, [2, None, 20]),
+        (LANGUAGES | {"no_timestamps_token_id": 30}, [2, None, 30]),
+        ({"forced_bos_token_id": 7}, [2, 7]),
+    ],
+)
+def test_the_folder_forces_and_suppresses_tokens(settings, prompt, speech, tmp_path):
+    """As transformers does: `tests/oracles/test_optimum_pairs.py` compares with it."""
+    shutil.copytree(speech, tmp_path / "told")
+    path = tmp_path / "told" / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    tokens = np.tile([0 if token is None else token for token in prompt], (2, 1))
+    if None in prompt:  # the most likely language
+        others = {*range(48)} - {10, 11, 12}
+        tokens[:, 1] = transcribe(speech, tokens[:, :1], 1, others)[:, 1]
+    always = settings.get("suppress_tokens", ())
+    expected = transcribe(speech, tokens, 5, settings.get("begin_suppress_tokens", ()), always)
+    model = jaxonnx.load(tmp_path / "told")
+    found = model.generate(FEATURES, max_new_tokens=5, stop=[])
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_the_decoder_begins_with_given_tokens(speech):
+    model = jaxonnx.load(speech)
+    found = model.generate(FEATURES, max_new_tokens=5, stop=[], decoder_prompt=[2, 11, 21, 30])
+    np.testing.assert_array_equal(found, transcribe(speech, np.tile([2, 11, 21, 30], (2, 1)), 5))
+    with pytest.raises(jaxonnx.InputError, match="tokens from 0 to 47"):
+        model.generate(FEATURES, max_new_tokens=5, decoder_prompt=[2, 48])
+    with pytest.raises(jaxonnx.InputError, match="decoder_prompt= is for an encoder with"):
+        jaxonnx.load(GENAI).generate(PROMPT, max_new_tokens=5, decoder_prompt=[2])
+
+
+def test_an_unknown_language_or_task_is_refused(speech, tmp_path):
+    shutil.copytree(speech, tmp_path / "told")
+    for name, value, message in (
+        ("language", "klingon", "the language 'klingon' is none of lang_to_id"),
+        ("task", "summarize", r"the task 'summarize' is none of \['transcribe', 'translate'\]"),
+    ):
+        settings = LANGUAGES | {"decoder_start_token_id": 2, name: value}
+        (tmp_path / "told" / "generation_config.json").write_text(json.dumps(settings))
+        with pytest.raises(jaxonnx.InputError, match=message):
+            jaxonnx.load(tmp_path / "told").generate(FEATURES, max_new_tokens=1)
 
 
 @pytest.mark.parametrize(

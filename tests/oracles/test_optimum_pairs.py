@@ -3,6 +3,8 @@
 Needs optimum-onnx, torch and transformers; CI has none of them.
 """
 
+import json
+
 import numpy as np
 import optax
 import pytest
@@ -106,3 +108,53 @@ def test_merged_decoders_train_with_their_encoders(name, tmp_path):
     more = {"max_new_tokens": 4, "min_new_tokens": 4, "num_beams": 1, "do_sample": False}
     found = session.generate(**inputs, **more, eos_token_id=None)
     np.testing.assert_array_equal(found[:, -4:], tokens[:, 1:])  # Whisper leaves out the start
+
+
+LANGUAGES = {
+    "lang_to_id": {"<|en|>": 10, "<|de|>": 11, "<|fr|>": 12},
+    "task_to_id": {"transcribe": 20, "translate": 21},
+    "is_multilingual": True,
+}
+SETTINGS = [
+    {"suppress_tokens": [22, 35, 29], "begin_suppress_tokens": [43, 18, 5]},
+    {"forced_decoder_ids": [[1, 10], [2, 20], [3, 30]], "suppress_tokens": [22]},
+    LANGUAGES
+    | {
+        "forced_decoder_ids": [[1, None], [2, 20]],
+        "no_timestamps_token_id": 30,
+        "begin_suppress_tokens": [7],
+    },
+    LANGUAGES | {"language": "<|de|>", "task": "translate", "no_timestamps_token_id": 30},
+    LANGUAGES | {"language": "fr"},
+    LANGUAGES | {"no_timestamps_token_id": 30},
+]
+
+
+@pytest.mark.deep
+@pytest.mark.filterwarnings("ignore")
+def test_whisper_forces_and_suppresses_tokens_as_transformers(tmp_path):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    export = pytest.importorskip("optimum.exporters.onnx").main_export
+    torch.manual_seed(0)
+    kind = transformers.WhisperForConditionalGeneration
+    network = kind(transformers.WhisperConfig(**SIZES | CONFIGS["Whisper"])).eval()
+    with torch.no_grad():
+        for name, p in network.named_parameters():
+            if p.ndim > 1:
+                p.copy_(
+                    torch.randn_like(p) * (0.3 if "embed" in name else 1.5 * p.shape[1] ** -0.5)
+                )
+    network.save_pretrained(tmp_path / "torch")
+    settings = {"task": "automatic-speech-recognition-with-past", "nb_max_frames": 20}
+    more = {"do_validation": False, "library_name": "transformers"}
+    export(str(tmp_path / "torch"), tmp_path / "onnx", **settings, **more)
+    features = np.random.default_rng(0).normal(size=(3, 8, 20)).astype(np.float32)
+    count = {"max_new_tokens": 6, "min_new_tokens": 6}
+    for told in SETTINGS:
+        told = told | {"decoder_start_token_id": 2, "pad_token_id": 0}
+        for folder in ("torch", "onnx"):
+            (tmp_path / folder / "generation_config.json").write_text(json.dumps(told))
+        network = kind.from_pretrained(tmp_path / "torch").eval()
+        expected = network.generate(torch.from_numpy(features), **count)
+        found = jaxonnx.load(tmp_path / "onnx").generate(features, max_new_tokens=6, stop=[])
+        np.testing.assert_array_equal(np.array(found)[:, -6:], expected)
