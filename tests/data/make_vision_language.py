@@ -5,7 +5,8 @@
 LLaVA (CLIP, an MLP as projector) in the layout of onnxruntime-genai, InternVL (tiles of an image)
 in that of transformers.js. PyTorch's exporter writes the vision encoder and the embedding,
 onnxruntime-genai's builder the decoder. `llava.npz` and `internvl.npz` have what transformers makes
-of a chat with an image: pixels, tokens, the loss.
+of a chat with an image: pixels, tokens, the loss. `processors.json` has what its image processors
+make of pictures of several sizes.
 """
 
 import contextlib
@@ -70,6 +71,41 @@ CHAT = [
     {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]},
     {"role": "assistant", "content": [{"type": "text", "text": "a list of objects"}]},
 ]
+
+
+SIDES = {"height": 24, "width": 20}
+SIZES = (33, 50), (64, 17), (40, 40), (9, 200), (300, 301), (48, 32)
+"""The heights and widths of pictures that image processors read."""
+SMALL_TILES = {"crop_to_patches": True, "size": {"height": 16, "width": 16}}
+IMAGE_PROCESSORS = (
+    ("CLIP", {"size": {"shortest_edge": 224}, "crop_size": {"height": 224, "width": 224}}),
+    ("CLIP", {"size": {"shortest_edge": 30}, "crop_size": SIDES}),
+    ("CLIP", {"size": {"shortest_edge": 16}, "crop_size": SIDES}),  # pads
+    ("Siglip", {"size": SIDES}),
+    ("Siglip", {"size": SIDES, "resample": 2, "do_rescale": False}),
+    ("GotOcr2", {"size": SIDES, "do_normalize": False}),
+    ("GotOcr2", {**SMALL_TILES, "max_patches": 12}),
+    ("GotOcr2", {**SMALL_TILES, "min_patches": 2, "max_patches": 6}),
+)
+
+
+def run_image_processor(kind, settings, height, width):
+    """Return the pixels that transformers makes of a picture, without torchvision."""
+    from PIL import Image
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+    kinds = CLIPImageProcessorPil, SiglipImageProcessorPil, GotOcr2ImageProcessorPil
+    processor = next(k for k in kinds if k.__name__.startswith(kind))(**settings)
+    picture = Image.fromarray(make_picture(height, width))
+    return processor([picture], return_tensors="np")["pixel_values"]
+
+
+def describe(pixels):
+    """Return numbers that pixels are recognized by: tiles, and means along two axes of each."""
+    rows = pixels.mean((1, 3)).reshape(len(pixels), -1)
+    return [len(pixels), *(rows @ np.cos(np.arange(rows.shape[1])) / rows.shape[1]).tolist()]
 
 
 def make_picture(height=20, width=36):
@@ -307,6 +343,11 @@ def run_transformers(family, network, picture, messages=CHAT):
 
 def main():
     from PIL import Image
+
+    told = [
+        [describe(run_image_processor(*case, *size)) for size in SIZES] for case in IMAGE_PROCESSORS
+    ]
+    (FOLDER / "processors.json").write_text(json.dumps(told) + "\n")
 
     for family, layout in (("llava", "genai"), ("internvl", "js")):
         target = FOLDER / f"{family}-{layout}"

@@ -4,6 +4,8 @@ The tokens, pixels and losses of transformers are stored (tests/data/make_vision
 """
 
 import base64
+import contextlib
+import importlib.metadata
 import io
 import json
 import re
@@ -15,9 +17,12 @@ import pytest
 from PIL import Image
 
 import jaxonnx
+from jaxonnx._data.images.processor import ImageProcessor
 from jaxonnx._data.ragged import Padding
 from jaxonnx._data.texts import read_texts
+from tests.data import make_vision_language as made
 from tests.data.make_vision_language import CHAT, make_picture
+from tests.support.paths import DATA
 from tests.support.three_files import FOLDERS, IMAGE_TOKEN, read_oracle
 
 pytest.importorskip("tokenizers")
@@ -45,6 +50,12 @@ def family(request):
 @pytest.fixture(scope="module")
 def models():
     return {family: jaxonnx.load(path) for family, path in FOLDERS.items()}
+
+
+def has_transformers():
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return int(importlib.metadata.version("transformers").partition(".")[0]) >= 5
+    return False
 
 
 def chat(**part):
@@ -186,3 +197,22 @@ def test_other_image_processors_are_refused(tmp_path, folder):
     path = write(folder, {"messages": chat(path="pictures/wide.png")})
     with pytest.raises(jaxonnx.TrainingError, match="'Idefics3ImageProcessor'; images are read as"):
         read(model, path)
+
+
+CASES = list(zip(made.IMAGE_PROCESSORS, range(9), strict=False))
+
+
+@pytest.mark.parametrize(("case", "number"), CASES)
+def test_pixels_are_those_of_transformers(case, number):
+    """Stored values, and the pixels themselves where transformers 5 is installed."""
+    told = json.loads((DATA / "vision" / "processors.json").read_text())[number]
+    processor = ImageProcessor.of(
+        {"image_processor_type": f"{case[0]}ImageProcessor", **case[1]}, ""
+    )
+    for (height, width), wanted in zip(made.SIZES, told, strict=True):
+        pixels = processor.read(Image.fromarray(make_picture(height, width)))
+        assert len(pixels) == processor.count_tiles(width, height)
+        np.testing.assert_allclose(made.describe(pixels), wanted, atol=2e-5, rtol=1e-5)
+        if has_transformers():
+            expected = made.run_image_processor(*case, height, width)
+            np.testing.assert_allclose(pixels, expected, atol=1e-5)

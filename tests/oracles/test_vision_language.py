@@ -1,0 +1,75 @@
+"""Vision-language models against transformers: losses, gradients, and saved files.
+
+Needs torch, transformers 5 and onnxruntime-genai 0.18; CI has none of them, and compares stored
+values (tests/io/test_vision_language.py, tests/data_sources/test_image_messages.py).
+"""
+
+import numpy as np
+import optax
+import pytest
+
+import jaxonnx
+from tests.data import make_vision_language as made
+from tests.support.three_files import IMAGE_TOKEN, run_folder
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers", minversion="5")
+CASES = [
+    ("llava", "genai", "fp32"),
+    ("llava", "js", "int4"),
+    ("internvl", "genai", "int4"),
+    ("internvl", "js", "fp32"),
+]
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(("family", "layout", "precision"), CASES)
+def test_losses_gradients_and_saved_files(family, layout, precision, tmp_path):
+    from PIL import Image
+
+    pytest.importorskip("onnxruntime_genai")
+    network = made.write_folder(family, layout, tmp_path / "model", precision)
+    picture = Image.fromarray(made.make_picture())
+    told = made.run_transformers(family, network, picture)
+    ids = told["input_ids"]
+    pixels = told["pixel_values"][None] if family == "internvl" else told["pixel_values"]
+    model = jaxonnx.load(tmp_path / "model")
+    data = {"input_ids": ids, "pixel_values": pixels}
+    settings = {"loss": "causal_lm", "progress": False}
+    if precision == "fp32":
+        labels = np.where(ids == IMAGE_TOKEN, -100, ids)
+        gradients = find_gradients(network, told, labels)
+        before, step = model.params, {"optimizer": optax.sgd(1.0), "epochs": 1}
+        after = jaxonnx.train(model, data, **step, **settings).model.params
+        for name, of in NAMES.items():
+            change = np.asarray(before[name] - after[name])
+            wanted = gradients[of].T if "MatMul" in name else gradients[of]
+            np.testing.assert_allclose(change, wanted, atol=2e-5)
+    lora = jaxonnx.LoRA(rank=2, where="all-linear")
+    result = jaxonnx.train(model, data, lora=lora, optimizer=optax.adam(1e-2), epochs=4, **settings)
+    tolerance = 1e-5 if precision == "fp32" else 0.1
+    np.testing.assert_allclose(result.history.losses[0], told["loss"], rtol=tolerance)
+    assert result.history.losses[-1] < result.history.losses[0] - 0.02
+    result.model.save(tmp_path / "tuned/", adapters="merged" if precision == "fp32" else "nodes")
+    logits = result.model.without_cache()(ids, pixels, np.ones_like(ids))
+    # onnxruntime's product with MatMulNBits rounds activations to 8 bits
+    tolerance = 1e-5 if precision == "fp32" else 0.1
+    ran = run_folder(tmp_path / "tuned", ids, pixels)
+    np.testing.assert_allclose(ran, logits, atol=tolerance)
+
+
+NAMES = {
+    "embedding.embed_tokens.weight": "embed_tokens.weight",
+    "model.layers.0.attn.o_proj.MatMul.weight": "layers.0.self_attn.o_proj.weight",
+    "model.layers.0.mlp.down_proj.MatMul.weight": "layers.0.mlp.down_proj.weight",
+}
+
+
+def find_gradients(network, told, labels):
+    """Return the gradients of transformers by the names of parameters of the language model."""
+    import torch
+
+    tensors = {name: torch.from_numpy(told[name]) for name in ("input_ids", "pixel_values")}
+    network(**tensors, labels=torch.from_numpy(labels)).loss.backward()
+    parameters = network.model.language_model.named_parameters()
+    return {name: value.grad.numpy() for name, value in parameters}
