@@ -82,7 +82,7 @@ BUDGETS = {
     "_run": (1410, "the evaluator, and what keeps hostile files from taking the machine"),
     "views": (408, "changes of a network and their ways back, those that belong to no feature"),
     "_io": (2232, "ModelProto, external data, joined files, npz, safetensors, packing"),
-    "model": (2450, "Model, what makes another Model of one, and generation of text"),
+    "model": (2515, "Model, what makes another Model of one, and generation of text"),
     "_rewrite": (1205, "networks and files to files: heads, batches, outputs, bfloat16"),
     "training_info": (520, "the file's own training graphs, run and written"),
     "_step_files": (500, "exported steps, their manifest, the page for browsers"),

@@ -2,7 +2,8 @@
 
 The caches have room for all tokens from the beginning, so that each step has the same shapes, and a
 step updates them in place. Their room and the width of prompts are rounded up to powers of two: the
-next turn of a chat needs no new program. An operator that takes the length of its past from the
+next turn of a chat needs no new program, and where it begins with tokens that the caches of the
+last call have, only the others are computed. An operator that takes the length of its past from the
 mask (GroupQueryAttention) finds the tokens at the beginning of that room; where caches are joined
 to the new token (Concat, Attention), they stand at its end, and the mask hides what is before them.
 Where neither fits, or without caches, all tokens are computed again in each step. So they are where
@@ -12,11 +13,13 @@ writes from its first token on.
 
 from __future__ import annotations
 
+import collections.abc
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +36,21 @@ from jaxonnx.views import AllSteps, EmptyCaches, Outputs, omit_caches
 
 _LEAST = 16
 """The smallest width of prompts and room of caches."""
+_LEAST_NEW = 32
+"""The smallest width of tokens that are added to the caches of a conversation."""
+
+
+class _Kept(NamedTuple):
+    """The caches of a conversation, and the tokens in them."""
+
+    tokens: np.ndarray
+    past: dict[str, jax.Array]
+
+    def count_shared(self, row: np.ndarray) -> int:
+        """Count the tokens at the beginning that a longer row shares."""
+        length = min(len(self.tokens), len(row) - 1)
+        differs = self.tokens[:length] != row[:length]
+        return int(differs.argmax()) if differs.any() else length
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,6 +131,7 @@ class Generator(Decoder):
         count: int,
         sampling: Sampling = Sampling(),  # noqa: B008 (it is frozen)
         seed: int = 0,
+        keep: bool = False,
     ) -> Iterator[list[str]]:
         """Add tokens to continuations until all have ended; yield the new text of each.
 
@@ -121,15 +140,18 @@ class Generator(Decoder):
           written: one for each row, empty.
           count: the most tokens of each; a row ends with the last position of the model, too, with
             a warning.
+          keep: start from the caches of the last such call, as far as they have the only row, and
+            leave them for the next one; params and state must be the same.
         """
         rooms = np.clip([self.positions - len(row) for row in rows], 0, count).tolist()
         for part, room in zip(written, rooms, strict=True):
             part.room = room
-        steps = self._decode(params, state, rows, source, max(rooms), sampling, seed)
-        for new in steps if max(rooms) else ():
-            yield [part.add(token) for part, token in zip(written, new.tolist(), strict=True)]
-            if all(part.is_done for part in written):
-                break
+        steps = self._decode(params, state, rows, source, max(rooms), sampling, seed, keep)
+        with closing(steps):
+            for new in steps if max(rooms) else ():
+                yield [part.add(token) for part, token in zip(written, new.tolist(), strict=True)]
+                if all(part.is_done for part in written):
+                    break
         if any(not part.ended and part.room < count for part in written):
             warnings.warn(
                 f"the model has positions for {self.positions} tokens: a continuation ends there, "
@@ -146,7 +168,8 @@ class Generator(Decoder):
         count: int,
         sampling: Sampling,
         seed: int,
-    ) -> Iterator[np.ndarray]:
+        keep: bool,
+    ) -> collections.abc.Generator[np.ndarray]:
         """Yield new tokens [batch], `count` times; the next step runs while they are read."""
         lengths = {len(row) for row in rows}
         width, is_open = max(lengths), not self._has_fixed_caches
@@ -156,16 +179,38 @@ class Generator(Decoder):
         padded = width
         if side is not None and is_open:  # fixed states of convolutions take padding for tokens
             padded = max(width, min(_round_up(width), size - 1, self.positions))
-        tokens, counts = _pad(rows, padded, side == "before")
-        begin, step = self._programs[side, sampling.top_k]
+        begin, step, resume = self._programs[side, sampling.top_k]
         more = params, state, source, sampling.numbers, jax.random.key(seed)
-        new, encoded, carry = begin(*more, tokens, counts, size=size)
-        more = params, state, encoded, sampling.numbers, jax.random.key(seed)
-        for _ in range(count - 1):
-            following = step(*more, new, carry)
+        keep &= side is not None and is_open and len(rows) == 1
+        session = self._kept.pop("latest", None) if keep else None
+        start = 0 if session is None else session.count_shared(rows[0])
+        added = max(_LEAST_NEW, _round_up(width - start))
+        start = min(start, size - 1 - added)
+        if session is not None and start > 0 and added < padded and size <= self.positions:
+            tokens, _ = _pad(rows, size, False)
+            held = len(session.tokens), start, width
+            new, carry = resume(*more, tokens, session.past, held, added=added)
+        else:
+            tokens, counts = _pad(rows, padded, side == "before")
+            new, encoded, carry = begin(*more, tokens, counts, size=size)
+            more = params, state, encoded, sampling.numbers, jax.random.key(seed)
+        tokens = [*rows[0]]
+        try:
+            for _ in range(count - 1):
+                latest, before, carry = new, carry, None  # a step reuses the memory
+                new, carry = step(*more, latest, before)
+                tokens.append(latest)
+                yield np.asarray(latest)
             yield np.asarray(new)
-            new, carry = following
-        yield np.asarray(new)
+        finally:
+            if keep and carry is not None:
+                row = np.array([np.asarray(token).item() for token in tokens])
+                self._kept["latest"] = _Kept(row, carry["past"])
+
+    @cached_property
+    def _kept(self) -> dict[str, _Kept]:
+        """The caches of the latest conversation."""
+        return {}
 
     @cached_property
     def _programs(self) -> _Programs:
@@ -177,7 +222,7 @@ class Generator(Decoder):
         """Return the first new tokens [batch], and what all steps and the next one need."""
         encoded = self._encode(params, state, source) if source else {}
         tokens, lengths = jnp.asarray(tokens), jnp.asarray(lengths)
-        batch, width = tokens.shape
+        width = tokens.shape[1]
         columns = jnp.arange(width)
         mask = columns < lengths[:, None]
         if side == "before":
@@ -187,14 +232,55 @@ class Generator(Decoder):
             logits, past = self._run_whole(params, state, encoded, tokens, lengths), tokens
         else:
             logits, past = self._fill_caches(side, params, state, tokens, mask, lengths, size)
+        rows = jnp.where(mask, tokens[:, :width], logits.shape[1])
+        new, carry = self._choose_first(top_k, numbers, key, logits, rows, past, lengths)
+        return new, encoded, carry
+
+    def _resume(
+        self, side: Side, top_k, params, state, source, numbers, key, tokens, past, counts, added
+    ):
+        """Return the same as `_begin` for one row, from caches that have `start` tokens of it.
+
+        Args:
+          tokens: of the row, [1, room for all].
+          past: the caches.
+          counts: the number of tokens in them, `start`, and the length of the row.
+          added: the number of tokens to compute; those behind the row count as tokens until others
+            take their places, which no token before them sees.
+        """
+        tokens, (held, start, length) = jnp.asarray(tokens), counts
+        pads_left, size = side == "before", tokens.shape[1]
+        for name, axis in self._growing_axes.items():
+            value, room = past[name], size - pads_left
+            if pads_left:
+                value = jnp.roll(value, held - start, axis)
+                value = jax.lax.slice_in_dim(value, max(value.shape[axis] - room, 0), None, 1, axis)
+            else:
+                value = jax.lax.slice_in_dim(value, 0, min(room, value.shape[axis]), 1, axis)
+            pads, more = [(0, 0)] * value.ndim, room - value.shape[axis]
+            pads[axis] = (more, 0) if pads_left else (0, more)
+            past = {**past, name: jnp.pad(value, pads)}
+        new = jax.lax.dynamic_slice_in_dim(tokens, start, added, 1)
+        ends = jnp.reshape(start + added, 1)
+        logits, past = self._extend_caches(side, params, state, new, past, ends)
+        if pads_left:
+            behind = start + added - length
+            axes = self._growing_axes
+            past = {n: jnp.roll(x, behind, axes[n]) if n in axes else x for n, x in past.items()}
+        logits = logits[:, length - start - 1]
+        rows = jnp.where(jnp.arange(size) < length, tokens, logits.shape[1])
+        lengths = jnp.reshape(length, 1)
+        return self._choose_first(top_k, numbers, key, logits, rows, past, lengths)
+
+    def _choose_first(self, top_k, numbers, key, logits, rows, past, lengths):
+        """Return the tokens behind rows [batch, tokens], and what the next step needs."""
         seen = None
         if "repetition_penalty" in numbers:
             seen = jnp.zeros(logits.shape, bool)
-            at = jnp.where(mask, tokens[:, :width], logits.shape[1])
-            seen = seen.at[jnp.arange(batch)[:, None], at].set(True, mode="drop")
+            seen = seen.at[jnp.arange(len(rows))[:, None], rows].set(True, mode="drop")
         first, _ = self._suppressed
         new = choose_tokens(logits, seen, top_k, numbers, jax.random.fold_in(key, 0), first)
-        return new, encoded, {"past": past, "lengths": lengths, "seen": seen, "step": jnp.int32(0)}
+        return new, {"past": past, "lengths": lengths, "seen": seen, "step": jnp.int32(0)}
 
     def _step(self, side: Side | None, top_k, params, state, encoded, numbers, key, new, carry):
         """Return the tokens behind the `new` ones [batch], and what the next step needs."""
@@ -206,7 +292,8 @@ class Generator(Decoder):
             past = past.at[places, ends].set(new.astype(past.dtype), mode="drop")
             logits = self._run_whole(params, state, encoded, past, lengths)
         else:
-            logits, past = self._extend_caches(side, params, state, new, past, lengths)
+            logits, past = self._extend_caches(side, params, state, new[:, None], past, lengths)
+            logits = logits[:, -1]
         number, (_, always) = carry["step"] + 1, self._suppressed
         key = jax.random.fold_in(key, number)
         new = choose_tokens(logits, seen, top_k, numbers, key, always)
@@ -260,20 +347,21 @@ class Generator(Decoder):
         return outputs[self._logits_output][jnp.arange(batch), ends], past
 
     def _extend_caches(self, side: Side, params, state, new, past, lengths):
-        """Return the logits [batch, tokens] behind new tokens [batch], and caches with them."""
-        caches, pads_left = self._caches, side == "before"
+        """Return the logits of new tokens [batch, added], and caches with `lengths` tokens."""
+        caches, pads_left, added = self._caches, side == "before", new.shape[1]
         assert caches is not None
         name, axis = next(iter(self._growing_axes.items()))
-        size = past[name].shape[axis] + pads_left
+        size = past[name].shape[axis] + pads_left * added
         slots, counts = jnp.arange(size), lengths[:, None]
         mask = slots >= size - counts if pads_left else slots < counts
-        feed = self._feed(new[:, None], mask, counts - 1) | {**caches.switches_on, **past}
+        feed = self._feed(new, mask, counts - added + jnp.arange(added))
+        feed |= {**caches.switches_on, **past}
         outputs = self._run(self._cached_program, params, state, feed)
         past = {name: outputs[out] for name, out in caches.pairs.items()}
-        if pads_left:  # drop the oldest slot, which is padding, to keep the size
+        if pads_left:  # drop the oldest slots, which are padding, to keep the size
             for name, axis in self._growing_axes.items():
-                past[name] = jax.lax.slice_in_dim(past[name], 1, None, axis=axis)
-        return outputs[self._logits_output][:, -1], past
+                past[name] = jax.lax.slice_in_dim(past[name], added, None, axis=axis)
+        return outputs[self._logits_output], past
 
 
 def generate(
@@ -300,8 +388,9 @@ def generate(
     needs_text = bool(texts) or any(is_text)
     decode = model.tokenizer.decode if needs_text else None
     written = [Continuation(tokens, texts, decode) for _ in rows]
+    keep = is_chat(prompts)
     steps = generator.extend(
-        model.params, model.state, rows, source, written, count, sampling, seed
+        model.params, model.state, rows, source, written, count, sampling, seed, keep
     )
     if stream:
         return (piece for (piece,) in steps if piece)
@@ -365,16 +454,17 @@ def _read_stop(model: Any, stop: Any) -> tuple[frozenset[int], tuple[str, ...]]:
 
 
 class _Programs(dict):
-    """The compiled (first step, further steps) of a generator, by padding side and `top_k`."""
+    """The compiled (first step, further steps, resumption), by padding side and `top_k`."""
 
     def __init__(self, generator: Generator):
         super().__init__()
         self._generator = generator
 
-    def __missing__(self, key: tuple[Side | None, int | None]) -> tuple[Any, Any]:
+    def __missing__(self, key: tuple[Side | None, int | None]) -> tuple[Any, Any, Any]:
         begin = jax.jit(partial(self._generator._begin, *key), static_argnames="size")
         step = jax.jit(partial(self._generator._step, *key), donate_argnames="carry")
-        return self.setdefault(key, (begin, step))
+        resume = jax.jit(partial(self._generator._resume, *key), static_argnames="added")
+        return self.setdefault(key, (begin, step, resume))
 
 
 def _round_up(length: int) -> int:

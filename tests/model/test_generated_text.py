@@ -10,6 +10,7 @@ import pytest
 import jaxonnx
 from jaxonnx.cli import main
 from jaxonnx.model._continuation import Continuation
+from jaxonnx.model._generate import Generator
 from tests.support.paths import DATA
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -91,6 +92,36 @@ def test_a_stream_is_the_text(model):
         cut = model.generate(prompt, max_new_tokens=9, stop=stop)
         assert cut == text[: text.index(stop)]
         assert "".join(model.generate(prompt, max_new_tokens=9, stop=stop, stream=True)) == cut
+
+
+def test_turns_of_a_chat_keep_the_caches(model, monkeypatch):
+    """With the answers that whole prompts have; a chat that goes another way has others."""
+    model = model.replace(params={n: 3 * x if x.ndim > 1 else x for n, x in model.params.items()})
+    computed, extend = [], Generator._extend_caches
+
+    def count(self, side, params, state, new, *others):
+        computed.append(new.shape[1])
+        return extend(self, side, params, state, new, *others)
+
+    monkeypatch.setattr(Generator, "_extend_caches", count)
+    drawn = {"temperature": 1.5, "seed": 3, "repetition_penalty": 1.3, "top_k": 20}
+    chat = []
+    for text, more in (("a list", {}), ("of lists", {}), ("is it", drawn), ("it", {})):
+        if text == "it":  # as if the last turn had not been
+            chat = chat[:-2]
+        chat.append({"role": "user", "content": text})
+        tokens = model.tokenizer.apply_chat_template(chat, add_generation_prompt=True)
+        alone = model.generate(tokens, max_new_tokens=9, **more)[len(tokens) :]
+        answer = model.generate(chat, max_new_tokens=9, **more)
+        assert model.tokenizer.decode(alone).startswith(answer)
+        assert len(answer) > 9
+        chat.append({"role": "assistant", "content": answer.strip()})
+    assert 32 in computed  # not the 64 and 128 of the prompts
+    assert len(model.tokenizer.apply_chat_template(chat)) > 64
+    stream = model.generate(chat[:3], max_new_tokens=9, stream=True)
+    next(stream)
+    stream.close()
+    assert model.generate(chat[:1], max_new_tokens=3)
 
 
 @pytest.fixture
