@@ -36,19 +36,29 @@ IsSame = Callable[[str, str, int, int], bool]
 
 
 def join_parts(
-    vision: Read, embedding: Read, decoder: Read, image_token: int, tiles: bool, is_same: IsSame
+    vision: Read,
+    embedding: Read,
+    decoder: Read,
+    image_token: int | None,
+    tiles: bool,
+    is_same: IsSame,
 ) -> Read:
     """Return the three files as one graph.
 
     Args:
       vision, embedding, decoder: the files.
-      image_token: the token that stands for a feature of an image.
+      image_token: the token that stands for a feature of an image, if it is known.
       tiles: whether `pixel_values` has several images, or tiles of them, for each row.
       is_same: see `IsSame`.
 
     Raises:
       ModelError: the files do not fit each other.
     """
+    if image_token is None:
+        raise ModelError(
+            "no configuration file names the token that stands for the features of images: "
+            "'image_token_id' in genai_config.json (\"model\") or config.json"
+        )
     _check_inputs("the vision encoder", vision[0].graph, {PIXELS})
     (decoder_embeds,) = _find(decoder[0].graph.input, EMBEDS, "the decoder has no input")
     features = _find_features(vision[0].graph)
@@ -162,8 +172,7 @@ def _check_inputs(what: str, graph: GraphProto, names: set[str]) -> None:
     if inputs != names:
         raise ModelError(
             f"{what} takes {', '.join(sorted(inputs))}, and must take "
-            f"{' and '.join(sorted(names))} alone; load its file and train the decoder on what it "
-            "gives"
+            f"{' and '.join(sorted(names))} alone"
         )
 
 

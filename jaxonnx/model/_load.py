@@ -6,6 +6,7 @@ import gc
 import os
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import jax
@@ -33,7 +34,7 @@ from jaxonnx._mesh.shardings import model_shardings
 from jaxonnx._require import check_arguments, require_integer
 from jaxonnx._run.program import Program
 from jaxonnx._text import list_some
-from jaxonnx.errors import InputError
+from jaxonnx.errors import InputError, ModelError
 from jaxonnx.model._model import Model, Trainable
 from jaxonnx.quantization import dequantize_weights, recorded_views, restore_attention
 from jaxonnx.registry import lookup
@@ -138,7 +139,7 @@ def load(
     if folder is not None and folder.encoder:
         proto, tensors = join_files(read(folder.path / folder.encoder), (proto, tensors))
     if folder is not None and folder.vision:
-        proto, tensors = _join_parts(folder, (proto, tensors))
+        folder, (proto, tensors) = _join_parts(folder, (proto, tensors))
     if restored := restore_attention(proto):
         warnings.warn(
             f"onnxruntime's quantizer replaced the Attention of '{list_some(restored, '')}' by a "
@@ -189,20 +190,28 @@ def load(
     return model if trainable is None else model.with_trainable(trainable)
 
 
-def _join_parts(folder: ModelFolder, decoder: Any) -> Any:
-    """Join the files of a vision-language model to one."""
-    if folder.image_token is None:
-        raise InputError(
-            f"'{folder.path}': neither {GENAI} nor config.json has image_token_id, the token that "
-            "stands for the features of images"
-        )
+def _join_parts(folder: ModelFolder, decoder: Any) -> tuple[ModelFolder, Any]:
+    """Join the files of a vision-language model to one.
+
+    If they do not fit, a folder of onnxruntime-genai is that of the decoder, with a warning.
+    """
 
     def is_same(domain: str, name: str, old: int, new: int) -> bool:
         return lookup(domain, name, old) is lookup(domain, name, new)
 
     vision, embedding = (read(folder.path / name) for name in (folder.vision, folder.embedding))
     tiles = bool(folder.read_image_settings().get("crop_to_patches"))
-    return join_parts(vision, embedding, decoder, folder.image_token, tiles, is_same)
+    try:
+        return folder, join_parts(vision, embedding, decoder, folder.image_token, tiles, is_same)
+    except ModelError as error:
+        if not folder.read_json(GENAI):
+            raise
+        warnings.warn(
+            f"the decoder of '{folder.path}' is loaded alone, to be trained on inputs_embeds: "
+            f"{error}",
+            stacklevel=3,
+        )
+        return replace(folder, vision="", embedding=""), decoder
 
 
 def _to_device(value: np.ndarray, sharding: NamedSharding | None) -> jax.Array:

@@ -60,6 +60,46 @@ def test_generation_is_refused(model, oracle):
         model.generate(oracle["input_ids"][0], max_new_tokens=2)
 
 
+GATHERS = """
+agraph (int64[b, s] input_ids, float[n, 32] image_features) => (float[b, s, 32] inputs_embeds)
+<int64 token = {3}, int64 axis = {1}, int64 one = {1}, int64 zero = {0}, float[1, 32] row = {}> {
+  text = Gather(table, input_ids)
+  mask = Equal(input_ids, token)
+  ids = Cast <to = 7> (mask)
+  sums = CumSum(ids, axis)
+  places = Sub(sums, one)
+  known = Clip(places, zero)
+  padded = Concat <axis = 0> (image_features, row)
+  chosen = Gather <axis = 0> (padded, known)
+  last = Constant <value_ints = [-1]> ()
+  wide = Unsqueeze(mask, last)
+  inputs_embeds = Where(wide, chosen, text)
+}
+"""
+
+
+def test_an_embedding_that_gathers_features(tmp_path):
+    """As mobius-onnx writes it: for a batch it would take the images of the first row for all."""
+    folder = tmp_path / "gathers"
+    shutil.copytree(FOLDERS["llava"], folder)
+    old = onnx.load(folder / "embedding.onnx")
+    zeros = ", ".join(["0"] * 32)
+    graph = onnx.parser.parse_graph(GATHERS.replace("row = {}", f"row = {{{zeros}}}"))
+    graph.initializer.extend(old.graph.initializer)
+    graph.initializer[-1].name = "table"
+    proto = onnx.helper.make_model(graph, opset_imports=old.opset_import, ir_version=8)
+    onnx.save(proto, folder / "embedding.onnx")
+    oracle, model = read_oracle("llava"), jaxonnx.load(folder)
+    ids, pixels = oracle["input_ids"], oracle["pixels"]
+    logits = logits_of(model, np.concatenate([ids, ids]), np.concatenate([-pixels, pixels]))
+    np.testing.assert_allclose(logits[1, -1], oracle["logits"][0], atol=1e-5)
+    model.save(tmp_path / "saved/")
+    np.testing.assert_allclose(run_folder(tmp_path / "saved", ids, pixels)[0], logits[1], atol=1e-5)
+    saved = onnx.load(tmp_path / "saved" / "embedding.onnx").graph
+    assert {n.output[0] for n in saved.node} == {n.output[0] for n in graph.node}
+    onnx.checker.check_model(tmp_path / "saved" / "embedding.onnx", full_check=True)
+
+
 def test_more_image_tokens_than_features_give_nan(model, oracle):
     ids = np.full_like(oracle["input_ids"], 3)
     assert np.isnan(logits_of(model, ids, oracle["pixels"])).any()
@@ -198,18 +238,27 @@ def change_config(folder, change):
 
 
 def test_folders_that_do_not_fit(tmp_path):
+    """The decoder is what onnxruntime-genai's folder is without them, as before."""
     folder = tmp_path / "genai"
     shutil.copytree(FOLDERS["llava"], folder)
     change_config(folder, lambda model: model.pop("image_token_id"))
-    with pytest.raises(jaxonnx.InputError, match=r"neither .* has image_token_id"):
-        jaxonnx.load(folder)
+    with pytest.warns(UserWarning, match="is loaded alone.* no configuration file names the token"):
+        decoder = jaxonnx.load(folder)
+    assert decoder.inputs[1].name == "inputs_embeds"
     change_config(folder, lambda model: model.update(image_token_id=3))
     vision = onnx.load(folder / "vision.onnx")
     size = onnx.helper.make_tensor_value_info("image_sizes", 7, [None, 2])
     vision.graph.input.append(size)
     onnx.save(vision, folder / "vision.onnx")
-    with pytest.raises(jaxonnx.ModelError, match="takes image_sizes, pixel_values, and must"):
-        jaxonnx.load(folder)
+    with pytest.warns(UserWarning, match="takes image_sizes, pixel_values, and must take pixel"):
+        decoder = jaxonnx.load(folder)
+    decoder.save(tmp_path / "saved/")
+    assert {p.name for p in (tmp_path / "saved").iterdir()} == {p.name for p in folder.iterdir()}
     (folder / "vision.onnx").unlink()
     with pytest.raises(jaxonnx.InputError, match=r"genai_config.json names 'vision.onnx'"):
         jaxonnx.load(folder)
+    js = tmp_path / "js"
+    shutil.copytree(FOLDERS["internvl"], js)
+    (js / "config.json").write_text("{}")
+    with pytest.raises(jaxonnx.ModelError, match="no configuration file names the token"):
+        jaxonnx.load(js)

@@ -57,7 +57,8 @@ class ImageProcessor:
             what = f"{kind!r} with do_pad" if name else repr(kind) if kind else "no image processor"
             raise TrainingError(
                 f"'{where}': preprocessor_config.json has {what}; images are read as those of "
-                f"{', '.join(_KINDS)} are: pass pixel_values as an array, with tokens"
+                f"{', '.join(_KINDS)} are: take the original checkpoint's file, or pass "
+                "pixel_values as an array, with tokens"
             )
         mean, std = _CLIP if name != "Siglip" else _HALF
         tiles = settings.get("min_patches", 1), settings.get("max_patches", 12)
