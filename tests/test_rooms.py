@@ -86,7 +86,7 @@ BUDGETS = {
     "_rewrite": (1205, "networks and files to files: heads, batches, outputs, bfloat16"),
     "training_info": (520, "the file's own training graphs, run and written"),
     "_step_files": (500, "exported steps, their manifest, the page for browsers"),
-    "quantization": (2960, "schemes, sites, ranges, records and views; GPTQ and AWQ; bounds"),
+    "quantization": (2990, "schemes, sites, ranges, records and views; GPTQ and AWQ; bounds"),
     "_mesh": (450, "rules, shardings and processes"),
     "lora": (1446, "adapters: their view, sums, nodes and files, and the modules that PEFT names"),
     "_hub": (300, "checkpoints of transformers: names, rows and files; uploads"),

@@ -11,12 +11,15 @@ from jaxonnx._graph.bind import Graph, Node
 from jaxonnx._graph.uses import Use, uses
 from jaxonnx._rewrite.network import Network
 from jaxonnx.quantization._layer_inputs import Products, as_rows, find_products, from_rows, visit
-from jaxonnx.quantization._ranges import spread_scale, weight_parameters
+from jaxonnx.quantization._ranges import Parameters, spread_scale, weight_parameters
 from jaxonnx.quantization._scheme import TYPES, Quantization
 from jaxonnx.quantization._sites import WeightSite
 
 _EXPONENTS = np.linspace(0, 1, 20, endpoint=False)
 """The powers of the inputs' magnitudes that are tried as scales."""
+_SHARES = 1 + 0.025 * np.array([0, *(sign * i for i in range(1, 13) for sign in (1, -1))])
+"""The multiples of the scales with the least error of a weight that are tried for its outputs; of
+equal ones the first is taken."""
 _NORMS = {
     "LayerNormalization": (1, 2),
     "RMSNormalization": (1,),
@@ -32,7 +35,7 @@ def scale_inputs(
     sites: Mapping[str, WeightSite],
     examples: Sequence[Sequence[Any]],
     schemes: Mapping[str, Quantization],
-) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+) -> tuple[dict[str, np.ndarray], dict[str, Parameters]]:
     """Multiply inputs of weights by the scales at which rounding changes the outputs least.
 
     "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration"
@@ -47,26 +50,32 @@ def scale_inputs(
       schemes: the scheme of each weight.
 
     Returns:
-      The tensors with new values, and the mean squares of the inputs of each weight, by name.
+      The tensors with new values, and the scales to round weights at, by name.
     """
     values: dict[str, np.ndarray] = {}
-    squares: dict[str, np.ndarray] = {}
+    scales: dict[str, Parameters] = {}
     tensors = model.tensors
     by_place = {(id(u.node), u.position): u for u in uses(model.graph, tensors)}
     for group, inputs in visit(model, find_products(model, sites), examples, dict(tensors)):
         weights = {n: np.asarray(values.get(n, tensors[n])) for n in group.weights}
-        squares |= dict.fromkeys(weights, np.diag(inputs.hessian))
+        hessian = inputs.hessian
         divided = find_divided(model.graph, model.params, group, by_place, len(inputs.magnitude))
-        if divided is None or any(schemes[n].weights == "fp8" for n in weights):
-            continue
-        s = choose_scales(weights, sites, inputs.hessian, inputs.magnitude, schemes)
-        for name, w in weights.items():
-            values[name] = from_rows(as_rows(w, sites[name]) * s, w, sites[name])
-        for name, axis in divided:
-            x = np.asarray(values.get(name, tensors[name]))
-            values[name] = x / s.reshape(-1, *(1,) * (x.ndim - 1 - axis))
-        squares |= dict.fromkeys(weights, np.diag(inputs.hessian) / np.square(s))
-    return {name: x.astype(np.float32) for name, x in values.items()}, squares
+        if divided is not None and all(schemes[n].weights != "fp8" for n in weights):
+            s = choose_scales(weights, sites, hessian, inputs.magnitude, schemes)
+            hessian = hessian / np.outer(s, s)
+            for name, w in weights.items():
+                weights[name] = from_rows(as_rows(w, sites[name]) * s, w, sites[name])
+            for name, axis in divided:
+                x = np.asarray(values.get(name, tensors[name]))
+                along = s.reshape(-1, *(1,) * (x.ndim - 1 - axis))
+                values[name] = x / along
+                before = scales.pop(name, None)  # of a product before, whose outputs are divided
+                if before is not None and before.axis is not None:
+                    scale = before.scale / (along if before.block else s)
+                    scales[name] = before._replace(scale=scale.astype(np.float32))
+            values |= weights
+        scales |= {n: fit_scales(w, sites[n], schemes[n], hessian) for n, w in weights.items()}
+    return {name: x.astype(np.float32) for name, x in values.items()}, scales
 
 
 def choose_scales(
@@ -91,6 +100,35 @@ def choose_scales(
         if error < least:
             best, least = s, error
     return best
+
+
+def fit_scales(
+    w: np.ndarray, site: WeightSite, scheme: Quantization, hessian: np.ndarray
+) -> Parameters:
+    """Choose the scales of blocks by the squared error of the outputs: the paper's clip search.
+
+    Blocks follow each other, each beside the errors of those before it, which its own may cancel.
+    """
+    result = weight_parameters(w, site, scheme, np.diag(hessian))
+    if not result.block:
+        return result
+    kind, limits = TYPES[scheme.weights], scheme.weight_limits
+    rows, scale = as_rows(w, site), as_rows(result.scale, site).copy()
+    errors = np.zeros_like(rows)
+    for i in range(scale.shape[1]):
+        block = slice(i * result.block, (i + 1) * result.block)
+        part, first = rows[:, block], scale[:, i : i + 1].copy()
+        pull = 2 * errors @ hessian[:, block]
+        least = np.full(len(rows), np.inf)
+        for share in _SHARES:
+            step = (share * first).astype(np.float32)
+            change = np.clip(kind.round(part / step + kind.middle) - kind.middle, *limits) * step
+            change -= part
+            error = ((change @ hessian[block, block] + pull) * change).sum(1)
+            better = error < least
+            least, scale[better, i] = np.where(better, error, least), step[better, 0]
+            errors[better, block] = change[better]
+    return result._replace(scale=from_rows(scale, w, site))
 
 
 def _round(w: np.ndarray, site: WeightSite, scheme: Quantization) -> np.ndarray:

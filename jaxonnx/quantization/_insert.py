@@ -92,9 +92,9 @@ def insert(
             scheme, scheme.weights, where=lambda name, _: name in schemes, skip=None
         )
         sites = find(chosen)
-    squares: dict[str, np.ndarray] = {}
+    fitted: dict[str, Parameters] = {}
     if method == "awq":
-        values, squares = scale_inputs(whole, sites.weights, examples, schemes)
+        values, fitted = scale_inputs(whole, sites.weights, examples, schemes)
         model, whole = with_tensors(model, values), with_tensors(whole, values)
         tensors = model.tensors
     observed = observe(whole, sites.range_names, examples)
@@ -113,10 +113,11 @@ def insert(
     writer = Writer(model.proto, {*tensors, *(value.name for value in model.inputs)})
     biases = {bias.weight: bias for bias in sites.biases if bias.value in ranges}
 
-    def fit(name: str, squares: np.ndarray | None) -> Parameters:
+    def fit(name: str, squares: np.ndarray | None = None) -> Parameters:
         """Choose the scales of a weight, by the mean squares of its inputs where they are known."""
-        w = np.asarray(tensors[name])
-        parameters = weight_parameters(w, sites.weights[name], schemes[name], squares)
+        w, parameters = np.asarray(tensors[name]), fitted.get(name)
+        if parameters is None:
+            parameters = weight_parameters(w, sites.weights[name], schemes[name], squares)
         if bias := biases.get(name):
             parameters = fit_bias(parameters, tensors[bias.name], float(ranges[bias.value].scale))
         return parameters
@@ -125,7 +126,7 @@ def insert(
     if method == "gptq":
         values, scales = round_weights(whole, sites.weights, examples, schemes, fit)
         model = with_tensors(model, values)
-    scales = {n: scales[n] if n in scales else fit(n, squares.get(n)) for n in sites.weights}
+    scales = {n: scales[n] if n in scales else fit(n) for n in sites.weights}
     for name, parameters in scales.items():
         writer.quantize_weight(name, parameters)
     writer.quantize_values(reads, ranges, sites.shared)

@@ -77,6 +77,20 @@ def test_outputs_change_less_than_with_the_nearest_numbers(method, block):
         np.testing.assert_allclose(y, ours, rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.parametrize("weights", ["int4", "int2"])
+def test_awq_chooses_the_scales_of_blocks_by_outputs(weights):
+    """No input is larger than others, so that errors that cancel each other are all that is won."""
+    random = np.random.default_rng(0)
+    x = random.normal(size=(768, 64)) @ (random.normal(size=(64, 64)) / 8 + np.eye(64))
+    x, w = x.astype(np.float32), random.normal(size=(64, 48))
+    model = network("g (float[n, 64] x) => (float[n, 48] y) { y = MatMul(x, w) }", w=w)
+    scheme = Quantization(weights=weights, activations=None, block=16)
+    nearest, better = (
+        jaxonnx.quantize(model, x[:512], scheme, batch_size=64, method=m) for m in (None, "awq")
+    )
+    assert error(model, better, x[512:]) < 0.93 * error(model, nearest, x[512:])
+
+
 def brain_surgeon(w, hessian, scale):
     """Optimal Brain Quantization in a fixed order (arXiv:2210.17323, equation 3), in float64.
 
