@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._data.language_models import (
@@ -62,7 +63,7 @@ class Decoder:
     def _token_inputs(self) -> tuple[Value, ...]:
         """The decoder's inputs of tokens, masks and positions: neither caches nor the encoder's."""
         names = set() if self._caches is None else self._caches.names
-        names |= {value.name for value in self._sources}
+        names |= {value.name for value in (*self._sources, *self._images)}
         return tuple(value for value in self._inputs if value.name not in names)
 
     @cached_property
@@ -75,12 +76,40 @@ class Decoder:
         return tuple(value for value in values if value.name not in names)
 
     @cached_property
+    def _images(self) -> tuple[Value, ...]:
+        """The input of images of a vision-language model, whose prompts are tokens."""
+        if self.model.folder is None or not self.model.folder.vision:
+            return ()
+        return tuple(value for value in self._inputs if value.name == PIXELS)
+
+    def _feed_images(self, rows: Sequence[np.ndarray], pixels: Any) -> dict[str, jax.Array]:
+        """Return the input of images: `pixels`, or zeros for rows without images.
+
+        Raises:
+          InputError: a row has image tokens, and there are no images.
+        """
+        if not self._images:
+            return {}
+        (value,) = self._images
+        assert value.shape is not None
+        if pixels is None:
+            token = None if self.model.folder is None else self.model.folder.image_token
+            if any((row == token).any() for row in rows):
+                raise InputError(
+                    f"tokens to continue have the token of images, {token}, and no images: pass "
+                    'messages with parts like {"type": "image", "path": ...}'
+                )
+            sizes = (size if isinstance(size, int) else 1 for size in value.shape[1:])
+            pixels = np.zeros((len(rows), *sizes))
+        return {PIXELS: jnp.asarray(pixels, jax.dtypes.canonicalize_dtype(value.dtype))}
+
+    @cached_property
     def _encoded(self) -> frozenset[str]:
         """The values that depend on the inputs of the encoder alone, which the decoder reads.
 
         They are the encoder's states, and keys and values for each layer of the decoder.
         """
-        sources = {value.name for value in self._sources}
+        sources = {value.name for value in (*self._sources, *self._images)}
         others = {value.name for value in self._inputs} - sources
         return frozenset(find_boundary(self._program.graph, sources, others) if sources else ())
 
@@ -147,11 +176,6 @@ class Decoder:
 
     def _find_token_input(self, values: Sequence[Value]) -> str:
         """Return the name of the one input of tokens; masks and positions are derived from it."""
-        if any(value.name == PIXELS for value in values):
-            raise InputError(
-                "generate does not take vision-language models: model.save('folder/') writes the "
-                "files that a runtime for them continues texts with"
-            )
         derived = derived_inputs(values)
         names = [value.name for value in values if value.name not in derived]
         kinds = [v.dtype for v in values if v.name in names]
@@ -200,7 +224,7 @@ class Decoder:
         new along an axis always append, so that the room is before the prompt, and masked.
         """
         masked = any(value.name.endswith("attention_mask") for value in self._token_inputs)
-        if self._sources or self._caches is None or not masked or not self._growing_axes:
+        if self._encoded or self._caches is None or not masked or not self._growing_axes:
             return None
         sizes = {
             value.shape[axis]

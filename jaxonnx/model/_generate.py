@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxonnx._data.images.messages import encode_prompt, stack_images
 from jaxonnx._data.rows import is_chat
 from jaxonnx._require import describe, require, require_integer
 from jaxonnx._run.program import Program
@@ -78,8 +79,11 @@ class Generator(Decoder):
         state: Mapping[str, Any],
         prompts: Sequence[Any],
         beginning: Sequence[int] | None = None,
+        pixels: Any = None,
     ) -> tuple[list[np.ndarray], dict[str, Any]]:
         """Return rows of tokens to continue, and the inputs of an encoder.
+
+        `pixels` are those of the images in the prompts of a vision-language model.
 
         An encoder-decoder model reads the prompts by its encoder, tokens or features; the decoder
         starts from the tokens of `beginning`, or those of its folder.
@@ -97,7 +101,7 @@ class Generator(Decoder):
             if not self._sources:
                 if beginning is not None:
                     raise InputError("decoder_prompt= is for an encoder with a decoder")
-                return rows, {}
+                return rows, self._feed_images(rows, pixels)
             source = self._feed_encoder(*_pad(rows, max(map(len, rows)), False))
         if beginning is not None:
             self._check_tokens([np.asarray(beginning)], self._token_input)
@@ -382,13 +386,16 @@ def generate(
     if stream and not is_single:
         raise InputError(f"stream=True is for one prompt, and there are {len(listed)}")
     encoded = [_encode(model, prompt, variables) for prompt in listed]
-    rows, source = generator.read_prompts(model.params, model.state, encoded, beginning)
+    pixels = None
+    if any(isinstance(part, tuple) for part in encoded):
+        encoded, pixels = stack_images(encoded)
+    rows, source = generator.read_prompts(model.params, model.state, encoded, beginning, pixels)
     tokens, texts = _read_stop(model, stop)
     is_text = [stream or _is_text(prompt) for prompt in listed]
     needs_text = bool(texts) or any(is_text)
     decode = model.tokenizer.decode if needs_text else None
     written = [Continuation(tokens, texts, decode) for _ in rows]
-    keep = is_chat(prompts)
+    keep = is_chat(prompts) and not source  # caches are found by tokens, not by images
     steps = generator.extend(
         model.params, model.state, rows, source, written, count, sampling, seed, keep
     )
@@ -428,11 +435,13 @@ def _list_prompts(prompts: Any, rank: int) -> tuple[bool, list[Any]]:
 
 
 def _encode(model: Any, prompt: Any, variables: Mapping[str, Any] | None) -> Any:
-    """Convert a text or messages to tokens."""
+    """Convert a text or messages to tokens, and messages with images to tokens and images."""
     if isinstance(prompt, str):
         return model.tokenizer.encode(prompt, end=bool(model._generator._sources))
     if _is_text(prompt):
         more = {"add_generation_prompt": True, **(variables or {})}
+        if model._generator._images and any(not isinstance(m["content"], str) for m in prompt):
+            return encode_prompt(model, model.tokenizer, prompt, more)
         return model.tokenizer.apply_chat_template(prompt, **more)
     return prompt
 

@@ -23,7 +23,7 @@ from jaxonnx._data.texts import read_texts
 from tests.data import make_vision_language as made
 from tests.data.make_vision_language import CHAT, make_picture
 from tests.support.paths import DATA
-from tests.support.three_files import FOLDERS, IMAGE_TOKEN, read_oracle
+from tests.support.three_files import FOLDERS, IMAGE_TOKEN, read_oracle, run_folder
 
 pytest.importorskip("tokenizers")
 ANSWER = CHAT[1]
@@ -197,6 +197,26 @@ def test_other_image_processors_are_refused(tmp_path, folder):
     path = write(folder, {"messages": chat(path="pictures/wide.png")})
     with pytest.raises(jaxonnx.TrainingError, match="'Idefics3ImageProcessor'; images are read as"):
         read(model, path)
+
+
+def test_generate_answers_about_images(models, family, folder, monkeypatch):
+    """The tokens are the most likely ones of the three files in onnxruntime."""
+    monkeypatch.chdir(folder)
+    model = models[family]
+    prompts = [chat(path=f"pictures/{name}.png")[:1] for name in ("wide", "square")]
+    answers = model.generate([*prompts, TEXTS[:1]], max_new_tokens=3, stop=[0])
+    assert model.generate(prompts[1], max_new_tokens=3, stop=[0]) == answers[1]
+    for prompt, answer in zip(prompts, answers, strict=False):
+        columns = read(model, [{"messages": [*prompt, ANSWER]}])
+        ids, pixels = columns["input_ids"][0], columns["pixel_values"][0].read()[None]
+        ids = ids[: -len(model.tokenizer.encode("a list of objects<|im_end|>\n"))]
+        new = []
+        for _ in range(3):
+            row = np.array([[*ids, *new]])
+            new.append(int(run_folder(FOLDERS[family], row, pixels)[0, -1].argmax()))
+        assert model.tokenizer.decode(new) == answer
+    with pytest.raises(jaxonnx.InputError, match="have the token of images, 3, and no images"):
+        model.generate([5, 3, 3], max_new_tokens=2)
 
 
 CASES = list(zip(made.IMAGE_PROCESSORS, range(9), strict=False))

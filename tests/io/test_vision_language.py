@@ -55,11 +55,6 @@ def test_each_row_has_its_own_images(model, oracle):
     assert np.abs(logits[2] - logits[1]).max() > 1e-3
 
 
-def test_generation_is_refused(model, oracle):
-    with pytest.raises(jaxonnx.InputError, match="generate does not take vision-language models"):
-        model.generate(oracle["input_ids"][0], max_new_tokens=2)
-
-
 GATHERS = """
 agraph (int64[b, s] input_ids, float[n, 32] image_features) => (float[b, s, 32] inputs_embeds)
 <int64 token = {3}, int64 axis = {1}, int64 one = {1}, int64 zero = {0}, float[1, 32] row = {}> {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import base64
 import binascii
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -15,7 +15,8 @@ import numpy as np
 
 from jaxonnx._data.images.preparation import decode, measure
 from jaxonnx._data.images.processor import ImageProcessor
-from jaxonnx._data.rows import Texts, drop_nones
+from jaxonnx._data.ragged import LazyColumn
+from jaxonnx._data.rows import Texts, drop_nones, to_messages
 from jaxonnx._data.tokenizer import Tokenizer
 from jaxonnx._graph.values import to_value
 from jaxonnx._io.vision_language import PIXELS, find_features
@@ -221,6 +222,28 @@ class RowImages:
         if not parts:
             return np.zeros(self.shape, self.dtype)
         return np.concatenate(parts).reshape(self.shape).astype(self.dtype)
+
+
+def encode_prompt(
+    model: Network, tokenizer: Tokenizer, messages: Sequence[Any], variables: Mapping[str, Any]
+) -> tuple[np.ndarray, RowImages]:
+    """Return the tokens of messages by the chat template, and their images."""
+    reader = ImageReader.of(model, tokenizer)
+    assert reader is not None
+    texts = Texts(to_messages(messages, {}), ([],))
+    texts, images = reader.find("the prompt", {}, texts, Path())
+    text = tokenizer.apply_chat_template(texts.prompt, tokenize=False, **variables)
+    tokens = tokenizer.locate_tokens(text, special=False)
+    return reader.expand(*tokens, images, whole=True)[0], images
+
+
+def stack_images(prompts: Sequence[Any]) -> tuple[list[Any], np.ndarray]:
+    """Return the tokens of prompts, and the pixels of all; some prompts are tokens alone."""
+    first = next(prompt[1] for prompt in prompts if isinstance(prompt, tuple))
+    none = replace(first, files=(), tiles=())
+    pairs = [prompt if isinstance(prompt, tuple) else (prompt, none) for prompt in prompts]
+    pixels = LazyColumn([images for _, images in pairs])[np.arange(len(pairs))]
+    return [tokens for tokens, _ in pairs], pixels
 
 
 def _read_source(where: str, source: Any, folder: Path) -> Any:
