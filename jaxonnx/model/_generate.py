@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._data.images.messages import encode_prompt, stack_images
+from jaxonnx._data.images.messages import encode_chat, stack_images
 from jaxonnx._data.rows import is_chat
 from jaxonnx._require import describe, require, require_integer
 from jaxonnx._run.program import Program
@@ -65,9 +65,10 @@ class Generator(Decoder):
         prompts: Sequence[Any],
         count: int,
         stop: Sequence[int] = (),
+        pixels: Any = None,
     ) -> list[np.ndarray]:
         """Return each prompt with its most likely continuation, up to a token of `stop`."""
-        rows, source = self.read_prompts(params, state, prompts)
+        rows, source = self.read_prompts(params, state, prompts, pixels=pixels)
         written = [Continuation(frozenset(stop)) for _ in rows]
         for _ in self.extend(params, state, rows, source, written, count):
             pass
@@ -386,9 +387,7 @@ def generate(
     if stream and not is_single:
         raise InputError(f"stream=True is for one prompt, and there are {len(listed)}")
     encoded = [_encode(model, prompt, variables) for prompt in listed]
-    pixels = None
-    if any(isinstance(part, tuple) for part in encoded):
-        encoded, pixels = stack_images(encoded)
+    encoded, pixels = stack_images(encoded)
     rows, source = generator.read_prompts(model.params, model.state, encoded, beginning, pixels)
     tokens, texts = _read_stop(model, stop)
     is_text = [stream or _is_text(prompt) for prompt in listed]
@@ -439,10 +438,7 @@ def _encode(model: Any, prompt: Any, variables: Mapping[str, Any] | None) -> Any
     if isinstance(prompt, str):
         return model.tokenizer.encode(prompt, end=bool(model._generator._sources))
     if _is_text(prompt):
-        more = {"add_generation_prompt": True, **(variables or {})}
-        if model._generator._images and any(not isinstance(m["content"], str) for m in prompt):
-            return encode_prompt(model, model.tokenizer, prompt, more)
-        return model.tokenizer.apply_chat_template(prompt, **more)
+        return encode_chat(model, model.tokenizer, prompt, **(variables or {}))
     return prompt
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxonnx._data.images.messages import encode_chat, stack_images
 from jaxonnx._data.ragged import DECODER_TOKENS
 from jaxonnx._data.rows import is_chat
 from jaxonnx._data.tokenizer import Tokenizer
@@ -52,7 +53,7 @@ class Continuations:
         self._tokenizer = None if folder is None or not texts else Tokenizer(folder)
         # behind an encoder the decoder begins anew
         self._encoded = DECODER_TOKENS in [value.name for value in self._model.inputs]
-        self._rows = [self._encode(prompt) for prompt in prompts or ()]
+        self._rows, self._pixels = stack_images([self._encode(prompt) for prompt in prompts or ()])
         longest = 1 if self._encoded else max(map(len, self._rows), default=0)
         self._generate = Generator(self._model)
         self._count = max(1, min(_COUNT, self._generate.positions - longest)) if prompts else _COUNT
@@ -63,16 +64,16 @@ class Continuations:
             return
         tensors = {**self._model.state, **state.state}
         params, stop = self._step.view(state), stop_tokens(self._model)
-        rows = self._generate(params, tensors, self._rows, self._count, stop=stop)
+        rows = self._generate(params, tensors, self._rows, self._count, stop, self._pixels)
         for prompt, row in zip(self._rows, rows, strict=True):
             pair = f"{self._decode(prompt)} -> {self._decode(row[1:])}" if self._encoded else ""
             print(f"epoch {epoch}: {pair or self._decode(row)}", flush=True)
 
-    def _encode(self, prompt: Any) -> np.ndarray:
+    def _encode(self, prompt: Any) -> Any:
         if self._tokenizer is not None and isinstance(prompt, str):
             return self._tokenizer.encode(prompt, end=self._encoded)
         if self._tokenizer is not None and is_chat(prompt):
-            return self._tokenizer.apply_chat_template(prompt, add_generation_prompt=True)
+            return encode_chat(self._model, self._tokenizer, prompt)
         return np.asarray(prompt)
 
     def _decode(self, row: np.ndarray) -> Any:

@@ -78,7 +78,7 @@ def data_uri(path):
     return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
 
 
-def test_tokens_pixels_and_loss_are_those_of_transformers(models, family, folder):
+def test_tokens_pixels_and_loss_are_those_of_transformers(models, family, folder, capsys):
     oracle, model = read_oracle(family), models[family]
     path = write(folder, {"messages": chat(path="pictures/wide.png")})
     columns = read(model, path, loss="all")
@@ -86,8 +86,10 @@ def test_tokens_pixels_and_loss_are_those_of_transformers(models, family, folder
     pixels = columns["pixel_values"][0].read()
     np.testing.assert_allclose(pixels, oracle["pixels"][0], atol=1e-6)
     settings = {"loss": "causal_lm", "optimizer": optax.adam(1e-2), "progress": False}
-    lora = jaxonnx.LoRA(rank=2, where="attention")
-    result = jaxonnx.train(model, path, preprocess={"loss": "all"}, lora=lora, epochs=2, **settings)
+    settings["lora"] = jaxonnx.LoRA(rank=2, where="attention")
+    settings["samples"] = [chat(path=folder / "pictures" / "wide.png")[:1], "What is it?"]
+    result = jaxonnx.train(model, path, preprocess={"loss": "all"}, epochs=2, **settings)
+    assert "<image>" * int((oracle["input_ids"] == IMAGE_TOKEN).sum()) in capsys.readouterr().out
     np.testing.assert_allclose(result.history.losses[0], oracle["loss"], rtol=1e-6)
     assert result.history.losses[1] < result.history.losses[0]
     assert not result.history.notes
@@ -215,6 +217,7 @@ def test_generate_answers_about_images(models, family, folder, monkeypatch):
             row = np.array([[*ids, *new]])
             new.append(int(run_folder(FOLDERS[family], row, pixels)[0, -1].argmax()))
         assert model.tokenizer.decode(new) == answer
+    assert len(model.generate([(5, 6)], max_new_tokens=2, stop=[0])[0]) == 4
     with pytest.raises(jaxonnx.InputError, match="have the token of images, 3, and no images"):
         model.generate([5, 3, 3], max_new_tokens=2)
 

@@ -224,12 +224,15 @@ class RowImages:
         return np.concatenate(parts).reshape(self.shape).astype(self.dtype)
 
 
-def encode_prompt(
-    model: Network, tokenizer: Tokenizer, messages: Sequence[Any], variables: Mapping[str, Any]
-) -> tuple[np.ndarray, RowImages]:
-    """Return the tokens of messages by the chat template, and their images."""
-    reader = ImageReader.of(model, tokenizer)
-    assert reader is not None
+def encode_chat(
+    model: Network, tokenizer: Tokenizer, messages: Sequence[Any], **variables: Any
+) -> np.ndarray | tuple[np.ndarray, RowImages]:
+    """Return the tokens of messages that the assistant answers, and images, if they have parts."""
+    variables = {"add_generation_prompt": True, **variables}
+    plain = all(isinstance(message.get("content"), str | None) for message in messages)
+    reader = None if plain else ImageReader.of(model, tokenizer)
+    if reader is None:
+        return tokenizer.apply_chat_template(messages, **variables)
     texts = Texts(to_messages(messages, {}), ([],))
     texts, images = reader.find("the prompt", {}, texts, Path())
     text = tokenizer.apply_chat_template(texts.prompt, tokenize=False, **variables)
@@ -237,13 +240,19 @@ def encode_prompt(
     return reader.expand(*tokens, images, whole=True)[0], images
 
 
-def stack_images(prompts: Sequence[Any]) -> tuple[list[Any], np.ndarray]:
-    """Return the tokens of prompts, and the pixels of all; some prompts are tokens alone."""
-    first = next(prompt[1] for prompt in prompts if isinstance(prompt, tuple))
+def stack_images(prompts: Sequence[Any]) -> tuple[list[Any], np.ndarray | None]:
+    """Return the tokens of prompts, and the pixels of all; None if no prompt has images."""
+    first = next((prompt[1] for prompt in prompts if _has_images(prompt)), None)
+    if first is None:
+        return [*prompts], None
     none = replace(first, files=(), tiles=())
-    pairs = [prompt if isinstance(prompt, tuple) else (prompt, none) for prompt in prompts]
+    pairs = [prompt if _has_images(prompt) else (prompt, none) for prompt in prompts]
     pixels = LazyColumn([images for _, images in pairs])[np.arange(len(pairs))]
     return [tokens for tokens, _ in pairs], pixels
+
+
+def _has_images(prompt: Any) -> bool:
+    return isinstance(prompt, tuple) and any(isinstance(part, RowImages) for part in prompt)
 
 
 def _read_source(where: str, source: Any, folder: Path) -> Any:
