@@ -151,7 +151,8 @@ def _convert_version(proto: ModelProto, opset: int) -> ModelProto:
     proto.opset_import.add(domain=_ELSEWHERE, version=1)
     proto = onnx.version_converter.convert_version(proto, opset)
     for node in all_nodes(proto.graph):
-        node.domain = node.domain.removeprefix(_ELSEWHERE)
+        if node.domain == _ELSEWHERE:
+            node.ClearField("domain")
     del proto.opset_import[[x.domain for x in proto.opset_import].index(_ELSEWHERE)]
     return proto
 
