@@ -83,6 +83,7 @@ def images(x, w, pads: Pairs, out: Sequence[int], flipped: bool = False):
     places = (taps @ w.reshape(9, -1)).reshape(16, *w.shape[2:])
     contracted = (((2,), (2 if flipped else 1,)), ((0,), (0,)))
     y = lax.dot_general(_tiles(x, pads, counts, IMAGE), places, contracted)
+    # back along both axes of the tiles, whose two results then stand side by side in the image
     y = y.reshape(4, 4, len(x), *counts, -1)
     y = jnp.stack([jnp.stack(_results(row), 3) for row in _results(y)], 2)
     y = y.reshape(len(x), 2 * counts[0], 2 * counts[1], -1)
@@ -94,6 +95,7 @@ def kernel(x, y, pads: Pairs):
     counts = [-(-n // 2) for n in y.shape[1:3]]
     v = _tiles(x, pads, counts, IMAGE, after=y)
     z = _tiles(y, ((0, 0), (0, 0)), counts, RESULT)
+    # the sum over tiles and images is the contraction: the gradient needs no loop over them
     places = lax.dot_general(v, z, (((1,), (1,)), ((0,), (0,))))
     w = KERNEL.T.astype(x.dtype) @ places.reshape(16, -1)
     return w.reshape(3, 3, x.shape[-1], y.shape[-1])

@@ -24,7 +24,11 @@ struct Loop {
   const bool* valid;  // (steps, batch), or null
   const float *x, *weights, *bias, *start;
   float *hidden, *state;  // state: the cell of an LSTM; in the gradient, its cotangent
-  float* partials[6];     // (steps, batch, units) each, or null
+  // What the gradient reads of each step, (steps, batch, units) each, or null. Of an LSTM: the
+  // derivatives of the cell (of the hidden state for gate 1) by the four gates before their
+  // functions, of the cell by the one before it, of the hidden state by the cell. Of a GRU: the
+  // derivatives of the state by the four gates, and by the state before it.
+  float* partials[6];
   float* before;          // in the gradient, which has its gates in `hidden`: that of the state
 
   int64_t time(int64_t step) const { return reverse ? steps - 1 - step : step; }
@@ -52,12 +56,14 @@ void EachStep(ffi::ThreadPool& pool, int64_t threads, int64_t steps, int64_t blo
   const int64_t most = std::max(Divided(batch, kRows), std::min(threads / blocks, batch / 8));
   const int64_t tiles = std::max<int64_t>(1, most), parts = blocks * tiles;
   const int64_t shares = std::min(threads, parts);
+  // The number of steps of which a share has begun: who raises it from `step` computes that share.
   std::unique_ptr<std::atomic<int64_t>[]> begun(new std::atomic<int64_t>[shares]());
   std::atomic<int64_t> finished{0};
   std::mutex guard;
   std::condition_variable ended;
   Parallel(pool, shares, shares, [&](int64_t thread) {
     for (int64_t step = 0; step < steps; ++step) {
+      // its own share first, whose weights are in its cache, then what nobody has begun
       for (int64_t i = 0; i < shares; ++i) {
         const int64_t share = (thread + i) % shares;
         int64_t next = step;
@@ -67,7 +73,7 @@ void EachStep(ffi::ThreadPool& pool, int64_t threads, int64_t steps, int64_t blo
           work(Part{step, p / tiles, from, to - from});
         }
         if (++finished < shares * (step + 1)) continue;
-        std::lock_guard<std::mutex> lock(guard);
+        std::lock_guard<std::mutex> lock(guard);  // or who is about to sleep would miss it
         ended.notify_all();
       }
       const auto has_ended = [&] { return finished >= shares * (step + 1); };
