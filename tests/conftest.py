@@ -76,13 +76,12 @@ def pytest_runtest_teardown(item, nextitem):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """Let XLA's backend optimize less where tests compile longer than they run.
+    """Let XLA's backend optimize less: most tests compile longer than they run.
 
-    Those are most deep tests, and what `MANY_PROGRAMS` has. The programs stay the same; their
-    machine code is slower, and its last bits are others: fixtures of all scopes have it, too. The
-    other tests run what users run.
+    The programs stay the same; their machine code is slower, and its last bits are others:
+    fixtures of all scopes have it, too. The tests of `OPTIMIZED` run what users run.
     """
-    if not item.get_closest_marker("deep") and item.path.stem not in MANY_PROGRAMS:
+    if item.path.stem in OPTIMIZED and not item.get_closest_marker("deep"):
         return (yield)
     name = "jax_disable_most_optimizations"
     before = jax.config.read(name)
@@ -94,22 +93,14 @@ def pytest_runtest_protocol(item):
         jax.config.update(name, before)
 
 
-MANY_PROGRAMS = {
+OPTIMIZED = {
     f"test_{name}"
     for name in (
-        *("add_training", "attention", "attention_blocks", "attention_caches", "contrib"),
-        *("control_flow", "conv", "decoders", "functions", "fuzz", "gradient", "half", "head"),
-        *("indexing", "inputs", "integer_groups", "limits", "linear", "lora", "masked_rows"),
-        *("master_weights", "ml", "modes", "normalization", "onnx_suite", "operators", "optim"),
-        *("optional_inputs", "packed", "packing", "quantize", "random", "readme", "reduction"),
-        *("resize", "rnn", "sequence", "shape", "signal", "sparse_choice", "sparse_export"),
-        *("sparse_training", "spelled_normalizations", "statistics", "stored_ties", "text"),
-        *("texts", "to_onnx", "train", "train_losses", "train_metrics", "train_text"),
-        *("training_info", "transformers", "weighted", "weights"),
-        *("chats", "corpus", "generate", "texts_of_pairs"),
+        *("cast", "divide", "elementwise", "exact_quotients", "lowering", "model", "rounded"),
+        *("sparse_cpu", "sparse_masks", "sparse_products", "sparse_proof", "step"),
     )
 }
-"""Files of tests whose programs are many and tiny."""
+"""Files of tests that look at last bits, or that compute more than they compile."""
 DONE = pytest.StashKey[int]()
 STATES = pytest.StashKey[dict]()
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tokenize
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,7 @@ LONGEST = 400
 `Model`, are the reference, which reads best in one place."""
 
 
+@cache
 def code_lines(source):
     """Count the lines that hold code."""
     docstrings = {

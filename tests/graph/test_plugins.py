@@ -5,8 +5,11 @@ import subprocess
 import sys
 import tomllib
 
+import onnx.parser
 import pytest
 
+import jaxonnx
+from jaxonnx._graph.plugins import load_plugins
 from tests.support.paths import ROOT
 
 PACKAGE = ROOT / "tests" / "support" / "acme_jaxonnx"
@@ -27,29 +30,42 @@ def site(tmp_path):
     return tmp_path
 
 
-def check(site):
+def test_a_package_brings_its_operators(site):
+    """In a process of its own: operators stay registered."""
     path = os.pathsep.join([str(site), str(ROOT)])
     command = [sys.executable, "-P", PACKAGE / "check.py"]  # not what lies beside it
-    return subprocess.run(
+    done = subprocess.run(
         command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False
     )
-
-
-def test_a_package_brings_its_operators(site):
-    done = check(site)
     assert done.returncode == 0, done.stderr
 
 
+@pytest.fixture
+def unread(monkeypatch):
+    """Entry points are read anew, before and after."""
+    monkeypatch.delitem(sys.modules, "acme_jaxonnx", raising=False)
+    load_plugins.cache_clear()
+    yield
+    load_plugins.cache_clear()
+
+
+def load():
+    text = '<ir_version: 8, opset_import: ["com.acme": 1]> g (float[2] x) => (float[2] y)'
+    return jaxonnx.load(onnx.parser.parse_model(f"{text} {{ y = com.acme.Swish (x, x) }}"))
+
+
+@pytest.mark.usefixtures("unread")
 @pytest.mark.parametrize("code", ["import no_such_module", "from jaxonnx import no_such_name"])
-def test_a_broken_package_is_named(site, code):
+def test_a_broken_package_is_named(site, code, monkeypatch):
     (site / "acme_jaxonnx.py").write_text(code)
-    done = check(site)
-    assert done.returncode != 0
-    assert "the operators of the package 'acme-jaxonnx' (acme_jaxonnx) cannot be" in done.stderr
-    assert "no_such" in done.stderr
-    assert "uninstall it" in done.stderr
+    monkeypatch.syspath_prepend(site)
+    named = r"the operators of the package 'acme-jaxonnx' \(acme_jaxonnx\) cannot be"
+    with pytest.raises(jaxonnx.UnsupportedError, match=rf"{named}.*no_such.*uninstall it"):
+        load()
 
 
-def test_without_packages_the_operator_is_missing(tmp_path):
-    done = check(tmp_path)
-    assert "no implementation of these operators:\n  com.acme.Swish (opset 1)" in done.stderr
+@pytest.mark.usefixtures("unread")
+def test_without_packages_the_operator_is_missing():
+    missing = r"no implementation of these operators:\n  com.acme.Swish \(opset 1\)"
+    with pytest.raises(jaxonnx.UnsupportedError, match=missing):
+        load()

@@ -109,7 +109,9 @@ def test_files_compute_what_onnxruntime_does(kind, operator, direction):
         session = onnxruntime.InferenceSession(proto.SerializeToString())
         expected = session.run(None, feeds)
         close(jaxonnx.load(proto)(**feeds), expected, 3e-6)
-        # onnxruntime has no layout=1: the same numbers, transposed
+        if size not in (SIZES[1], SIZES[4]):
+            continue
+        # onnxruntime has no layout=1: the same numbers, transposed around the same kernel
         proto, feeds = file(kind, values, lengths, direction, 1)
         y, *states = jaxonnx.load(proto)(**feeds)
         close([y.transpose(1, 2, 0, 3)] + [s.swapaxes(0, 1) for s in states], expected, 3e-6)
@@ -131,15 +133,19 @@ def losses(operator, **options):
 @pytest.mark.parametrize("direction", ["forward", "reverse"])
 @pytest.mark.parametrize("operator", [lstm, gru], ids=["lstm", "gru"])
 def test_gradients_are_those_of_the_plain_form_in_float64(operator, direction, plainly):
-    for size in SIZES[1::2]:
+    # the order of the steps does not depend on the sizes
+    for size in SIZES[1::2] if direction == "forward" else SIZES[3:4]:
         values = arguments(operator, *size)
         every = tuple(range(len(values)))
         lengths = (np.arange(size[1]) % size[0] + 1).astype(np.int32)
-        for options in ({}, {"lengths": lengths}):
-            gradient = jax.grad(losses(operator, direction=direction, **options), every)
-            compiled = jax.jit(gradient)
-            assert compiled.lower(*values).as_text().count(CALL) == 2
-            close(compiled(*values), plainly(gradient, *values))
+        gradients = [
+            jax.grad(losses(operator, direction=direction, **options), every)
+            for options in ({}, {"lengths": lengths})
+        ]
+        both = lambda *v: [gradient(*v) for gradient in gradients]  # noqa: B023, E731
+        compiled = jax.jit(both)
+        assert compiled.lower(*values).as_text().count(CALL) == 4
+        close(compiled(*values), plainly(both, *values))
 
 
 @pytest.mark.parametrize("operator", [lstm, gru], ids=["lstm", "gru"])

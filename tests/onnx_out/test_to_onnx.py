@@ -875,14 +875,16 @@ def test_bits_are_those_of_xla(algorithm):
         return [lax.rng_bit_generator(state, shape, dtype, algorithm) for shape, dtype in kinds]
 
     with jax.enable_x64(True):
-        for state in (
-            np.array([7, 11, 2**32 - 2, 17], np.uint32),
-            np.array([2**32 - 1, 11, 2**32 - 2, 2**32 - 1], np.uint32),  # beyond 64 bits
-            np.uint64([3, 2**33 - 1]),
+        for states in (
+            # the second one counts beyond 64 bits
+            np.array([[7, 11, 2**32 - 2, 17], [2**32 - 1, 11, 2**32 - 2, 2**32 - 1]], np.uint32),
+            np.uint64([[3, 2**33 - 1]]),
         ):
-            wanted = jax.tree.leaves(function(state))
-            for one, other in zip(run(to_onnx(function, state), state), wanted, strict=True):
-                np.testing.assert_array_equal(one, other)
+            model, compiled = to_onnx(function, states[0]), jax.jit(function)
+            for state in states:
+                wanted = jax.tree.leaves(compiled(state))
+                for one, other in zip(run(model, state), wanted, strict=True):
+                    np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("kind", ["rbg", "unsafe_rbg"])

@@ -113,13 +113,17 @@ def test_groups_of_hidden_units_change_nothing(monkeypatch, layer, direction):
     several = jax.vmap(outputs, (0, *(None for _ in values)))
     start = X.astype(np.float64)
     both = np.stack([start, -start])
-    for function, x in ((outputs, start), (gradient, start), (pushed, start), (several, both)):
-        results = []
-        for always in (False, True):
-            _in_groups(monkeypatch, always)
-            with jax.enable_x64(True):
-                results.append(jax.jit(lambda *args: function(*args))(x, *values))  # noqa: B023
-        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9), *results)
+
+    def together(start, both, *values):
+        functions = (outputs, start), (gradient, start), (pushed, start), (several, both)
+        return [function(x, *values) for function, x in functions]
+
+    results = []
+    for always in (False, True):
+        _in_groups(monkeypatch, always)
+        with jax.enable_x64(True):
+            results.append(jax.jit(lambda *args: together(*args))(start, both, *values))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9), *results)
 
 
 @pytest.mark.parametrize(
