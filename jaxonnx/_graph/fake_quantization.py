@@ -37,6 +37,44 @@ def pass_rounding(graph: Graph, tensors: Mapping[str, Any]) -> Graph:
     return replace(graph, nodes=tuple(nodes))
 
 
+_MOVES = ("Flatten", "Gather", "Identity", "MaxPool", "Reshape", "Slice", "Split", "Squeeze")
+_MOVES += ("Transpose", "Unsqueeze")
+"""Operators whose results are numbers of their first input."""
+
+
+def find_idle_rounding(graph: Graph) -> Mapping[int, str]:
+    """Find values that QuantizeLinear and DequantizeLinear do not change, if scales are scalars.
+
+    What was rounded by a scale, and then moved, is rounded by the same scale again in QDQ graphs,
+    so that runtimes move integers. Value and gradients are the same without.
+
+    Returns:
+      The value that equals the result of a DequantizeLinear, by the index of that node.
+    """
+    return graph.recall("idle rounding", lambda: _find_idle(graph))
+
+
+def _find_idle(graph: Graph) -> dict[int, str]:
+    grids: dict[str, tuple[str, ...]] = {}
+    idle = {}
+    for node in graph.nodes:
+        if node.op.domain or not node.outputs:
+            continue
+        if node.op.name == "DequantizeLinear":
+            before = graph.producers.get(node.inputs[0])
+            if before is None or before.op.name != "QuantizeLinear" or before.op.domain:
+                continue
+            grid = before.inputs[1:]
+            typed = before.attributes.get("output_dtype") or node.attributes.get("output_dtype")
+            if grid == node.inputs[1:] and not typed:
+                grids[node.outputs[0]] = grid
+                if grids.get(before.inputs[0]) == grid:
+                    idle[node.index] = before.inputs[0]
+        elif node.op.name in _MOVES and node.inputs[0] in grids:
+            grids |= dict.fromkeys(node.outputs, grids[node.inputs[0]])
+    return idle
+
+
 class _Chains:
     """Searches the neighbourhood of Round nodes for a division and a product by one scale."""
 

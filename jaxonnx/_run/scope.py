@@ -21,6 +21,7 @@ from jaxonnx import _limits as limits
 from jaxonnx import lowering
 from jaxonnx._graph.ancestors import find_between
 from jaxonnx._graph.bind import Graph, Node
+from jaxonnx._graph.fake_quantization import find_idle_rounding
 from jaxonnx._run import array_forms, failures
 from jaxonnx._run.array_forms import on_cpu
 from jaxonnx._run.folding import abstract, broadcast_late, fold, folds, is_traced, on_device
@@ -77,6 +78,7 @@ class Scope:
         self, graph: Graph, context: Context, outer: Scope | None, inputs: Mapping[str, Any]
     ):
         self.graph = graph
+        self.idle = find_idle_rounding(graph)
         self.context = context
         self.outer = outer
         self.values: dict[str, Any] = dict(graph.initializers)
@@ -102,6 +104,9 @@ class Scope:
     def step(self, node: Node) -> None:
         """Evaluate one node and bind its outputs; attach node and inputs to errors."""
         names = node.inputs
+        if (same := self.idle.get(node.index)) and np.size(self[names[1]]) == 1:
+            self.values[node.outputs[0]] = self[same]
+            return
         arguments = [on_cpu(self[name], node.label, name) if name else None for name in names]
         try:
             arguments = array_forms.choose(node.op, arguments)

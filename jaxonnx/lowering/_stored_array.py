@@ -117,10 +117,12 @@ class RoundedArray(StoredArray):
     """The numbers before the division by the scale."""
     scale: Any = None
     """The scale, as the operator got it that rounded the source."""
+    codes: Any = None
+    """The quantized array, in float32 where its type is an integer."""
 
     def map(self, function: Callable[[Any], Any]) -> RoundedArray:
-        source = None if self.source is None else function(self.source)
-        return RoundedArray(function(self.value), function(self.real), source, self.scale)
+        source, codes = (None if x is None else function(x) for x in (self.source, self.codes))
+        return RoundedArray(function(self.value), function(self.real), source, self.scale, codes)
 
     def __getitem__(self, index: Any) -> RoundedArray:
         return self.map(lambda x: x[index])

@@ -6,12 +6,14 @@ x within the range of the quantized type and none where it saturates, and by the
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax import lax
 
 from jaxonnx import lowering
 from jaxonnx._constraints import NotNegative
@@ -59,16 +61,20 @@ def _is_integer(dtype):
 
 def quantize(ratio, zero_point, dtype, saturate=1):
     """Round `ratio` (x / scale), halves to even, shift it, and saturate it to `dtype`."""
-    np_ = xp(ratio, zero_point)
     if not _is_integer(dtype):
         shifted = ratio if zero_point is None else ratio + zero_point.astype(ratio.dtype)
         return convert(shifted, dtype, saturate)
-    limits = ml_dtypes.iinfo(dtype)
+    return convert(_nearest(ratio, zero_point, dtype), dtype)
+
+
+def _nearest(ratio, zero_point, dtype):
+    """Return the codes of an integer type as float32, in which they are computed."""
+    np_, limits = xp(ratio, zero_point), ml_dtypes.iinfo(dtype)
     # Wide enough for 16-bit results: rounding comes before the shift.
     rounded = np_.rint(ratio).astype(np.float32)
     if zero_point is not None:
         rounded = rounded + zero_point.astype(np.float32)
-    return convert(np_.clip(rounded, np.float32(limits.min), np.float32(limits.max)), dtype)
+    return np_.clip(rounded, np.float32(limits.min), np.float32(limits.max))
 
 
 def _straight_through(value, ratio, zero_point, *source):
@@ -125,7 +131,11 @@ def quantize_linear(
     zero_point = _zero_point(zero_point, x, axis, block_size)
     ratio = divide(x.astype(wide), scale)
     codes = quantize(ratio, zero_point, dtype, saturate)
-    source = (x, as_stored) if x.dtype == as_stored.dtype == np.float32 else ()
+    source = ()
+    if x.dtype == as_stored.dtype == np.float32:
+        # float32 codes spare a pass over integers
+        exact = _nearest(ratio, zero_point, dtype) if _is_integer(dtype) else codes
+        source = (x, as_stored, exact)
     return _straight_through(codes, ratio, zero_point, *source)
 
 
@@ -235,31 +245,34 @@ def dequantize_linear(
         y = y if zero_point is None else y - convert(zero_point, np.float32)
     if fused:
         shift = np.float32(0) if zero_point is None else convert(zero_point, np.float32)
-        return _round_trip(rounded.value, rounded.source, scale, shift)
+        return _round_trip(x.dtype, rounded.codes, rounded.source, scale, shift)
     return convert(y * scale, dtype)
 
 
-@jax.custom_jvp
-def _round_trip(codes, x, scale, zero_point):
-    """DequantizeLinear of `codes`, with the gradients of rounding `x` to them.
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _round_trip(dtype, codes, x, scale, zero_point):
+    """DequantizeLinear of codes of a type, with the gradients of rounding `x` to them.
 
     They are computed from x and the result, which a step keeps anyway. Quotients by the scale would
     be kept for them as well, since XLA repeats cheap operations in each reader, but no division.
     """
-    return (lowering.with_gradient_of(codes, codes) - zero_point) * scale
+    # without a barrier XLA fuses the rounding into loops over the taps of a convolution, and
+    # repeats it for each
+    return lax.optimization_barrier((codes.astype(np.float32) - zero_point) * scale)
 
 
 @_round_trip.defjvp
-def _round_trip_jvp(primals, tangents):
-    codes, x, scale, zero_point = primals
-    y = _round_trip(*primals)
-    is_integer, inverse = _is_integer(codes.dtype), 1 / scale
-    limits = ml_dtypes.iinfo(codes.dtype) if is_integer else ml_dtypes.finfo(codes.dtype)
+def _round_trip_jvp(dtype, primals, tangents):
+    _, x, scale, zero_point = primals
+    y = _round_trip(dtype, *primals)
+    is_integer, inverse = _is_integer(dtype), 1 / scale
+    limits = ml_dtypes.iinfo(dtype) if is_integer else ml_dtypes.finfo(dtype)
     ratio = x * inverse
     nearest = (jnp.rint(ratio) if is_integer else ratio) + zero_point
     inside = (nearest >= np.float32(limits.min)) & (nearest <= np.float32(limits.max))
     change = tangents[2] * inverse
-    return y, jnp.where(inside, tangents[1], 0) + (y - jnp.where(inside, x, 0)) * change
+    # transposed, the sum over the changes reads the gradient of x instead of a selection of its own
+    return y, y * change + jnp.where(inside, tangents[1] - x * change, 0)
 
 
 @op("DynamicQuantizeLinear", since=11)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
@@ -94,3 +95,42 @@ def test_a_step_divides_each_rounded_number_once():
     divisions = [line for line in program.splitlines() if "divide" in line and "6x8" in line]
     assert len(divisions) == 1
     assert np.isfinite(jax.jvp(lambda x: model.apply(model.params, x), (X,), (X,))[1]).all()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_numbers_that_only_move_are_rounded_once(shared):
+    """Rounding again by the same scale changes nothing; equal tensors are trained apart."""
+    names = ("s", "z") if shared else ("s2", "z2")
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "s", "z"], ["q"]),
+        helper.make_node("DequantizeLinear", ["q", "s", "z"], ["d"]),
+        helper.make_node("Transpose", ["d"], ["t"], perm=[1, 0]),
+        helper.make_node("QuantizeLinear", ["t", *names], ["q2"]),
+        helper.make_node("DequantizeLinear", ["q2", *names], ["y"]),
+    ]
+    ends = [
+        helper.make_tensor_value_info(n, TensorProto.FLOAT, shape)
+        for n, shape in (("x", [6, 8]), ("y", [8, 6]))
+    ]
+    values = {"s": np.float32(0.0125), "z": np.uint8(128)}
+    values |= {f"{name}2": value for name, value in values.items()}
+    stored = [numpy_helper.from_array(np.asarray(values[n]), n) for n in {"s", "z", *names}]
+    graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], stored)
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    model = jaxonnx.load(proto).with_trainable({"s", names[0]})
+    weight = np.random.default_rng(1).normal(size=(8, 6)).astype(np.float32)
+
+    def loss(params, x):
+        return (model.apply(params, x) * weight).sum()
+
+    program = jax.jit(jax.grad(loss, (0, 1))).lower(model.params, jnp.asarray(X)).as_text()
+    divisions = [x for x in program.splitlines() if "divide" in x and ("6x8" in x or "8x6" in x)]
+    assert len(divisions) == (1 if shared else 2)
+    of_scales, of_x = jax.grad(loss, (0, 1))(model.params, jnp.asarray(X))
+    alone = gradients("uint8", True, weight.T)
+    np.testing.assert_array_equal(np.asarray(model(X)), alone[2].T)
+    np.testing.assert_array_equal(of_x, alone[1])
+    np.testing.assert_allclose(sum(of_scales.values()), alone[0], rtol=1e-6)
+    session = onnxruntime.InferenceSession(proto.SerializeToString())
+    np.testing.assert_array_equal(session.run(None, {"x": X})[0], model(X))
+    assert model.to_onnx().graph.node == proto.graph.node  # as runtimes need them
