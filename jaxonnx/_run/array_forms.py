@@ -55,6 +55,8 @@ def choose(op: Op, arguments: Sequence[Any]) -> list[Any]:
 
 def call(op: Op, arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
     """Call an operator on the arguments that `choose` returned; its results have the same order."""
+    if op.view and not op.same_axes and isinstance(arguments[0], RoundedArray):
+        return arguments[0].map(lambda part: op.function(part, *arguments[1:], **keywords))
     images = (a for a in arguments if isinstance(a, ChannelsLast))
     reordered = _find_reordered(op, arguments) if op.per_axis else next(images, None)
     if reordered is None:

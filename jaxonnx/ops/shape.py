@@ -9,7 +9,7 @@ import numpy as np
 from jaxonnx._constraints import NotNegative, Positive
 from jaxonnx._limits import check_size
 from jaxonnx.errors import NodeError
-from jaxonnx.lowering import LowRank, MergedRows, Packed, reshape_rows
+from jaxonnx.lowering import LowRank, MergedRows, Packed, RoundedArray, reshape_rows
 from jaxonnx.ops.common import axes_of, axis_of, sizes
 from jaxonnx.registry import Static, op, xp
 
@@ -57,18 +57,18 @@ def _reshape(x, shape, allowzero=0):
     return reshape_rows(x, shape)
 
 
-@op("Reshape", since=1, view=True)
+@op("Reshape", since=1, view=True, accepts={"x": RoundedArray})
 def reshape_1(x, *, shape=None):
     return _reshape(x, shape or ())
 
 
-@op("Reshape", since=5, view=True, shapes="shape (r)", accepts={"x": MergedRows})
+@op("Reshape", since=5, view=True, shapes="shape (r)", accepts={"x": MergedRows | RoundedArray})
 def reshape(x, shape: Static, *, allowzero=0):
     """-1 is inferred; 0 keeps the input's dimension, or with `allowzero` is meant literally."""
     return _reshape(x, shape, allowzero)
 
 
-@op("Flatten", since=1, view=True)
+@op("Flatten", since=1, view=True, accepts={"x": RoundedArray})
 def flatten(x, *, axis=1):
     if axis != x.ndim:
         axis = axis_of(axis, x.ndim)
@@ -84,12 +84,12 @@ def _squeeze(x, axes):
     return x.squeeze(axes)
 
 
-@op("Squeeze", since=1, view=True)
+@op("Squeeze", since=1, view=True, accepts={"x": RoundedArray})
 def squeeze_1(x, *, axes=None):
     return _squeeze(x, axes)
 
 
-@op("Squeeze", since=13, view=True)
+@op("Squeeze", since=13, view=True, accepts={"x": RoundedArray})
 def squeeze(x, axes: Static | None = None):
     return _squeeze(x, axes)
 
@@ -98,18 +98,18 @@ def _unsqueeze(x, axes):
     return xp(x).expand_dims(x, axes_of(axes, x.ndim + np.size(axes)))
 
 
-@op("Unsqueeze", since=1, view=True)
+@op("Unsqueeze", since=1, view=True, accepts={"x": RoundedArray})
 def unsqueeze_1(x, *, axes):
     return _unsqueeze(x, axes)
 
 
-@op("Unsqueeze", since=13, view=True)
+@op("Unsqueeze", since=13, view=True, accepts={"x": RoundedArray})
 def unsqueeze(x, axes: Static):
     """Axes of size 1 at the positions `axes` of the result."""
     return _unsqueeze(x, axes)
 
 
-@op("Transpose", since=1, view=True, accepts={"x": LowRank | Packed})
+@op("Transpose", since=1, view=True, accepts={"x": LowRank | Packed | RoundedArray})
 def transpose(x, *, perm=None):
     if perm is not None and sorted(perm) != list(range(x.ndim)):
         raise NodeError(f"perm {perm} is not a permutation of the {x.ndim} axes")

@@ -185,10 +185,10 @@ def _explain_lack(graph: Graph) -> str:
                 f"{node.label}: the file is quantized dynamically, by scales that each call "
                 f"computes and training cannot learn: {source}"
             )
-        before = graph.producers.get(node.inputs[0]) if node.inputs else None
-        if _is(node, ("Clip",)) and before is not None and _is(before, ("QuantizeLinear",)):
+        readers = graph.readers.get(node.outputs[0], ())
+        if _is(node, ("Clip",)) and any(_is(other, ("DequantizeLinear",)) for other in readers):
             return (
-                f"{node.label} limits integers between QuantizeLinear and DequantizeLinear, as "
+                f"{node.label} limits integers in front of DequantizeLinear, as "
                 "Brevitas exports fewer than 8 bits and narrow ranges; no gradient passes it: "
                 f"{source}, with weights='int4' for instance"
             )

@@ -1,5 +1,7 @@
 """Files of other quantizers: trained at their own scales, and written with the same operators."""
 
+from pathlib import Path
+
 import numpy as np
 import onnx
 import onnxruntime
@@ -29,6 +31,11 @@ STATIC = {
     "com.microsoft": {"activation_type": UINT8, "extra_options": {"UseQDQContribOps": True}},
 }
 """Options of onnxruntime's `quantize_static`, beside one scale for each channel."""
+
+
+FILES = Path(__file__).parent / "files"
+"""What `make_files` writes."""
+TOOLS = ("pt2e", "nncf", "brevitas")
 
 
 class Reader(CalibrationDataReader):
@@ -111,9 +118,15 @@ def describe(proto):
     return sorted(nodes), {t.name: numpy_helper.to_array(t) for t in proto.graph.initializer}
 
 
-@pytest.mark.parametrize("name", [*STATIC, "float weights"])
+def file_of_others(name, folder):
+    if name in TOOLS:
+        return onnx.load(FILES / f"{name}.onnx")
+    return fake_quantized_file(False) if name == "float weights" else static_file(folder, name)
+
+
+@pytest.mark.parametrize("name", [*STATIC, "float weights", *TOOLS])
 def test_a_file_of_others_is_trained_at_its_own_scales(name, tmp_path):
-    before = fake_quantized_file(False) if name == "float weights" else static_file(tmp_path, name)
+    before = file_of_others(name, tmp_path)
     targets = np.zeros((4, 3), np.float32)
     same = jaxonnx.train(before, (X, targets), optimizer=optax.sgd(0.0), **SETTINGS)
     nodes, tensors = describe(before)
@@ -123,7 +136,8 @@ def test_a_file_of_others_is_trained_at_its_own_scales(name, tmp_path):
     assert any(
         "3 of its tensors are trained" in note or "4 of" in note for note in same.history.notes
     )
-    result = jaxonnx.train(before, (X, targets), optimizer=optax.adam(1e-2), **SETTINGS)
+    optimizer = optax.adam(1e-3 if name in TOOLS else 1e-2)
+    result = jaxonnx.train(before, (X, targets), optimizer=optimizer, **SETTINGS)
     after = result.model.to_onnx()
     assert describe(after)[0] == nodes
     changed = {n for n, x in describe(after)[1].items() if not np.array_equal(x, tensors[n])}
@@ -144,6 +158,7 @@ def test_files_without_scales_to_train_are_refused(tmp_path):
     cases = (
         (onnx.load(tmp_path / "q.onnx"), "dynamically"),
         (fake_quantized_file(True), "Brevitas"),
+        (onnx.load(FILES / "brevitas_int4.onnx"), "Clip.*Brevitas"),
     )
     for proto, message in cases:
         with pytest.raises(jaxonnx.InputError, match=message):

@@ -134,3 +134,41 @@ def test_numbers_that_only_move_are_rounded_once(shared):
     session = onnxruntime.InferenceSession(proto.SerializeToString())
     np.testing.assert_array_equal(session.run(None, {"x": X})[0], model(X))
     assert model.to_onnx().graph.node == proto.graph.node  # as runtimes need them
+
+
+@pytest.mark.parametrize("channels", [False, True])
+def test_gradients_pass_integers_that_move(channels):
+    """Integers between the two operators are transposed and reshaped; also with channel scales."""
+    scale = RNG.uniform(0.01, 0.02, 8).astype(np.float32) if channels else np.float32(0.0125)
+    point = np.zeros(np.shape(scale), np.int8)
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "s", "z"], ["q"], axis=1),
+        helper.make_node("Transpose", ["q"], ["t"], perm=[1, 0]),
+        helper.make_node("Unsqueeze", ["t", "last"], ["u"]),
+        helper.make_node("Reshape", ["u", "shape"], ["r"]),
+        helper.make_node("DequantizeLinear", ["r", "s", "z"], ["y"], axis=0),
+    ]
+    ends = [
+        helper.make_tensor_value_info("x", 1, [6, 8]),
+        helper.make_tensor_value_info("y", 1, None),
+    ]
+    tensors = {"s": scale, "z": point, "last": np.array([2]), "shape": np.array([8, 3, 2])}
+    stored = [numpy_helper.from_array(np.asarray(x), n) for n, x in tensors.items()]
+    graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], stored)
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    model = jaxonnx.load(proto).with_trainable(["s"])
+    weight = RNG.normal(size=(8, 3, 2)).astype(np.float32)
+
+    def loss(params, x):
+        return (model.apply(params, x) * weight).sum()
+
+    of_scale, of_x = jax.grad(loss, (0, 1))(model.params, jnp.asarray(X))
+    session = onnxruntime.InferenceSession(proto.SerializeToString())
+    np.testing.assert_array_equal(session.run(None, {"x": X})[0], model(X))
+    s, w = np.float64(scale), weight.reshape(8, 6).T
+    inside = (np.rint(X / s) >= -128) & (np.rint(X / s) <= 127)
+    np.testing.assert_allclose(of_x, np.where(inside, w, 0))
+    y = np.clip(np.rint(X / s), -128, 127)
+    terms = w * (y - np.where(inside, X / s, 0))
+    expected = terms.sum(0) if channels else terms.sum()
+    np.testing.assert_allclose(of_scale["s"], expected, rtol=1e-4, atol=1e-4)
