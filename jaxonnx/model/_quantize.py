@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any, Literal
 
@@ -82,6 +83,8 @@ def sensitivity(
     net, source = read_examples(net, data, batch_size, preprocess)
     examples = [batch.inputs for batch in islice(source.batches(0), batches)]
     schemes = {kind: None if ":" in kind else Quantization.of(kind) for kind in types}
+    if not activations:  # the errors are those of files whose weights alone are rounded
+        schemes = {k: s and replace(s, activations=None) for k, s in schemes.items()}
     scheme = Quantization(activations=activations[0] if activations else None)  # type: ignore[arg-type]
     trials = make_trials(net, scheme, schemes, activations, examples)
     sites = {name: site for name, site in trials.sites.items() if name in net.params}
