@@ -78,7 +78,7 @@ BUDGETS = {
     "cli": (2075, "eighteen commands; their flags are declared where the arguments are"),
     "sparse": (2025, "patterns, the search of masks, training, packing, products and their proof"),
     "lowering": (2105, "what XLA is quick with, or kernels, with a row in a benchmark each; forms"),
-    "_data": (3338, "arrays, files, pictures, chats with images, sequences, loaders as one kind"),
+    "_data": (3345, "arrays, files, pictures, chats with images, sequences, loaders as one kind"),
     "validation": (540, "outputs, gradients, files, integers, beside another computation"),
     "_run": (1416, "the evaluator, and what keeps hostile files from taking the machine"),
     "views": (408, "changes of a network and their ways back, those that belong to no feature"),

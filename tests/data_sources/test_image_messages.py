@@ -12,6 +12,7 @@ import re
 import shutil
 
 import numpy as np
+import onnx
 import optax
 import pytest
 from PIL import Image
@@ -189,6 +190,25 @@ def test_settings_that_do_not_go_with_images(models, folder):
     with pytest.raises(jaxonnx.TrainingError, match="tokens of an image behind the limit of 40"):
         read(models["internvl"], path, max_length=40)
     assert len(read(models["internvl"], path, max_length=80)["labels"]) == 1
+
+
+def test_features_of_all_images_in_a_line(tmp_path, folder):
+    """As onnxruntime-genai's runtime passes them to the embedding: [features, size]."""
+    shutil.copytree(FOLDERS["llava"], tmp_path / "line")
+    vision = onnx.load(tmp_path / "line" / "vision.onnx")
+    (output,) = vision.graph.output
+    vision.graph.node[-1].output[0] = "rows"
+    shape = onnx.numpy_helper.from_array(np.array([-1, 32]), "line")
+    vision.graph.initializer.append(shape)
+    vision.graph.node.append(onnx.helper.make_node("Reshape", ["rows", "line"], [output.name]))
+    output.CopyFrom(onnx.helper.make_tensor_value_info(output.name, 1, ["features", 32]))
+    onnx.save(vision, tmp_path / "line" / "vision.onnx")
+    oracle, model = read_oracle("llava"), jaxonnx.load(tmp_path / "line")
+    columns = read(model, write(folder, {"messages": chat(path="pictures/wide.png")}))
+    np.testing.assert_array_equal(columns["input_ids"][0], oracle["input_ids"][0])
+    ids, pixels = oracle["input_ids"].repeat(2, 0), oracle["pixels"].repeat(2, 0)
+    logits = model.without_cache()(ids, pixels, np.ones_like(ids))
+    np.testing.assert_allclose(logits[1, -1], oracle["logits"][0], atol=1e-5)
 
 
 def test_other_image_processors_are_refused(tmp_path, folder):

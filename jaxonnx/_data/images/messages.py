@@ -18,10 +18,11 @@ from jaxonnx._data.images.processor import ImageProcessor
 from jaxonnx._data.ragged import LazyColumn
 from jaxonnx._data.rows import Texts, drop_nones, to_messages
 from jaxonnx._data.tokenizer import Tokenizer
-from jaxonnx._graph.values import to_value
+from jaxonnx._graph.bind import bind
 from jaxonnx._io.vision_language import PIXELS, find_features
 from jaxonnx._rewrite.network import Network
 from jaxonnx._rewrite.outputs import cut
+from jaxonnx._run.shapes import evaluate_shapes
 from jaxonnx.errors import InputError, TrainingError
 
 COLUMNS = "images", "image"
@@ -76,7 +77,7 @@ class ImageReader:
             )
         takes_tiles = len(value.shape) > 4
         marks = tokenizer.find_tokens(_MARKS) if takes_tiles else ([], [])
-        name, count = tokenizer.decode([folder.image_token]), _count_features(model)
+        name, count = tokenizer.decode([folder.image_token]), _count_features(model, wanted)
         limits = wanted, value.dtype, takes_tiles, folder.image_token, name, count, marks
         return cls(processor, *limits)
 
@@ -286,15 +287,22 @@ def _bytes_of(file: Any) -> bytes:
     return file.tobytes() if hasattr(file, "convert") else str(file).encode()
 
 
-def _count_features(model: Network) -> int:
-    """Return the number of features of an image or a tile.
+def _count_features(model: Network, shape: tuple[int, ...]) -> int:
+    """Return the number of features of an image or a tile of a shape.
 
     Raises:
       TrainingError: it depends on the image.
     """
     name = find_features(model.proto)
-    (value,) = cut(model.proto, model.graph, model.tensors, [name]).graph.output
-    count = to_value(value).shape[-2]  # type: ignore[index]
-    if not isinstance(count, int):
-        raise TrainingError(f"the number of features of an image is not known: {to_value(value)}")
-    return count
+    part = cut(model.proto, model.graph, model.tensors, [name])
+    part.graph.ClearField("value_info")
+    (pixels,) = part.graph.input
+    dims = pixels.type.tensor_type.shape.dim
+    for dim, size in zip(dims, (*[1] * (len(dims) - len(shape)), *shape), strict=True):
+        dim.dim_value = size
+    graph = bind(part, part.graph, model.tensors.keys())
+    shapes = evaluate_shapes(part, graph, model.tensors)
+    sizes = shapes.values[name].shape if shapes and name in shapes.values else None
+    if sizes is None or not isinstance(sizes[-2], int):
+        raise TrainingError(f"the number of features of an image is not known: {sizes}")
+    return sizes[-2]
