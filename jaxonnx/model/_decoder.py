@@ -28,7 +28,7 @@ from jaxonnx._io.vision_language import PIXELS
 from jaxonnx._rewrite.network import Network
 from jaxonnx._run.program import Program
 from jaxonnx.errors import InputError
-from jaxonnx.views import CallView, Part
+from jaxonnx.views import CallView, PaddedCaches, Part, find_padding
 
 _READING_BY_LENGTH = ("GroupQueryAttention", "SparseAttention")
 """Operators whose past may have room behind its tokens."""
@@ -37,8 +37,8 @@ _TOTAL = 6
 _JOINING_CACHES = ("Concat", "Attention", "MultiHeadAttention")
 """Operators that put new tokens behind all of the past."""
 
-Side = Literal["behind", "before"]
-"""The side of the tokens on which a cache is filled up."""
+Side = Literal["behind", "before", "hidden"]
+"""The side of the tokens on which a cache is filled up; "hidden" is before, without a mask."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,9 +121,9 @@ class Decoder:
             name: value for name, value in source.items() if name in self._encoded
         }
 
-    def _after_encoder(self, *outputs: str) -> Program:
+    def _after_encoder(self, *outputs: str, program: Program | None = None) -> Program:
         """Return the program of the decoder, from the values of `_encoded` to these outputs."""
-        return self._program.enter(Part(self._encoded, outputs))
+        return (program or self._program).enter(Part(self._encoded, outputs))
 
     @cached_property
     def _features(self) -> Value | None:
@@ -224,7 +224,7 @@ class Decoder:
         new along an axis always append, so that the room is before the prompt, and masked.
         """
         masked = any(value.name.endswith("attention_mask") for value in self._token_inputs)
-        if self._encoded or self._caches is None or not masked or not self._growing_axes:
+        if self._images or self._caches is None or not self._growing_axes:
             return None
         sizes = {
             value.shape[axis]
@@ -236,10 +236,29 @@ class Decoder:
         readers = {node.op.name for node in reading}
         if len(sizes) > 1 or self._counts_keys(reading):  # some slide over a window
             return None
+        if not masked:
+            return None if self._padding is None else "hidden"
+        if self._sources:
+            return None
         readers.discard("Shape")
         if readers <= {*_READING_BY_LENGTH}:
             return "behind"
         return "before" if readers <= {*_JOINING_CACHES} else None
+
+    @cached_property
+    def _padding(self) -> PaddedCaches | None:
+        """The view for caches with room of a decoder without a mask, if it can have them."""
+        caches = self._caches
+        if caches is None or self._has_fixed_caches or {*self._crossed} != caches.unread:
+            return None
+        return find_padding(self._program.graph, caches, self._program.constants)
+
+    @cached_property
+    def _crossed(self) -> dict[str, str]:
+        """From inputs for an encoder's keys and values to the outputs that have them at first."""
+        unread = () if self._caches is None else self._caches.unread
+        pairs = {name: name.replace("past_key_values", "present", 1) for name in unread}
+        return {name: out for name, out in pairs.items() if out in self._program.graph.outputs}
 
     def _counts_keys(self, readers: Sequence[Node]) -> bool:
         """Check whether a number of keys is computed from the values of a mask, not its shape.

@@ -5,10 +5,10 @@ step updates them in place. Their room and the width of prompts are rounded up t
 next turn of a chat needs no new program, and where it begins with tokens that the caches of the
 last call have, only the others are computed. An operator that takes the length of its past from the
 mask (GroupQueryAttention) finds the tokens at the beginning of that room; where caches are joined
-to the new token (Concat, Attention), they stand at its end, and the mask hides what is before them.
-Where neither fits, or without caches, all tokens are computed again in each step. So they are where
-the decoder has an encoder, which reads the prompts: the continuation is then what the decoder
-writes from its first token on.
+to the new token (Concat, Attention), they stand at its end, and the mask hides what is before them,
+or where there is no mask, a view of the graph (`views.PaddedCaches`). Where none fits, or without
+caches, all tokens are computed again in each step. If the decoder has an encoder, that reads the
+prompts, once, and the continuation is what the decoder writes from its first token on.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from jaxonnx.errors import InputError
 from jaxonnx.model._continuation import Continuation
 from jaxonnx.model._decoder import Decoder, Side
 from jaxonnx.model._sampling import Sampling, choose_tokens, stop_tokens
-from jaxonnx.views import AllSteps, EmptyCaches, Outputs, omit_caches
+from jaxonnx.views import SHIFT, VISIBLE, AllSteps, EmptyCaches, Outputs, omit_caches
 
 _LEAST = 16
 """The smallest width of prompts and room of caches."""
@@ -178,15 +178,18 @@ class Generator(Decoder):
         """Yield new tokens [batch], `count` times; the next step runs while they are read."""
         lengths = {len(row) for row in rows}
         width, is_open = max(lengths), not self._has_fixed_caches
-        side = self._padding_side if len(lengths) == 1 or is_open else None
+        side = self._padding_side
+        if len(lengths) > 1 and (side == "hidden" or not is_open):
+            side = None
         # longer rows end before shorter ones, so no row needs more places than the model has
         size = max(width + (side is not None), min(_round_up(width + count), self.positions))
         padded = width
-        if side is not None and is_open:  # fixed states of convolutions take padding for tokens
+        # fixed states of convolutions take padding for tokens, and so does what has no mask
+        if side in ("before", "behind") and is_open:
             padded = max(width, min(_round_up(width), size - 1, self.positions))
         begin, step, resume = self._programs[side, sampling.top_k]
         more = params, state, source, sampling.numbers, jax.random.key(seed)
-        keep &= side is not None and is_open and len(rows) == 1
+        keep &= side in ("before", "behind") and is_open and len(rows) == 1
         session = self._kept.pop("latest", None) if keep else None
         start = 0 if session is None else session.count_shared(rows[0])
         added = max(_LEAST_NEW, _round_up(width - start))
@@ -236,7 +239,9 @@ class Generator(Decoder):
             tokens = jnp.pad(tokens, ((0, 0), (0, size - width)))
             logits, past = self._run_whole(params, state, encoded, tokens, lengths), tokens
         else:
-            logits, past = self._fill_caches(side, params, state, tokens, mask, lengths, size)
+            more = encoded, tokens, mask, lengths, size
+            logits, past, crossed = self._fill_caches(side, params, state, *more)
+            encoded |= crossed
         rows = jnp.where(mask, tokens[:, :width], logits.shape[1])
         new, carry = self._choose_first(top_k, numbers, key, logits, rows, past, lengths)
         return new, encoded, carry
@@ -267,7 +272,7 @@ class Generator(Decoder):
             past = {**past, name: jnp.pad(value, pads)}
         new = jax.lax.dynamic_slice_in_dim(tokens, start, added, 1)
         ends = jnp.reshape(start + added, 1)
-        logits, past = self._extend_caches(side, params, state, new, past, ends)
+        logits, past = self._extend_caches(side, params, state, new, past, ends, {})
         if pads_left:
             behind = start + added - length
             axes = self._growing_axes
@@ -297,7 +302,8 @@ class Generator(Decoder):
             past = past.at[places, ends].set(new.astype(past.dtype), mode="drop")
             logits = self._run_whole(params, state, encoded, past, lengths)
         else:
-            logits, past = self._extend_caches(side, params, state, new[:, None], past, lengths)
+            more = new[:, None], past, lengths, encoded
+            logits, past = self._extend_caches(side, params, state, *more)
             logits = logits[:, -1]
         number, (_, always) = carry["step"] + 1, self._suppressed
         key = jax.random.fold_in(key, number)
@@ -319,9 +325,26 @@ class Generator(Decoder):
         return logits[jnp.arange(len(tokens)), ends]
 
     @cached_property
-    def _cached_program(self):
+    def _first_program(self) -> Program:
+        """The program that fills caches."""
         assert self._caches is not None
-        return self._read_logits(self._program, self._caches.pairs.values())
+        outputs = (*self._caches.pairs.values(), *self._crossed.values())
+        program = self._program
+        if self._sources:
+            program = self._after_encoder(self._logits_output, *outputs)
+        program = self._read_logits(program, outputs)
+        return program.enter(EmptyCaches.of(program.graph, self._caches))
+
+    @cached_property
+    def _cached_program(self) -> Program:
+        """The program that extends caches."""
+        assert self._caches is not None
+        outputs = self._caches.pairs.values()
+        if self._padding_side != "hidden":
+            return self._read_logits(self._program, outputs)
+        assert self._padding is not None
+        program = self._program.enter(self._padding)
+        return self._after_encoder(self._logits_output, *outputs, program=program)
 
     def _read_logits(self, program: Program, others: Iterable[str] = ()) -> Program:
         """Return the program of the logits of all steps, and of other outputs.
@@ -331,14 +354,16 @@ class Generator(Decoder):
         outputs = Outputs.among(program.graph, {self._logits_output, *others})
         return program.enter(outputs, AllSteps(self._logits_output))
 
-    def _fill_caches(self, side: Side, params, state, tokens, mask, lengths, size):
-        """Return the logits [batch, tokens] behind prompts, and caches with room for `size`."""
-        caches, pads_left, (batch, width) = self._caches, side == "before", tokens.shape
+    def _fill_caches(self, side: Side, params, state, encoded, tokens, mask, lengths, size):
+        """Return the logits [batch, tokens] behind prompts, and caches with room for `size`.
+
+        The third result is keys and values of an encoder that the decoder's file computes.
+        """
+        caches, pads_left, (batch, width) = self._caches, side != "behind", tokens.shape
         assert caches is not None
-        program = self._cached_program
-        first = program.enter(EmptyCaches.of(program.graph, caches))
         positions = (mask.cumsum(1) - 1).clip(0)
-        outputs = self._run(first, params, state, self._feed(tokens, mask, positions))
+        feed = {**encoded, **self._feed(tokens, mask, positions)}
+        outputs = self._run(self._first_program, params, state, feed)
         ends = jnp.full(batch, width - 1) if pads_left else lengths - 1
 
         def make_room(name: str, value: jax.Array) -> jax.Array:
@@ -349,18 +374,21 @@ class Generator(Decoder):
             return jnp.pad(value, pads)
 
         past = {name: make_room(name, outputs[out]) for name, out in caches.pairs.items()}
-        return outputs[self._logits_output][jnp.arange(batch), ends], past
+        crossed = {name: outputs[out] for name, out in self._crossed.items()}
+        return outputs[self._logits_output][jnp.arange(batch), ends], past, crossed
 
-    def _extend_caches(self, side: Side, params, state, new, past, lengths):
+    def _extend_caches(self, side: Side, params, state, new, past, lengths, encoded):
         """Return the logits of new tokens [batch, added], and caches with `lengths` tokens."""
-        caches, pads_left, added = self._caches, side == "before", new.shape[1]
+        caches, pads_left, added = self._caches, side != "behind", new.shape[1]
         assert caches is not None
         name, axis = next(iter(self._growing_axes.items()))
         size = past[name].shape[axis] + pads_left * added
         slots, counts = jnp.arange(size), lengths[:, None]
         mask = slots >= size - counts if pads_left else slots < counts
         feed = self._feed(new, mask, counts - added + jnp.arange(added))
-        feed |= {**caches.switches_on, **past}
+        feed |= {**caches.switches_on, **past, **encoded}
+        if side == "hidden":  # all rows have the same length
+            feed |= {VISIBLE: mask[:1, None, None], SHIFT: lengths[0] - size}
         outputs = self._run(self._cached_program, params, state, feed)
         past = {name: outputs[out] for name, out in caches.pairs.items()}
         if pads_left:  # drop the oldest slots, which are padding, to keep the size

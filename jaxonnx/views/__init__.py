@@ -12,5 +12,6 @@ from jaxonnx.views._calls import (
     omit_caches,
 )
 from jaxonnx.views._packing import PackedRows, find_packing
+from jaxonnx.views._padded_caches import SHIFT, VISIBLE, PaddedCaches, find_padding
 from jaxonnx.views._training import Dropout, EmbeddingNoise, FrozenStatistics, Remat, drop
 from jaxonnx.views._view import Addition, CallView, Evaluate, View

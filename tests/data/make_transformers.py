@@ -142,6 +142,8 @@ def t5() -> None:
     model = new(t.T5ForConditionalGeneration, config)
     files = ("encoder_model.onnx", "decoder_model.onnx")
     export("t5", model, "text2text-generation", files)
+    files = ("encoder_model.onnx", "decoder_model_merged.onnx")
+    export("t5-merged", model, "text2text-generation-with-past", files)
     ids, mask = tokens(4, 9)
     labels, counts = tokens(4, 6)
     labels[counts == 0] = -100

@@ -6,6 +6,7 @@ import warnings
 
 import jax
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 
@@ -243,6 +244,113 @@ def test_a_step_has_nothing_of_the_encoder(speech):
     assert products[2] == products[0] - products[1] > 4
     assert len(encoded) == 2
     assert not any("hidden_state" in name for name in encoded)
+
+
+def vary(folder, scale, target):
+    """A folder whose tokens do not repeat: the layers of its decoder add more."""
+    model = jaxonnx.load(folder)
+    layers = {
+        name: scale * x
+        for name, x in model.params.items()
+        if x.ndim == 2 and "encoder." not in name and 48 not in x.shape and "embed" not in name
+    }
+    model.replace(params={**model.params, **layers}).save(f"{target}/")
+    return target
+
+
+def continue_by_files(folder, feed, count):
+    """What onnxruntime writes behind a start token, from the files of a folder, without caches."""
+    files = jaxonnx.load(folder).folder.files
+    encoder, decoder = (onnxruntime.InferenceSession(folder / file) for file in files)
+    sources = {value.name: feed[value.name] for value in encoder.get_inputs()}
+    outputs = [value.name for value in encoder.get_outputs()]
+    known = dict(zip(outputs, encoder.run(None, sources), strict=True))
+    known = {name.replace("present", "past"): value for name, value in known.items()}
+    known |= {"encoder_hidden_states": known.get("last_hidden_state")}
+    known |= {"encoder_attention_mask": feed.get("attention_mask"), "use_cache_branch": [False]}
+    batch = len(next(iter(feed.values())))
+    tokens = np.full((batch, 1), feed["start"])
+    for _ in range(count):
+        known["input_ids"] = tokens
+        given = {}
+        for value in decoder.get_inputs():
+            shape = (n if isinstance(n, int) else 0 for n in value.shape[1:])
+            empty = np.zeros((batch, *shape), np.float32)
+            given[value.name] = np.asarray(known.get(value.name, empty))
+            if "int" in value.type:
+                given[value.name] = given[value.name].astype(value.type[7:-1])
+        new = decoder.run(["logits"], given)[0][:, -1].argmax(-1)
+        tokens = np.concatenate([tokens, new[:, None]], 1)
+    return tokens
+
+
+@pytest.mark.parametrize("name", ["t5-merged", "whisper-genai"])
+def test_a_decoder_without_a_mask_uses_its_caches(name, tmp_path):
+    """T5 has relative positions, Whisper absolute ones; both have room in their caches."""
+    folder = vary(DATA / "transformers" / name, 3, tmp_path / "varied")
+    random, model = np.random.default_rng(0), jaxonnx.load(folder)
+    if name == "t5-merged":
+        rows = [random.integers(2, 48, count) for count in (7, 4, 9)]
+        mask = np.arange(9) < np.array([[7], [4], [9]])
+        ids = np.stack([np.pad(row, (0, 9 - len(row))) for row in rows])
+        feed = {"input_ids": ids, "attention_mask": mask.astype(np.int64), "start": 0}
+    else:
+        rows = random.normal(size=(2, 8, 3000)).astype(np.float32)
+        feed = {"audio_features": rows, "start": 2}
+    expected = continue_by_files(folder, feed, 20)
+    assert len({*expected.ravel().tolist()}) > 6
+    assert model._generator._padding_side == "hidden"
+    np.testing.assert_array_equal(model.generate(rows, max_new_tokens=20, stop=[]), expected)
+
+
+@pytest.mark.deep
+def test_draws_with_caches_are_those_without():
+    settings = {"temperature": 1.0, "top_k": 9, "repetition_penalty": 1.3, "stop": []}
+    model, whole = (jaxonnx.load(DATA / "transformers" / "t5-merged") for _ in range(2))
+    whole._generator.__dict__["_padding_side"] = None
+    rows = [np.array([5, 6, 7]), np.array([8, 9])]
+    expected = whole.generate(rows, max_new_tokens=8, **settings)
+    np.testing.assert_array_equal(model.generate(rows, max_new_tokens=8, **settings), expected)
+
+
+UNMASKED = """<ir_version: 8, opset_import: ["": 17, "com.microsoft": 1]>
+g (int64[b, s] ids, float[b, 1, p, 4] past_key, float[b, 1, p, 4] past_value)
+    => (float[b, s, 12] logits, float[b, 1, t, 4] key, float[b, 1, t, 4] value) {
+    x = Gather(table, ids)
+    length = Shape<start = 2, end = 3>(past_key)
+    new = Shape<start = 1, end = 2>(ids)
+    total = Add(length, new)
+    LOOKUP
+    y = Add(x, places)
+    a, key, value = com.microsoft.MultiHeadAttention<num_heads = 1, unidirectional = 1>(
+        y, y, y, "", "", "", past_key, past_value)
+    logits = MatMul(a, head)
+}"""
+LOOKUPS = {
+    "a table": "zero = Constant<value_ints = [0]>() places = Slice(table, length, total, zero)",
+    "a function": """one = Constant<value_int = 1>() axis = Constant<value_ints = [1]>()
+        first = Squeeze(length) last = Squeeze(total) numbers = Range(first, last, one)
+        floats = Cast<to = 1>(numbers) column = Unsqueeze(floats, axis) places = Cos(column)""",
+}
+
+
+@pytest.mark.parametrize("positions", LOOKUPS)
+def test_positions_that_are_computed_have_no_room(positions):
+    """Of positions by a table of weights the new one is looked up; others are computed again."""
+    proto = onnx.parser.parse_model(UNMASKED.replace("LOOKUP", LOOKUPS[positions]))
+    random = np.random.default_rng(0)
+    for name, shape in {"table": (12, 4), "head": (4, 12)}.items():
+        tensor = random.normal(size=shape).astype(np.float32)
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(tensor, name))
+    session = onnxruntime.InferenceSession(proto.SerializeToString())
+    tokens, past = np.array([[3, 5, 7], [1, 8, 2]]), np.zeros((2, 1, 0, 4), np.float32)
+    model, prompts = jaxonnx.load(proto), tokens
+    for _ in range(8):
+        feed = {"ids": tokens, "past_key": past, "past_value": past}
+        new = session.run(["logits"], feed)[0][:, -1].argmax(-1)
+        tokens = np.concatenate([tokens, new[:, None]], 1)
+    np.testing.assert_array_equal(model.generate(prompts, max_new_tokens=8), tokens)
+    assert model._generator._padding_side == {"a table": "hidden", "a function": None}[positions]
 
 
 LANGUAGES = {
