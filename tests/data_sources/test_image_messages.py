@@ -12,7 +12,6 @@ import re
 import shutil
 
 import numpy as np
-import onnx
 import optax
 import pytest
 from PIL import Image
@@ -24,7 +23,13 @@ from jaxonnx._data.texts import read_texts
 from tests.data import make_vision_language as made
 from tests.data.make_vision_language import CHAT, make_picture
 from tests.support.paths import DATA
-from tests.support.three_files import FOLDERS, IMAGE_TOKEN, read_oracle, run_folder
+from tests.support.three_files import (
+    FOLDERS,
+    IMAGE_TOKEN,
+    flatten_features,
+    read_oracle,
+    run_folder,
+)
 
 pytest.importorskip("tokenizers")
 ANSWER = CHAT[1]
@@ -195,14 +200,7 @@ def test_settings_that_do_not_go_with_images(models, folder):
 def test_features_of_all_images_in_a_line(tmp_path, folder):
     """As onnxruntime-genai's runtime passes them to the embedding: [features, size]."""
     shutil.copytree(FOLDERS["llava"], tmp_path / "line")
-    vision = onnx.load(tmp_path / "line" / "vision.onnx")
-    (output,) = vision.graph.output
-    vision.graph.node[-1].output[0] = "rows"
-    shape = onnx.numpy_helper.from_array(np.array([-1, 32]), "line")
-    vision.graph.initializer.append(shape)
-    vision.graph.node.append(onnx.helper.make_node("Reshape", ["rows", "line"], [output.name]))
-    output.CopyFrom(onnx.helper.make_tensor_value_info(output.name, 1, ["features", 32]))
-    onnx.save(vision, tmp_path / "line" / "vision.onnx")
+    flatten_features(tmp_path / "line" / "vision.onnx")
     oracle, model = read_oracle("llava"), jaxonnx.load(tmp_path / "line")
     columns = read(model, write(folder, {"messages": chat(path="pictures/wide.png")}))
     np.testing.assert_array_equal(columns["input_ids"][0], oracle["input_ids"][0])

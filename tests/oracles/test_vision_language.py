@@ -4,13 +4,22 @@ Needs torch, transformers 5 and onnxruntime-genai 0.18; CI has none of them, and
 values (tests/io/test_vision_language.py, tests/data_sources/test_image_messages.py).
 """
 
+import json
+import shutil
+
 import numpy as np
 import optax
 import pytest
 
 import jaxonnx
 from tests.data import make_vision_language as made
-from tests.support.three_files import IMAGE_TOKEN, run_folder
+from tests.support.three_files import (
+    FOLDERS,
+    IMAGE_TOKEN,
+    flatten_features,
+    read_oracle,
+    run_folder,
+)
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers", minversion="5")
@@ -73,3 +82,39 @@ def find_gradients(network, told, labels):
     network(**tensors, labels=torch.from_numpy(labels)).loss.backward()
     parameters = network.model.language_model.named_parameters()
     return {name: value.grad.numpy() for name, value in parameters}
+
+
+def test_the_runtime_answers_as_generate_does(tmp_path):
+    """onnxruntime-genai knows no model type "llava"; that of Gemma 3 takes the same inputs."""
+    genai = pytest.importorskip("onnxruntime_genai")
+    shutil.copytree(FOLDERS["llava"], tmp_path / "base")
+    flatten_features(tmp_path / "base" / "vision.onnx")
+    config = json.loads((tmp_path / "base" / "genai_config.json").read_text())
+    config["model"]["type"] = "gemma3"
+    config["model"]["vision"]["config_filename"] = "processor_config.json"
+    (tmp_path / "base" / "genai_config.json").write_text(json.dumps(config))
+    (tmp_path / "base" / "processor_config.json").write_text("{}")
+    oracle = read_oracle("llava")
+    ids, pixels = oracle["input_ids"], oracle["pixels"]
+    data = {"input_ids": ids, "pixel_values": pixels}
+    lora = jaxonnx.LoRA(rank=2, where="all-linear")
+    settings = {"optimizer": optax.adam(0.1), "epochs": 2, "progress": False}
+    result = jaxonnx.train(tmp_path / "base", data, loss="causal_lm", lora=lora, **settings)
+    result.model.save(tmp_path / "tuned/")
+
+    parameters = genai.GeneratorParams(runtime := genai.Model(str(tmp_path / "tuned")))
+    parameters.set_search_options(max_length=ids.shape[1] + 4, do_sample=False)
+    generator = genai.Generator(runtime, parameters)
+    inputs = genai.NamedTensors()
+    inputs["input_ids"] = ids.astype(np.int32)
+    inputs["pixel_values"] = pixels
+    inputs["num_image_tokens"] = np.array([4])
+    generator.set_inputs(inputs)
+    for _ in range(4):
+        generator.generate_next_token()
+    new = []
+    for _ in range(4):
+        row = np.array([[*ids[0], *new]])
+        logits = result.model.without_cache()(row, pixels, np.ones_like(row))
+        new.append(int(logits[0, -1].argmax()))
+    assert generator.get_sequence(0)[-4:].tolist() == new

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime
 
 from tests.support.paths import DATA
@@ -45,3 +46,14 @@ def run_folder(folder, ids, pixels):
         elif value.name == "position_ids":
             feeds[value.name] = positions
     return decoder.run(["logits"], feeds)[0]
+
+
+def flatten_features(path):
+    """Let a vision encoder give [features, size], as onnxruntime-genai passes them on."""
+    vision = onnx.load(path)
+    (output,) = vision.graph.output
+    vision.graph.node[-1].output[0] = "rows"
+    vision.graph.initializer.append(onnx.numpy_helper.from_array(np.array([-1, 32]), "line"))
+    vision.graph.node.append(onnx.helper.make_node("Reshape", ["rows", "line"], [output.name]))
+    output.CopyFrom(onnx.helper.make_tensor_value_info(output.name, 1, ["features", 32]))
+    onnx.save(vision, path)
