@@ -37,9 +37,13 @@ def pass_rounding(graph: Graph, tensors: Mapping[str, Any]) -> Graph:
     return replace(graph, nodes=tuple(nodes))
 
 
-_MOVES = ("Flatten", "Gather", "Identity", "MaxPool", "Reshape", "Slice", "Split", "Squeeze")
+_MOVES = ("Flatten", "Gather", "Identity", "Reshape", "Slice", "Split", "Squeeze")
 _MOVES += ("Transpose", "Unsqueeze")
-"""Operators whose results are numbers of their first input."""
+"""Operators whose results are numbers of their first input.
+
+MaxPool is left out: without rounding behind it a step of LeNet takes more memory, 1.30 instead of
+1.13 of the float one (2026-11-27).
+"""
 
 
 def find_idle_rounding(graph: Graph) -> Mapping[int, str]:
