@@ -89,7 +89,7 @@ BUDGETS = {
     "_step_files": (500, "exported steps, their manifest, the page for browsers"),
     "quantization": (2990, "schemes, sites, ranges, records and views; GPTQ and AWQ; bounds"),
     "_mesh": (450, "rules, shardings and processes"),
-    "lora": (1446, "adapters: their view, sums, nodes and files, and the modules that PEFT names"),
+    "lora": (1450, "adapters: their view, sums, nodes and files, and the modules that PEFT names"),
     "_hub": (300, "checkpoints of transformers: names, rows and files; uploads"),
     "registry": (226, "what an operator declares of its inputs and attributes"),
     "_constraints": (200, "what a specification demands of arguments, and how it is said"),

@@ -19,6 +19,8 @@ STARTS = {"GRU": (5,), "LSTM": (5, 6), "RNN": (5,)}
 """The positions of initial states among the inputs of recurrent operators."""
 _LARGE = 1e3
 """Larger magnitudes are those of additive masks (-1e4, -1e9), not of learned tables."""
+_RUN = 8
+"""The mean length of runs of equal numbers, from which on they are no learned ones."""
 _MOVES = ("Cast", "Identity", "Mul", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
 _BUFFER = re.compile(
     r"(.*_)?(inv_freq|window|mel(_(fb|basis|filters?|bank|scale))?|fb|fbank|filter_?banks?"
@@ -143,6 +145,27 @@ def has_one_norm(site: Site) -> bool:
     return table and site.tensor.rows_have_one_norm
 
 
+def is_averaged(site: Site) -> bool:
+    """Find the bins 0, 1, 2, ... of a detector's distances, whose mean a Softmax weighs (DFL)."""
+    if site.role not in ("param", "vector") or not (site.is_vector and site.tensor.evenly_spaced):
+        return False
+    producers, names = site.facts.graph.producers, site.others[:1]
+    while names and (maker := producers.get(names[0])) and maker.op.name in _MOVES:
+        names = maker.inputs[:1]
+    return bool(names) and names[0] in producers and producers[names[0]].op.name == "Softmax"
+
+
+def has_steps(site: Site) -> bool:
+    """Find the strides by which a detector scales its boxes, one for all boxes of a feature map."""
+    if not (site.meets_data and site.is_vector):
+        return False
+    numbers = site.tensor.value.reshape(-1).astype(np.float64)
+    steps = np.diff(numbers)
+    rises = np.count_nonzero(steps)
+    whole = bool((steps >= 0).all() and (numbers == np.rint(numbers)).all())
+    return whole and rises > 0 and _RUN * (rises + 1) <= len(numbers)
+
+
 def is_outer_factor(site: Site) -> bool:
     """Find rotary frequencies (1, F, 1), expanded to meet positions (1, 1, T) in a MatMul.
 
@@ -216,10 +239,13 @@ def is_shown(site: Site) -> bool:
 
 
 def makes_waves(site: Site) -> bool:
-    """Find random Fourier features; a layer with a sine behind it has no cosine."""
+    """Find random Fourier features, and rotary frequencies that are too few for a sequence.
+
+    A layer with a sine behind it has no cosine.
+    """
     if site.operator != "MatMul" or not site.in_main_graph:
         return False
-    return {*site.facts.readers(site.node, _MOVES)} == {"Sin", "Cos"}
+    return {*site.facts.readers(site.node, (*_MOVES, "Concat"))} == {"Sin", "Cos"}
 
 
 def is_filler(site: Site) -> bool:
@@ -334,9 +360,9 @@ RULES = (
     Rule("a running statistic", STATE, is_running_statistic, "families/paddle_cnn.onnx"),
     # numbers that no training gives
     # frequencies of rotary positions (`inv_freq`), slopes of ALiBi
-    recognize("a geometric sequence", "llm/qwen3-optimum/model.onnx"),
+    recognize("a geometric sequence", "rules/levels.onnx"),
     # numbers whose mean is predicted: cents of pitch, bins of a detector's distances
-    recognize("an arithmetic sequence", "rules/pitch.onnx"),
+    recognize("an arithmetic sequence", "rules/levels.onnx"),
     # windows by which front ends for audio multiply frames: Hann, Hamming, Povey, Gauss
     recognize("a window", "rules/pitch.onnx"),
     # bases of Fourier and cosine transforms (matrices, kernels), tables of positions
@@ -353,6 +379,8 @@ RULES = (
     Rule("standardizes features", CONSTANT, standardizes, "zoo/vector.onnx"),
     Rule("linear in a distance, as ALiBi", CONSTANT, is_distance, "rules/scores.onnx"),
     Rule("rows of one norm, as sinusoids have", CONSTANT, has_one_norm, "rules/patches.onnx"),
+    Rule("averaged by a Softmax", CONSTANT, is_averaged, "rules/levels.onnx"),
+    Rule("whole numbers in steps", CONSTANT, has_steps, "rules/levels.onnx"),
     Rule("expanded along the sum of a product", CONSTANT, is_outer_factor, "zoo/sequence.onnx"),
     # names
     Rule("named as a weight", TRAINED, is_named_as_weight, "rules/patches.onnx"),

@@ -135,7 +135,11 @@ class Adapters:
         for each in adapters:
             each._refuse_others()
             if each.has_magnitudes:
-                raise InputError("adapters with magnitudes (DoRA) cannot be combined")
+                raise InputError(
+                    "adapters with magnitudes (DoRA) cannot be combined: these are norms of the "
+                    "base plus one change (PEFT drops them). Merge one, adapters.apply(model), and "
+                    "train another on the result"
+                )
         bases = {each.base for each in adapters if each.base}
         if len(bases) > 1:
             raise InputError("the adapters were trained for different models")

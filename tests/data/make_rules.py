@@ -129,11 +129,35 @@ class Features(nn.Module):
         return self.gru(waves, self.start.expand(-1, len(x), -1).contiguous())[0]
 
 
+class Levels(nn.Module):
+    """The boxes of YOLO: means of distributions over bins, times the strides of three maps.
+
+    Of scores that waves are added to and that have temperatures, neither of which are learned.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Conv1d(4, 64, 1)
+        self.dfl = nn.Module()
+        self.dfl.register_buffer("weight", torch.arange(16.0).view(1, 16, 1, 1))
+        strides = torch.repeat_interleave(torch.tensor([8.0, 16, 32]), torch.tensor([64, 16, 4]))
+        self.register_buffer("strides", strides[None])
+        self.register_buffer("frequencies", 0.9 ** torch.arange(64.0))
+        self.register_buffer("temperatures", 0.5 + 0.02 * torch.arange(64.0)[:, None])
+
+    def forward(self, x):
+        scores = self.layer(x) * self.temperatures
+        waves = torch.sin(scores.mean(1)[..., None] * self.frequencies)
+        bins = (scores + waves.transpose(1, 2)).unflatten(1, (4, 16)).transpose(1, 2)
+        return F.conv2d(bins.softmax(1), self.dfl.weight)[:, 0] * self.strides / 100
+
+
 NETWORKS = {
     "pitch": (Pitch, (torch.randn(2, 1, 64),)),
     "scores": (Scores, (torch.randn(2, 6, 8),)),
     "patches": (Patches, (torch.randn(2, 3, 12, 12),)),
     "policy": (Policy, (torch.randn(2, 6), torch.tensor([1, 4]))),
+    "levels": (Levels, (torch.randn(2, 4, 84),)),
     "features": (Features, (torch.randn(2, 5, 2),)),
 }
 

@@ -313,3 +313,12 @@ def test_boxes_of_coco_and_of_text_files(tmp_path):
     np.testing.assert_allclose(same["boxes"], targets["boxes"], rtol=1e-6)
     assert targets["classes"].tolist() == [[1, 0], [-1, -1]]
     np.testing.assert_array_equal(same["classes"], targets["classes"])
+
+
+@pytest.mark.parametrize("settings", [{}, {"masks": 4}, {"joined": True}])
+def test_a_whole_file_trains_what_ultralytics_trains(settings):
+    """Neither the bins of distances nor the strides, also where these are initializers."""
+    model = jaxonnx.load(small_yolo(**settings))
+    odd = [n for n, x in model.params.items() if "dfl" in n or np.ptp(np.asarray(x)) > 8]
+    assert odd == []
+    assert any("dfl.weight" in line for line in str(model).splitlines())

@@ -67,6 +67,28 @@ PLACES = {
         {"p": weight(1, 5, 32), "w2": weight(32, 32)},
         True,
     ),
+    "two frequencies of rotary positions (GPT-NeoX)": (
+        """r = ReduceMean<axes = [1]>(x) a = MatMul(p, r) t = Transpose<perm = [0, 2, 1]>(a)
+        k = Concat<axis = -1>(t, t) i = Cos(k) j = Sin(k) l = Add(i, j) y = MatMul(l, w4)""",
+        {"p": np.array([1, 0.01]).reshape(1, 2, 1), "w4": weight(4, 4)},
+        False,
+    ),
+    "values that a Softmax weighs": (
+        "q = MatMul(x, w) r = Softmax(q) y = MatMul(r, p)",
+        {"p": np.arange(32.0)[:, None] + weight(32, 1)},
+        True,
+    ),
+    "bins that a Softmax weighs": (
+        "q = MatMul(x, w0) r = Softmax(q) y = MatMul(r, p)",
+        {"p": np.arange(8.0)[:, None]},
+        False,
+    ),
+    "scales that have not moved": ("q = MatMul(x, w) y = Mul(q, p)", {"p": np.ones(32)}, True),
+    "strides of three maps": (
+        "q = MatMul(x, w) y = Mul(q, p)",
+        {"p": np.repeat([1.0, 2, 4], [16, 12, 4])},
+        False,
+    ),
 }
 
 

@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 from safetensors.numpy import load_file, save_file
 
 import jaxonnx
-from tests.support.adapter_files import peft_folder
+from tests.support.adapter_files import changed, peft_folder
 from tests.support.lora_networks import normal
 
 pytestmark = pytest.mark.filterwarnings("ignore:the names of modules are not known")
@@ -135,6 +135,8 @@ def test_what_cannot_be_combined_is_refused():
         combine(pair, [1])
     with pytest.raises(jaxonnx.InputError, match="different models"):
         combine([pair[0], make(decoder(), 1, 2.0)], [1, 1])
+    with pytest.raises(jaxonnx.InputError, match=r"DoRA.*norms of the base.*Merge one"):
+        combine([jaxonnx.Adapters.of(changed(model, 2, "all-linear", dora=True))] * 2, [1, 1])
 
 
 def test_embeddings_and_whole_layers_of_peft(tmp_path):
