@@ -70,7 +70,7 @@ FAMILIES = ("ops", "onnx_out.rules", "onnx_out.passes")
 
 BUDGETS = {
     "ops": (6795, "250 operators of five domains, each as its specification writes it"),
-    "training": (5700, "step, loop, losses, metrics, checkpoints, reports, cards, previews"),
+    "training": (5720, "step, loop, losses, metrics, checkpoints, reports, cards, previews"),
     "_arguments": (323, "the arguments of train, each declared once, and the names that they take"),
     "losses": (394, "those that optax lacks: of tokens, from other models, of pairs in a batch"),
     "onnx_out": (3307, "a rule for each JAX primitive, and what makes graphs quick in runtimes"),
@@ -78,7 +78,7 @@ BUDGETS = {
     "cli": (2075, "eighteen commands; their flags are declared where the arguments are"),
     "sparse": (2025, "patterns, the search of masks, training, packing, products and their proof"),
     "lowering": (2105, "what XLA is quick with, or kernels, with a row in a benchmark each; forms"),
-    "_data": (3345, "arrays, files, pictures, chats with images, sequences, loaders as one kind"),
+    "_data": (3356, "arrays, files, pictures, chats with images, sequences, loaders as one kind"),
     "validation": (540, "outputs, gradients, files, integers, beside another computation"),
     "_run": (1416, "the evaluator, and what keeps hostile files from taking the machine"),
     "views": (536, "changes of a network and their ways back, those that belong to no feature"),

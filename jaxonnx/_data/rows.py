@@ -79,7 +79,7 @@ class Shape:
     def fits(self, row: Any) -> bool:
         """Check whether a row has the columns of this shape, as texts or lists of messages."""
         return isinstance(row, Mapping) and all(
-            isinstance(row.get(name), str)
+            (name != JUDGEMENT and isinstance(row.get(name), str))
             or (name not in _PLAIN and _is_list_of_objects(row.get(name)))
             or (name == JUDGEMENT and isinstance(row.get(name), bool | int | np.bool_))
             for name in self.columns
@@ -371,7 +371,13 @@ def check_shape(data: Any, what: str, inputs: Sequence[str]) -> None:
     row = None if rows is None else rows.rename(rows.first)
     if rows is None or rows.find_shape() or not isinstance(row, Mapping):
         return
-    if _guess_names(row) and not {*inputs} & {*row}:
+    if {*inputs} & {*row}:
+        return
+    shape = next((shape for shape in SHAPES if {*shape.columns} <= row.keys()), None)
+    if shape is not None:
+        values = ", ".join(f"{name!r}: {row[name]!r:.40}" for name in shape.columns)
+        raise TrainingError(f"{what} begins with {{{values}}}, and rows are like {shape.example}")
+    if _guess_names(row):
         raise TrainingError(f"{what} has rows of an unknown shape: {_describe_shapes(row)}")
 
 

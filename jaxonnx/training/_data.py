@@ -12,7 +12,7 @@ from jaxonnx._data.batches import Examples, Source
 from jaxonnx._data.images.batches import Pictures
 from jaxonnx._data.images.folder import Folder, find_folders
 from jaxonnx._data.ragged import IGNORED, PLAIN, Padding
-from jaxonnx._data.rows import Rows, check_shape, choose_splits, open_rows
+from jaxonnx._data.rows import JUDGEMENT, SHAPES, Rows, check_shape, choose_splits, open_rows
 from jaxonnx._data.sources import check_size, examples_of, rename_columns, size_of_batches
 from jaxonnx._data.streams import Portions
 from jaxonnx._data.texts import TextSettings, read_texts
@@ -74,8 +74,10 @@ def read_data(model: Model, settings: Settings, data: Any, *, training: bool = T
     validation, seed = (settings.validation, settings.seed) if training else (None, None)
     preprocess = add_image_augmentation(settings.preprocess, settings.augment, data)
     of_texts = [isinstance(x, Rows) and bool(x.find_shape()) for x in (data, validation)]
-    if any(of_texts) and training and TextSettings.of(preprocess).pack:
-        model = take_packed_rows(model)
+    if any(of_texts):
+        packs = TextSettings.of(preprocess).pack
+        _check_answers(settings.loss, {"data": data, "validation": validation}, packs)
+        model = take_packed_rows(model) if training and packs else model
     padding, notes, long = padding_of(model, settings), [], {}
     names = [value.name for value in model.inputs]
     for what, part in (("data", data), ("validation", validation)):
@@ -93,6 +95,31 @@ def read_data(model: Model, settings: Settings, data: Any, *, training: bool = T
     if training and settings.steps_per_epoch is not None:
         examples = Portions(examples, settings.steps_per_epoch)
     return ReadData(model, examples, held_out, notes, long)
+
+
+def _check_answers(loss: Any, read: Mapping[str, Any], packs: bool) -> None:
+    """Refuse rows of single texts for a loss that compares answers, and packing for any of groups.
+
+    Args:
+      loss: as `train` takes it.
+      read: data and validation by name.
+      packs: whether several texts become one row.
+    """
+    for each in find_by_output(loss).values():
+        if each.rows > 1 and packs:
+            raise TrainingError(
+                f"preprocess={{'pack': True}} joins texts to rows, and the loss {each.name!r} "
+                "compares rows: leave it out"
+            )
+        column = JUDGEMENT if each.name == "kto" else "chosen"
+        for name, rows in read.items() if each.rows > 1 and each.next_token else ():
+            shape = rows.find_shape(True) if isinstance(rows, Rows) else None
+            if shape is not None and column not in shape.columns:
+                wanted = next(other for other in SHAPES if column in other.columns)
+                raise TrainingError(
+                    f"{name} has rows with {', '.join(map(repr, rows.rename(rows.first)))}, and "
+                    f"the loss {each.name!r} takes rows like {wanted.example}"
+                )
 
 
 def sources(

@@ -423,3 +423,25 @@ def test_hugging_face_streams_train():
     texts, _ = read(jaxonnx.load(GENAI), chats)
     assert texts[0] == read(jaxonnx.load(GENAI), [{"messages": CALLED}])[0][0]
     assert [*islice(rows.to_iterable_dataset(), 1)]
+
+
+PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
+JUDGED = {"prompt": "a", "completion": "b", "label": True}
+
+
+@pytest.mark.parametrize(
+    ("loss", "row", "more", "message"),
+    [
+        ("dpo", {"text": "a list"}, {}, "rows with 'text', and the loss 'dpo' .*'?chosen"),
+        ("orpo", {"prompt": "a", "completion": "b"}, {}, "rows with 'prompt', .*'orpo' .*chosen"),
+        ("dpo", JUDGED, {}, "'completion', 'label', and the loss 'dpo' .*chosen"),
+        ("kto", PAIR, {}, "'rejected', and the loss 'kto' takes rows like .*label"),
+        ("kto", {**JUDGED, "label": "true"}, {}, "the loss 'kto' takes rows like .*label"),
+        ("dpo", PAIR, {"preprocess": {"pack": True}}, "the loss 'dpo' compares rows"),
+        ("causal_lm", {"text": None}, {}, "data begins with {'text': None}, and rows are like"),
+    ],
+)
+def test_losses_of_answers_refuse_other_rows(loss, row, more, message):
+    """Two rows that are no pair have a loss, too, and several texts in a row."""
+    with pytest.raises(jaxonnx.TrainingError, match=message):
+        jaxonnx.train(GENAI, [row] * 4, loss=loss, batch_size=4, progress=False, **more)
