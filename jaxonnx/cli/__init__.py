@@ -4,7 +4,6 @@ import sys
 from collections.abc import Sequence
 
 from jaxonnx.cli import process
-from jaxonnx.cli._options import parse
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,7 +21,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     if arguments is None:
         process.exit_on_interrupt()
+    # Ctrl-C ends these imports, too: flags take a tenth of a second, JAX and ONNX one or two
+    from jaxonnx.cli._options import parse
+
     options = parse(sys.argv[1:] if arguments is None else arguments)
-    from jaxonnx.cli._main import run  # JAX and ONNX take a second or two
+    from jaxonnx.cli._main import run
 
     return run(options, own_process=arguments is None)

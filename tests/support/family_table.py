@@ -15,12 +15,12 @@ from onnx import ModelProto
 import jaxonnx
 from tests.support.paths import DATA, ROOT
 
+_OTHERS = ("families", "inputs", "llm", "ort", "rules", "text", "transformers", "vision")
+"""Folders of files with several inputs, or other batches."""
 OPEN = sorted(
     name
     for path in DATA.rglob("*.onnx")
-    if not (name := path.relative_to(DATA).as_posix()).startswith(
-        ("families/", "inputs/", "llm/", "ort/", "rules/", "text/", "transformers/", "unfolded")
-    )
+    if not (name := path.relative_to(DATA).as_posix()).startswith(("unfolded", *_OTHERS))
 )
 """Files of one input with an open batch (or a batch that `with_any_batch` opens), and no maps."""
 PAGE = ROOT / "jaxonnx" / "docs" / "compatibility.md"
