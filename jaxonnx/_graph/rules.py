@@ -161,7 +161,7 @@ def has_steps(site: Site) -> bool:
         return False
     numbers = site.tensor.value.reshape(-1).astype(np.float64)
     steps = np.diff(numbers)
-    rises = np.count_nonzero(steps)
+    rises = int(np.count_nonzero(steps))
     whole = bool((steps >= 0).all() and (numbers == np.rint(numbers)).all())
     return whole and rises > 0 and _RUN * (rises + 1) <= len(numbers)
 

@@ -194,6 +194,7 @@ def test_a_preview_shows_the_hidden_tokens(folder):
     tokenizer = jaxonnx.load(folder).tokenizer
     lengths = [len(tokenizer.encode(row["text"])) for row in ROWS * 4]
     assert seen.tokens == sum(lengths)
+    assert seen.trained_tokens is not None
     assert 0 < seen.trained_tokens < sum(lengths) - 2 * len(lengths)  # not [CLS] and [SEP]
     for parts, row in zip(seen.examples, ROWS, strict=False):
         tokens = [token for text, _ in parts for token in text.split()]
