@@ -10,9 +10,8 @@ import numpy as np
 from onnx import FunctionProto, GraphProto, ModelProto
 
 from jaxonnx._io.order import reads
-from jaxonnx._io.parts import ancestors, extract_part, rename_values, value_names
-from jaxonnx._io.records import QUANTIZATION, SPARSITY
-from jaxonnx.errors import InputError, ModelError
+from jaxonnx._io.parts import ancestors, extract_part, refuse_records, rename_values, value_names
+from jaxonnx.errors import ModelError
 
 PREFIX = "encoder."
 STATES = "encoder_hidden_states"
@@ -78,11 +77,7 @@ def part_files(
     Raises:
       InputError: the graph has a record that is of both files.
     """
-    if records := {SPARSITY, QUANTIZATION} & {entry.key for entry in proto.metadata_props}:
-        raise InputError(
-            f"the record {min(records)!r} is of both files of a folder: save the model as one "
-            "file, with a path that ends in .onnx"
-        )
+    refuse_records(proto)
     renamed = _decoder_names(encoder.graph, decoder.graph)
     joined = _joined_values(encoder.graph, decoder.graph)
     owned = {PREFIX + value.name for value in encoder.graph.output}

@@ -6,6 +6,17 @@ from onnx import GraphProto, ModelProto, NodeProto
 
 from jaxonnx._io.order import reads
 from jaxonnx._io.protos import all_graphs, all_nodes
+from jaxonnx._io.records import QUANTIZATION, SPARSITY
+from jaxonnx.errors import InputError
+
+
+def refuse_records(proto: ModelProto) -> None:
+    """Raise an InputError if a graph that is to be several files has a record of its weights."""
+    if records := {SPARSITY, QUANTIZATION} & {entry.key for entry in proto.metadata_props}:
+        raise InputError(
+            f"the record {min(records)!r} is of all files of a folder: save the model as one file, "
+            "with a path that ends in .onnx"
+        )
 
 
 def value_names(main: GraphProto) -> set[str]:

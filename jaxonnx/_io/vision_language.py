@@ -20,10 +20,9 @@ from onnx.external_data_helper import load_external_data_for_tensor
 
 from jaxonnx._io.encoder_decoder import Read
 from jaxonnx._io.order import reads
-from jaxonnx._io.parts import ancestors, extract_part, rename_values, value_names
+from jaxonnx._io.parts import ancestors, extract_part, refuse_records, rename_values, value_names
 from jaxonnx._io.protos import all_nodes
-from jaxonnx._io.records import QUANTIZATION, SPARSITY
-from jaxonnx.errors import InputError, ModelError
+from jaxonnx.errors import ModelError
 
 VISION, EMBEDDING = "vision_encoder.", "embedding."
 PIXELS, TOKENS, EMBEDS = "pixel_values", "input_ids", "inputs_embeds"
@@ -119,11 +118,7 @@ def split_parts(
     Raises:
       InputError: the graph has a record that is of several files.
     """
-    if records := {SPARSITY, QUANTIZATION} & {entry.key for entry in proto.metadata_props}:
-        raise InputError(
-            f"the record {min(records)!r} is of all files of a folder: save the model as one file, "
-            "with a path that ends in .onnx"
-        )
+    refuse_records(proto)
     headers = [onnx.load(path, load_external_data=False) for path in paths]
     places = [v.name for v in headers[1].graph.input if v.name != TOKENS]
     text = _find_text(headers[1].graph, places[0] if places else "")

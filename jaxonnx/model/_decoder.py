@@ -104,7 +104,7 @@ class Decoder:
         return {PIXELS: jnp.asarray(pixels, jax.dtypes.canonicalize_dtype(value.dtype))}
 
     @cached_property
-    def _encoded(self) -> frozenset[str]:
+    def _encoder_values(self) -> frozenset[str]:
         """The values that depend on the inputs of the encoder alone, which the decoder reads.
 
         They are the encoder's states, and keys and values for each layer of the decoder.
@@ -114,16 +114,16 @@ class Decoder:
         return frozenset(find_boundary(self._program.graph, sources, others) if sources else ())
 
     def _encode(self, params: Any, state: Any, source: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values of `_encoded`."""
-        names = self._encoded - source.keys()
+        """Return the values of `_encoder_values`."""
+        names = self._encoder_values - source.keys()
         program = self._program.enter(Part(frozenset(source), (*sorted(names),)))
         return self._run(program, params, state, source) | {
-            name: value for name, value in source.items() if name in self._encoded
+            name: value for name, value in source.items() if name in self._encoder_values
         }
 
     def _after_encoder(self, *outputs: str, program: Program | None = None) -> Program:
-        """Return the program of the decoder, from the values of `_encoded` to these outputs."""
-        return (program or self._program).enter(Part(self._encoded, outputs))
+        """Return the program of the decoder, from `_encoder_values` to these outputs."""
+        return (program or self._program).enter(Part(self._encoder_values, outputs))
 
     @cached_property
     def _features(self) -> Value | None:
@@ -156,7 +156,7 @@ class Decoder:
         return read_decoder_prompt(folder)
 
     @cached_property
-    def _suppressed(self) -> tuple[list[int], list[int]]:
+    def _suppressed_tokens(self) -> tuple[list[int], list[int]]:
         """The tokens that are not generated first, and those that are never generated."""
         folder = self.model.folder
         return ([], []) if folder is None else read_suppressed_tokens(folder)
@@ -249,12 +249,12 @@ class Decoder:
     def _padding(self) -> PaddedCaches | None:
         """The view for caches with room of a decoder without a mask, if it can have them."""
         caches = self._caches
-        if caches is None or self._has_fixed_caches or {*self._crossed} != caches.unread:
+        if caches is None or self._has_fixed_caches or {*self._cross_caches} != caches.unread:
             return None
         return find_padding(self._program.graph, caches, self._program.constants)
 
     @cached_property
-    def _crossed(self) -> dict[str, str]:
+    def _cross_caches(self) -> dict[str, str]:
         """From inputs for an encoder's keys and values to the outputs that have them at first."""
         unread = () if self._caches is None else self._caches.unread
         pairs = {name: name.replace("past_key_values", "present", 1) for name in unread}

@@ -41,7 +41,7 @@ _LEAST_NEW = 32
 """The smallest width of tokens that are added to the caches of a conversation."""
 
 
-class _Kept(NamedTuple):
+class _ConversationCaches(NamedTuple):
     """The caches of a conversation, and the tokens in them."""
 
     tokens: np.ndarray
@@ -190,7 +190,7 @@ class Generator(Decoder):
         begin, step, resume = self._programs[side, sampling.top_k]
         more = params, state, source, sampling.numbers, jax.random.key(seed)
         keep &= side in ("before", "behind") and is_open and len(rows) == 1
-        session = self._kept.pop("latest", None) if keep else None
+        session = self._latest_caches.pop("latest", None) if keep else None
         start = 0 if session is None else session.count_shared(rows[0])
         added = max(_LEAST_NEW, _round_up(width - start))
         start = min(start, size - 1 - added)
@@ -213,10 +213,10 @@ class Generator(Decoder):
         finally:
             if keep and carry is not None:
                 row = np.array([np.asarray(token).item() for token in tokens])
-                self._kept["latest"] = _Kept(row, carry["past"])
+                self._latest_caches["latest"] = _ConversationCaches(row, carry["past"])
 
     @cached_property
-    def _kept(self) -> dict[str, _Kept]:
+    def _latest_caches(self) -> dict[str, _ConversationCaches]:
         """The caches of the latest conversation."""
         return {}
 
@@ -288,7 +288,7 @@ class Generator(Decoder):
         if "repetition_penalty" in numbers:
             seen = jnp.zeros(logits.shape, bool)
             seen = seen.at[jnp.arange(len(rows))[:, None], rows].set(True, mode="drop")
-        first, _ = self._suppressed
+        first, _ = self._suppressed_tokens
         new = choose_tokens(logits, seen, top_k, numbers, jax.random.fold_in(key, 0), first)
         return new, {"past": past, "lengths": lengths, "seen": seen, "step": jnp.int32(0)}
 
@@ -305,7 +305,7 @@ class Generator(Decoder):
             more = new[:, None], past, lengths, encoded
             logits, past = self._extend_caches(side, params, state, *more)
             logits = logits[:, -1]
-        number, (_, always) = carry["step"] + 1, self._suppressed
+        number, (_, always) = carry["step"] + 1, self._suppressed_tokens
         key = jax.random.fold_in(key, number)
         new = choose_tokens(logits, seen, top_k, numbers, key, always)
         return new, {"past": past, "lengths": lengths, "seen": seen, "step": number}
@@ -328,7 +328,7 @@ class Generator(Decoder):
     def _first_program(self) -> Program:
         """The program that fills caches."""
         assert self._caches is not None
-        outputs = (*self._caches.pairs.values(), *self._crossed.values())
+        outputs = (*self._caches.pairs.values(), *self._cross_caches.values())
         program = self._program
         if self._sources:
             program = self._after_encoder(self._logits_output, *outputs)
@@ -374,7 +374,7 @@ class Generator(Decoder):
             return jnp.pad(value, pads)
 
         past = {name: make_room(name, outputs[out]) for name, out in caches.pairs.items()}
-        crossed = {name: outputs[out] for name, out in self._crossed.items()}
+        crossed = {name: outputs[out] for name, out in self._cross_caches.items()}
         return outputs[self._logits_output][jnp.arange(batch), ends], past, crossed
 
     def _extend_caches(self, side: Side, params, state, new, past, lengths, encoded):

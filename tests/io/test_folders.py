@@ -132,7 +132,7 @@ def test_a_record_of_both_files_is_kept_in_one(tmp_path):
     weight = model.params[name]
     pruned = {**model.params, name: weight * jaxonnx.sparse.mask(weight)}
     sparse = model.replace(params=pruned).with_sparsity("2:4", select=[name])
-    with pytest.raises(jaxonnx.InputError, match=r"'jaxonnx.sparsity' is of both files.*one file"):
+    with pytest.raises(jaxonnx.InputError, match=r"'jaxonnx.sparsity' is of all files.*one file"):
         sparse.save(f"{tmp_path}/tuned/")
     assert not (tmp_path / "tuned").exists()
     sparse.save(tmp_path / "one.onnx")
