@@ -1,12 +1,8 @@
 """The plan of the house: which module may import which, and what `import jaxonnx` brings in."""
 
 import ast
-import io
 import subprocess
 import sys
-import tokenize
-from collections import Counter
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -66,67 +62,6 @@ PUBLIC = {"cli.process"}
 """Modules with a public name within a public room, but for those of `FAMILIES`."""
 FAMILIES = ("ops", "onnx_out.rules", "onnx_out.passes")
 """Packages of modules that register themselves, entered through the face of their room."""
-
-
-BUDGETS = {
-    "ops": (6795, "250 operators of five domains, each as its specification writes it"),
-    "training": (5720, "step, loop, losses, metrics, checkpoints, reports, cards, previews"),
-    "_arguments": (323, "the arguments of train, each declared once, and the names that they take"),
-    "losses": (394, "those that optax lacks: of tokens, from other models, of pairs in a batch"),
-    "onnx_out": (3307, "a rule for each JAX primitive, and what makes graphs quick in runtimes"),
-    "_graph": (2840, "binding, and which tensor is a weight, by the habits of exporters"),
-    "cli": (2075, "eighteen commands; their flags are declared where the arguments are"),
-    "sparse": (2025, "patterns, the search of masks, training, packing, products and their proof"),
-    "lowering": (2105, "what XLA is quick with, or kernels, with a row in a benchmark each; forms"),
-    "_data": (3356, "arrays, files, pictures, chats with images, sequences, loaders as one kind"),
-    "validation": (540, "outputs, gradients, files, integers, beside another computation"),
-    "_run": (1416, "the evaluator, and what keeps hostile files from taking the machine"),
-    "views": (536, "changes of a network and their ways back, those that belong to no feature"),
-    "_io": (2240, "ModelProto, external data, joined files, npz, safetensors, packing"),
-    "model": (2580, "Model, what makes another Model of one, and generation of text"),
-    "_rewrite": (1205, "networks and files to files: heads, batches, outputs, bfloat16"),
-    "training_info": (520, "the file's own training graphs, run and written"),
-    "_step_files": (500, "exported steps, their manifest, the page for browsers"),
-    "quantization": (2990, "schemes, sites, ranges, records and views; GPTQ and AWQ; bounds"),
-    "_mesh": (450, "rules, shardings and processes"),
-    "lora": (1450, "adapters: their view, sums, nodes and files, and the modules that PEFT names"),
-    "_hub": (300, "checkpoints of transformers: names, rows and files; uploads"),
-    "registry": (226, "what an operator declares of its inputs and attributes"),
-    "_constraints": (200, "what a specification demands of arguments, and how it is said"),
-    "docs": (362, "the reference from docstrings, and the site of pages and notebooks"),
-    "loggers": (230, "tables, lines, events, and runs of two services"),
-    "demo": (200, "the digits network that the first command trains"),
-}
-"""Lines of code, without comments, docstrings and blank lines, that a room may have, and for what.
-A change that needs more raises its room's budget and says why in its commit."""
-SMALL = 180
-"""The budget of any other module of the top level."""
-LONGEST = 400
-"""Lines of code that a module may have. Docstrings do not count: those of a public class, such as
-`Model`, are the reference, which reads best in one place."""
-
-
-@cache
-def code_lines(source):
-    """Count the lines that hold code."""
-    docstrings = {
-        line
-        for node in ast.walk(ast.parse(source))
-        if isinstance(body := getattr(node, "body", None), list)
-        for part in body
-        if isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant)
-        if isinstance(part.value.value, str)
-        for line in range(part.lineno, (part.end_lineno or part.lineno) + 1)
-    }
-    layout = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    written = {
-        line
-        for token in tokens
-        if token.type not in layout | {tokenize.ENDMARKER}
-        for line in range(token.start[0], token.end[0] + 1)
-    }
-    return len(written - docstrings)
 
 
 def modules():
@@ -211,25 +146,6 @@ def test_an_import_that_is_wrong_is_seen():
     """
     source = "\n".join(line[4:] for line in source.splitlines())
     assert imports(source, known) == known
-
-
-def test_rooms_keep_their_budgets():
-    lines = Counter()
-    for name, source in modules():
-        lines[room(name)] += code_lines(source)
-    over = {name: count for name, count in lines.items() if count > BUDGETS.get(name, (SMALL,))[0]}
-    assert not over, f"more lines of code than {BUDGETS.keys() & over.keys() or SMALL} may have"
-
-
-def test_modules_are_short():
-    counts = {name: code_lines(source) for name, source in modules()}
-    assert {name: count for name, count in counts.items() if count > LONGEST} == {}
-
-
-def test_code_lines_are_those_with_code():
-    assert (
-        code_lines('"""Doc."""\n\nx = 1  # why\n# note\ndef f():\n    """Doc."""\n    "a"\n') == 2
-    )
 
 
 FOREIGN = 43
