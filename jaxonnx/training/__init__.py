@@ -23,12 +23,13 @@ from jaxonnx.training._quantize import quantize
 from jaxonnx.training._restore import restore_checkpoint
 from jaxonnx.training._result import Result
 from jaxonnx.training._settings import Settings
-from jaxonnx.training._step import State, Step, as_batch, target_names
+from jaxonnx.training._step import CompiledStep, State, Step, as_batch, target_names
 from jaxonnx.training._stopping import Interrupt
 from jaxonnx.training._train import train
 
 __all__ = [
     "Batch",
+    "CompiledStep",
     "ConfusionMatrix",
     "Curve",
     "Curves",

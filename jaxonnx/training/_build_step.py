@@ -57,14 +57,14 @@ def step(
     optimizer, it is the step of the `training_info` of the file; the parameters of its state are
     then the variables of the file.
 
-    >>> import jax, numpy as np
+    >>> import numpy as np
     >>> from jaxonnx import demo
     >>> loss = "softmax_cross_entropy_with_integer_labels"
     >>> one = step(demo.model(), loss, optax.sgd(0.1))
-    >>> update = jax.jit(one.update, donate_argnums=0)
+    >>> update, evaluate = one.jit()
     >>> batch = np.zeros((8, 1, 8, 8), np.float32), np.arange(8)
     >>> state, (value, finite) = update(one.init(), batch)
-    >>> sums = one.evaluate(one.sums(batch), state, batch)
+    >>> sums = evaluate(one.sums(batch), state, batch)
     >>> [*one.row(sums)]
     ['validation_loss', 'validation_accuracy']
     >>> trained = one.to_model(one.view(state), state.state)

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -55,17 +55,26 @@ class State:
         return replace(self, **changes)
 
 
+class CompiledStep(NamedTuple):
+    """The functions of a `Step` for a loop of your own, compiled at the first batch of a shape."""
+
+    update: Callable[[State, Any], tuple[State, jax.Array]]
+    """`Step.update` of a state and a batch. The state is donated: use the one returned."""
+    evaluate: Callable[[Any, State, Any], Any]
+    """`Step.evaluate` of sums, a state and a batch; nothing is donated."""
+
+
 class Step(ABC):
     """One training step, as pure functions that `jax.jit`, `lax.scan`, a mesh or an exporter take.
 
-    `jaxonnx.training.step` makes one. Nothing here is compiled: `train` compiles `update` with its
-    first argument donated, and so does a loop of your own.
+    `jaxonnx.training.step` makes one. Nothing here is compiled but what `jit` returns.
 
     Attributes:
       model: the model that is trained, with adapters where `lora` puts them.
       settings: of the run, with the loss and the optimizer that they leave open.
       frozen: the tensors that no step changes. `update` and `evaluate` use them anyway; where they
         are large, pass them as an argument of what you compile, or they become constants in it.
+        `jit` does.
       notes: what is trained otherwise than the file says.
       gather: what a mesh does with tensors before the model reads them, within a program.
     """
@@ -75,6 +84,23 @@ class Step(ABC):
     frozen: dict[str, Any]
     notes: tuple[str, ...]
     gather: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+
+    def jit(self) -> CompiledStep:
+        """Compile `update` and `evaluate`, with the frozen tensors as an argument.
+
+        >>> import numpy as np, optax
+        >>> from jaxonnx import demo, training
+        >>> loss = "softmax_cross_entropy_with_integer_labels"
+        >>> one = training.step(demo.model(), loss, optax.sgd(0.1))
+        >>> update, evaluate = one.jit()
+        >>> batch = np.zeros((8, 1, 8, 8), np.float32), np.arange(8)
+        >>> state, (value, finite) = update(one.init(), batch)
+        """
+        update, evaluate = jax.jit(self.update, donate_argnums=0), jax.jit(self.evaluate)
+        return CompiledStep(
+            lambda state, batch: update(state, batch, self.frozen),
+            lambda sums, state, batch: evaluate(sums, state, batch, self.frozen),
+        )
 
     @abstractmethod
     def init(self, params: Any = None) -> State:

@@ -114,6 +114,27 @@ def test_what_is_frozen_is_an_argument():
     assert [bool(re.search(r'dense<("0x|\[)', text)) for text in texts] == [True, False]
 
 
+def test_a_compiled_step_passes_what_is_frozen_and_donates_its_state():
+    one = step(mlp(), LABELS, optax.sgd(0.1), trainable=["w2", "b2"])
+    (first, second, *_), (update, evaluate) = batches(), one.jit()
+    before = one.init()
+    state, (loss, finite) = update(before, first)
+    assert before.params["w2"].is_deleted()
+    assert not one.frozen["w1"].is_deleted()
+    expected, seen = one.update(one.init(), full(first))
+    np.testing.assert_allclose([loss, finite], seen, rtol=1e-6)
+    np.testing.assert_allclose(state.params["w2"], expected.params["w2"], rtol=1e-5)
+    sums = evaluate(one.sums(first), state, second)
+    np.testing.assert_allclose(
+        jax.tree.leaves(sums),
+        jax.tree.leaves(one.evaluate(one.sums(first), state, second)),
+        rtol=1e-5,
+    )
+    (call,) = jax.make_jaxpr(update)(state, first).eqns
+    kept = {x.shape for x in call.params["jaxpr"].consts}  # constants of what is compiled
+    assert kept.isdisjoint(x.shape for x in one.frozen.values())
+
+
 def test_a_state_may_carry_more():
     @jax.tree_util.register_dataclass
     @dataclass(frozen=True)
