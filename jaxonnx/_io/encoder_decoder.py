@@ -124,7 +124,7 @@ def _check(encoder: ModelProto, decoder: ModelProto) -> None:
             raise ModelError(
                 f"the encoder has operators of version {versions[entry.domain]} of "
                 f"'{entry.domain or 'ai.onnx'}', the decoder of version {entry.version}; "
-                "onnx.version_converter.convert_version makes them the same"
+                "jaxonnx.convert(..., opset=) of one of them makes them the same"
             )
     both = {_key(f) for f in encoder.functions} & {_key(f) for f in decoder.functions}
     if both:

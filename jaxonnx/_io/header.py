@@ -44,8 +44,7 @@ def check(proto: ModelProto, what: str) -> None:
         if entry.version > newest:
             raise UnsupportedError(
                 f"{what} uses opset {entry.version}{domain}, the installed onnx "
-                f"{onnx.__version__} knows {newest}; upgrade onnx or convert the file with "
-                "onnx.version_converter"
+                f"{onnx.__version__} knows {newest}; upgrade onnx"
             )
     names = _names(proto)
     if {*map(type, names)} - {str}:  # protobuf gives a text that is not UTF-8 as bytes

@@ -279,7 +279,7 @@ def _take_opsets(result: ModelProto, front: ModelProto, what: str, is_same: IsSa
             raise ModelError(
                 f"the {what} has operators of version {old} of '{domain or 'ai.onnx'}', the "
                 f"decoder of version {new}, and {node.op_type} '{node.name}' differs between them; "
-                "onnx.version_converter.convert_version makes them the same"
+                "jaxonnx.convert(..., opset=) of one of them makes them the same"
             )
     result.opset_import.extend(e for e in front.opset_import if e.domain not in versions)
     keys = {(f.domain, f.name, f.overload) for f in result.functions}

@@ -40,8 +40,8 @@ def append_function(
     """
     if (opset := opset_of(proto)) < OLDEST:
         raise InputError(
-            f"the file has opset {opset}, and functions become nodes of opset {OLDEST} on; convert "
-            "it with onnx.version_converter.convert_version"
+            f"the file has opset {opset}, and functions become nodes of opset {OLDEST} on; "
+            f"jaxonnx.convert(model, opset={OLDEST}) gives a model that they can follow"
         )
     examples = _structs(_values(proto, graph, tensors, consumed))
     result = ModelProto()

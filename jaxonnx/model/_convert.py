@@ -10,16 +10,16 @@ from typing import Any, Literal
 
 import numpy as np
 import onnx
-import onnx.inliner
 from onnx import ModelProto
 
 from jaxonnx._graph.bind import bind
 from jaxonnx._graph.normalizations import normalizations
 from jaxonnx._graph.roles import Roles, stored_names
 from jaxonnx._graph.types import infer_types
-from jaxonnx._io.protos import all_nodes, opset_of
+from jaxonnx._io.protos import opset_of
 from jaxonnx._require import check_arguments, require, require_integer
 from jaxonnx._rewrite.bfloat16 import OPSET, to_bfloat16
+from jaxonnx._rewrite.opset import inline, to_opset
 from jaxonnx._run.shapes import evaluate_shapes
 from jaxonnx._text import list_some
 from jaxonnx.errors import InputError
@@ -27,8 +27,6 @@ from jaxonnx.model._load import as_model, load
 from jaxonnx.model._model import Model
 
 _LARGEST = float(np.finfo(np.float16).max)
-_ELSEWHERE = "not.onnx"
-"""The domain of operators that ONNX's converter has no schema of."""
 _MASK = 1e30
 """Numbers from here on are attention masks; the least of float16 in their place hides as much."""
 
@@ -107,24 +105,14 @@ def raise_opset(model: Model, opset: int, reason: str = "the scheme needs") -> M
             f"{reason} opset {opset}, and the installed onnx {onnx.__version__} has "
             f"{onnx.defs.onnx_opset_version()}: update it, or choose another type"
         )
-    _check_hardmax(model, opset)
     try:
-        # the converter drops functions; the inliner converts them with known types
-        proto = _convert_version(_inline(model.to_onnx()), opset)
+        proto = to_opset(model.to_onnx(), opset)
     except (RuntimeError, ValueError) as error:
         raise InputError(
             f"{reason} opset {opset}, the file has {opset_of(model.proto)}, and ONNX's "
-            f"converter does not take it: {error}"
+            f"converter does not take it: export the model with opset {opset}. ({error})"
         ) from error
     return _reload(proto, model)
-
-
-def _inline(proto: ModelProto) -> ModelProto:
-    """Inline the functions of a file."""
-    if not proto.functions:
-        return proto
-    typed = onnx.shape_inference.infer_shapes(proto)
-    return onnx.inliner.inline_local_functions(typed, convert_version=True)
 
 
 def _reload(proto: ModelProto, model: Model) -> Model:
@@ -137,41 +125,6 @@ def _reload(proto: ModelProto, model: Model) -> Model:
     net = replace(load(proto), folder=model.folder)
     inlined = net.params.keys() - model.tensors.keys()  # constants of functions have new names
     return net.with_trainable(lambda name, _: name in model.params or name in inlined)
-
-
-def _convert_version(proto: ModelProto, opset: int) -> ModelProto:
-    """Convert a file to an opset by ONNX's converter.
-
-    It skips operators of other domains, and refuses onnxruntime's that are in ONNX's own, like
-    SimplifiedLayerNormalization of its builder; these are in another one meanwhile.
-    """
-    for node in all_nodes(proto.graph):
-        if not (node.domain or onnx.defs.has(node.op_type)):
-            node.domain = _ELSEWHERE
-    proto.opset_import.add(domain=_ELSEWHERE, version=1)
-    proto = onnx.version_converter.convert_version(proto, opset)
-    for node in all_nodes(proto.graph):
-        if node.domain == _ELSEWHERE:
-            node.ClearField("domain")
-    del proto.opset_import[[x.domain for x in proto.opset_import].index(_ELSEWHERE)]
-    return proto
-
-
-def _check_hardmax(model: Model, opset: int) -> None:
-    """Refuse to convert a Hardmax across opset 13, which changed it for all axes but the last one.
-
-    ONNX's converter (1.23) rewrites Softmax and LogSoftmax there, and leaves Hardmax as it is.
-    """
-    graphs = [model.graph]
-    while graphs:
-        for node in graphs.pop().nodes:
-            graphs += [*node.subgraphs, *([] if node.body is None else [node.body])]
-            wrong = node.op.name == "Hardmax" and node.attributes.get("axis", 1) != -1
-            if wrong and opset_of(model.proto) < 13 <= opset:
-                raise InputError(
-                    f"{node.label}: opset 13 gave Hardmax another meaning, and ONNX's converter "
-                    f"does not rewrite it: export the model with opset {opset}"
-                )
 
 
 def _to_float16(model: Model, keep: Sequence[str], keep_inputs: bool) -> ModelProto:
@@ -206,7 +159,7 @@ def _to_float16(model: Model, keep: Sequence[str], keep_inputs: bool) -> ModelPr
 def _to_bfloat16(model: Model, keep: Sequence[str], keep_inputs: bool) -> ModelProto:
     """Convert a model to bfloat16; warn of operators that its opset does not admit in it."""
     if model.proto.functions:
-        model = _reload(_inline(model.to_onnx()), model)
+        model = _reload(inline(model.to_onnx()), model)
     proto, tensors = model.to_onnx(), model.tensors
     graph = bind(proto, proto.graph, tensors.keys())
     kinds = infer_types(graph, tensors)

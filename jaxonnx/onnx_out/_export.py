@@ -83,7 +83,10 @@ def write_model(
         optimized for speed: gradients of Relu and Clip are masks, factors are merged.
     """
     if opset < OLDEST:
-        raise InputError(f"opset {opset} is too old: functions become nodes of opset {OLDEST} on")
+        raise InputError(
+            f"opset {opset} is too old: functions become nodes of opset {OLDEST} on. Pass "
+            f"opset={OLDEST} or newer, as long as the runtime takes it"
+        )
     graph = GraphProto(name=getattr(function, "__name__", type(function).__name__))
     leaves, _ = jax.tree_util.tree_flatten_with_path(examples)
     names = _names(inputs, [_input(function, path) for path, _ in leaves], "inputs")

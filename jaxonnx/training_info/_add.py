@@ -125,7 +125,7 @@ def _check(
     if (opset := opset_of(proto)) < OPSET:
         raise TrainingError(
             f"the model has opset {opset}, training needs {OPSET}; convert it with "
-            "onnx.version_converter.convert_version"
+            f"jaxonnx.convert(model, opset={OPSET})"
         )
     if len(proto.graph.output) != 1:
         raise TrainingError(f"the model has {len(proto.graph.output)} outputs; a loss takes one")

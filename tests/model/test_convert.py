@@ -160,23 +160,6 @@ def test_operators_of_onnxruntime_in_the_default_domain_stay():
         np.testing.assert_array_equal(before.run(None, inputs), after.run(None, inputs))
 
 
-def test_a_hardmax_that_the_converter_would_change_is_refused():
-    """ONNX's converter keeps the node, which is the greatest of another axis since opset 13."""
-    text = """
-        <ir_version: 8, opset_import: ["" : 11]>
-        g (float[2, 3, 4] x) => (float[2, 3, 4] y) { y = Hardmax<axis = AXIS>(x) }
-    """
-    x = np.random.default_rng(0).normal(size=(2, 3, 4)).astype(np.float32)
-    proto = onnx.parser.parse_model(text.replace("AXIS", "-1"))
-    np.testing.assert_array_equal(
-        run(jaxonnx.convert(proto, opset=17), x), run(jaxonnx.load(proto), x)
-    )
-    proto = onnx.parser.parse_model(text.replace("AXIS", "1"))
-    with pytest.raises(jaxonnx.InputError, match="opset 13 gave Hardmax another meaning"):
-        jaxonnx.convert(proto, opset=17)
-    assert jaxonnx.convert(proto, opset=12).proto.opset_import[0].version == 12
-
-
 def test_half_precision_of_an_exported_transformer():
     model = jaxonnx.load(DATA / "families" / "transformers_albert.onnx")
     half = jaxonnx.convert(model, "float16")
