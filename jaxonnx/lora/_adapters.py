@@ -6,8 +6,8 @@ import dataclasses
 import json
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 import jax
@@ -27,6 +27,7 @@ from jaxonnx.lora._merge import (
     check_magnitudes,
     check_scale,
     checksum,
+    find_tied,
     is_float,
     magnitude,
     pair,
@@ -53,6 +54,7 @@ class Adapters:
         rank) of each weight, with DoRA the norms of its outputs ("<weight>.lora_magnitude"),
         tensors that were trained in full, and running statistics.
       base: a checksum of the weights that they were trained for; "" if it is not known.
+      model: the model of a run that trained them, by which `save` names the modules of PEFT.
     """
 
     rank: int
@@ -60,6 +62,7 @@ class Adapters:
     layouts: Mapping[str, Matrix]
     values: Mapping[str, jax.Array]
     base: str = ""
+    model: Model | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_scale(self.rank, self.alpha)
@@ -229,8 +232,8 @@ class Adapters:
                 result[member] = np.ascontiguousarray(value.astype(dtype))
         return result
 
-    def _refuse_others(self) -> None:
-        if others := [name for name in self.values if name not in self._members]:
+    def _refuse_others(self, beyond: Collection[str] = ()) -> None:
+        if others := [name for name in self.values if name not in self._members | {*beyond}]:
             raise InputError(
                 f"'{others[0]}' was trained beside the adapters, which this form does not hold; "
                 "leave it out of trainable=, or save an .npz or the model"
@@ -246,12 +249,23 @@ class Adapters:
         """Write a folder of PEFT, with the scale in B."""
         others = {name: x for name, x in self.values.items() if name not in self._members}
         meanings = weights(model.graph, model.tensors) if model else {}
-        whole = {name: meanings[name] for name in others if name in meanings}
-        if any(name not in whole or not whole[name].matrix for name in others):
-            self._refuse_others()
-        odd = [n for n, p in self.layouts.items() if p.kernel or p.batch]
-        if odd:
+        whole = {n: meanings[n] for n in others if n in meanings and meanings[n].matrix}
+        vectors = {n: (model.aliases if model else {}).get(n, n) for n in others if n not in whole}
+        if not model or any(not name.endswith((".bias", ".weight")) for name in vectors.values()):
+            self._refuse_others(whole)
+        if odd := [name for name, place in self.layouts.items() if place.batch]:
             raise InputError(f"PEFT has no format for the adapter of '{odd[0]}'; save an .npz")
+        tied = (
+            [name for name in find_tied(model) if name in {*self.layouts, *others}] if model else []
+        )
+        if tied:
+            raise InputError(f"{files.describe_ties(tied)}; or save an .npz or the model")
+        kernels = [name for name, place in self.layouts.items() if place.kernel]
+        if kernels and model is None:
+            raise InputError(
+                f"'{kernels[0]}' is the kernel of a convolution, whose shape PEFT has: pass the "
+                "model as well, save(path, model)"
+            )
         changes = {}
         for name in self.layouts:
             a, b = (np.asarray(self.values[member], np.float32) for member in pair(name))
@@ -267,6 +281,15 @@ class Adapters:
         moved = peft_modules.move_rows(changes, blocks, heights)
         if not moved:
             raise InputError("all adapters are still zero: there is nothing to save for PEFT")
+        for block in (block for block in blocks if block.source in kernels):
+            groups = peft_modules.count_groups(cast(Model, model), block.source)
+            if groups > 1 and self.has_magnitudes:
+                raise InputError(
+                    f"'{block.source}' is the kernel of a convolution in {groups} groups, and for "
+                    "these PEFT has no magnitudes (DoRA): save an .npz or the model"
+                )
+            shape = meanings[block.source].shape
+            moved[block.target] = files.fold_convolution(moved[block.target], shape, groups)
         lookups = {name for name, place in self.layouts.items() if place.lookup}
         tables = {block.target for block in blocks if block.source in lookups}
         full: dict[str, np.ndarray] = {}
@@ -275,13 +298,17 @@ class Adapters:
                 self._refuse_others()
             axes = torch_axes(cast(Model, model), block.source, whole[block.source])
             full[block.target] = np.asarray(others[block.source]).transpose(axes)
+        biases = {}
+        for name, alias in vectors.items():
+            module, _, kind = alias.rpartition(".")
+            (full if kind == "weight" else biases)[module] = np.asarray(others[name])
         home = model.folder if model else None
         if home and not base_model:
             base_model = home.origin or home.repository or str(home.path.absolute())
         about = {"base_model_name_or_path": base_model}
         if home and home.task == "text-generation":
             about["task_type"] = "CAUSAL_LM"  # AutoPeftModelForCausalLM asks for it
-        files.write_peft(path, moved, about, tables, full, self.base)
+        files.write_peft(path, moved, about, tables, full, biases, self.base)
 
     def save(
         self,
@@ -295,28 +322,28 @@ class Adapters:
 
         Args:
           path: of an .npz, which has all values and what their axes mean; of an .onnx_adapter for
-            `onnxruntime.LoraAdapter` and a model saved with `adapters="inputs"`; or a folder (one
-            that exists, or with a slash at its end) for `adapter_model.safetensors` and
-            `adapter_config.json`.
-          model: the model of the weights, for a folder: it tells what the modules are called in
-            transformers, and which of them the file has in one matrix (qkv_proj) or apart. Each
-            gets the ranks that reach it. PEFT ignores names that it does not find; a warning says
-            if they are not certain.
+            `onnxruntime.LoraAdapter` and a model saved with `adapters="inputs"`; any other path is
+            a folder for `adapter_model.safetensors` and `adapter_config.json`.
+          model: the model of the weights, for a folder; by default that of the run. It tells what
+            the modules are called in transformers, and which of them the file has in one matrix
+            (qkv_proj) or apart. Each gets the ranks that reach it. PEFT ignores names that it does
+            not find; a warning says if they are not certain.
           names: as in `to_inputs`, for the two latter; by default, in a folder, transformers' name.
           base_model: the name on the hub, or the path, of transformers' model that PEFT is to load
             (`base_model_name_or_path` of a folder). By default, of a model that was loaded from a
             folder, `_name_or_path` of its `config.json`, its name on the hub, or its path.
 
         Raises:
-          InputError: tensors were trained in full (only .npz has them, and a folder matrices, as
-            `modules_to_save`), or weights are no matrices, or their modules are not known.
+          InputError: tensors were trained in full (only .npz has them, and a folder, as
+            `modules_to_save` and biases, with the model), or PEFT has no adapters for a weight, or
+            its module is not known.
           OSError: the path cannot be written; a file that was there stays.
         """
         check_arguments(Adapters.save, locals())
         if os.fspath(path).endswith(files.SUFFIX):
             return files.write_onnx_adapter(path, self.to_inputs(names or module_name))
-        if os.path.isdir(path) or os.fspath(path).endswith(("/", os.sep)):
-            return self._save_peft(path, names, model, base_model)
+        if os.path.isdir(path) or not os.fspath(path).endswith(".npz"):
+            return self._save_peft(path, names, model or self.model, base_model)
         about = json.dumps(self.about).encode()
         arrays = {**self.values, _ABOUT: np.frombuffer(about, np.uint8)}
         from jaxonnx import sparse

@@ -2,10 +2,9 @@
 
 import difflib
 import json
-import math
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from jaxonnx._atomic_write import write_atomically
 from jaxonnx._io.formats import read_metadata, read_weights, write_safetensors
 from jaxonnx._safe_read import wrap_errors
 from jaxonnx.errors import Error, InputError, ModelError
+from jaxonnx.lora._peft_config import Settings, read_settings
 
 SUFFIX = ".onnx_adapter"
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -27,9 +27,12 @@ Change = tuple[np.ndarray, np.ndarray, np.ndarray | None]
 _PREFIX = "base_model.model."
 """What PEFT puts before the names of modules."""
 _NORMS = "magnitude_vector"
+_TOKENS = ".token_adapter.trainable_tokens_delta"
 _BASE = "base"
 """The metadata with a checksum of the adapted weights."""
-_PARTS_OF_CHANGE = {"A": 2, "B": 2, _NORMS: 1}
+_TRAINING = ("velora_", "monteclora_")
+"""Parts that only the training in PEFT reads."""
+_PARTS_OF_CHANGE = {"A": 2, "B": 2, "B.bias": 1, _NORMS: 1}
 """By the end of a name, the least rank."""
 
 
@@ -43,7 +46,12 @@ class Contents(NamedTuple):
     tables: set[str]
     """The modules that are embeddings, whose A has a column for each row of the table."""
     others: dict[str, np.ndarray]
-    """By their names, the tensors of `modules_to_save`, which were trained in full."""
+    """By their names, the tensors that were trained in full: of `modules_to_save`, and biases."""
+    tokens: dict[str, tuple[list[int], np.ndarray]]
+    """By module, the rows of its matrix that were trained, and their values."""
+    biases: dict[str, np.ndarray]
+    """By module, what `lora_bias` adds to its bias."""
+    settings: Settings
 
 
 def is_foreign(path: str | os.PathLike[str]) -> bool:
@@ -51,62 +59,139 @@ def is_foreign(path: str | os.PathLike[str]) -> bool:
     return os.fspath(path).endswith(SUFFIX) or Path(path, _CONFIG).is_file()
 
 
-def read(path: str | os.PathLike[str], modules: Collection[str]) -> Contents:
+def read(
+    path: str | os.PathLike[str], modules: Collection[str], tied: Sequence[str] = ()
+) -> Contents:
     """Return the contents of an adapter file.
 
     Args:
       path: an .onnx_adapter or a folder of PEFT.
       modules: the modules that there are.
+      tied: weights that are both an embedding and an output layer.
 
     Raises:
       InputError: a module that there is not, or what is not LoRA.
       ModelError: the file is damaged.
     """
-    where, scale_of, config = f"'{os.fspath(path)}'", _scale_one, {}
+    where, config, settings = f"'{os.fspath(path)}'", {}, Settings(lambda module, rank: 1.0)
     if transposed := os.fspath(path).endswith(SUFFIX):
         arrays = read_onnx_adapter(path)
     else:
         arrays, config = read_peft(path)
-        scale_of = _scales(where, config)
-    others: dict[str, np.ndarray] = {}
-    tables: set[str] = set()
+        settings = read_settings(where, config)
+    result = Contents({}, {}, set(), {}, {}, {}, settings)
     factors: dict[str, dict[str, np.ndarray]] = {}
-    scales: dict[str, float] = {}
     for key, value in arrays.items():
-        stem, _, end = key.removeprefix(_PREFIX).rpartition(".lora_")
-        table, end = end.startswith("embedding_"), end.removesuffix(".weight")
-        end = end.removeprefix("embedding_")
-        if ".base_layer." in key:  # PEFT adds the table itself to the adapter of an embedding
-            continue
-        if not stem and config.get("modules_to_save"):
-            others[key.removeprefix(_PREFIX)] = value
-            continue
-        if end not in _PARTS_OF_CHANGE or value.ndim < _PARTS_OF_CHANGE[end]:
-            raise InputError(f"{where}: '{key}' is not a factor of LoRA")
-        module = plain_name(stem)
-        if module not in modules:
-            near = difflib.get_close_matches(module, modules, 3)
-            hint = f"near it are {', '.join(near)}" if near else "names= says what it is called"
-            raise InputError(f"{where}: the model has no weight of a module '{stem}'; {hint}")
+        name = key.removeprefix(_PREFIX)
         if not np.isfinite(value).all():
             raise ModelError(f"{where}: '{key}' has values that are not finite")
+        if not transposed and ".lora_" not in name:
+            if name.endswith(_TOKENS):
+                stem = name.removesuffix(_TOKENS)
+                rows = find_tokens(config.get("trainable_token_indices"), stem)
+                _check_module(where, stem, modules, tied)
+                if len(rows) != len(value):
+                    raise ModelError(f"{where}: '{key}' has {len(value)} rows for {len(rows)}")
+                result.tokens[plain_name(stem)] = rows, value
+            # PEFT adds the tables of adapted embeddings
+            elif not name.endswith((".base_layer.weight", ".num_batches_tracked")):
+                result.others[name.replace(".base_layer.", ".")] = value
+            continue
+        stem, _, end = name.partition(".lora_")
+        if end.startswith(_TRAINING):
+            continue
+        table, end = end.startswith("embedding_"), end.removesuffix(".weight")
+        end = end.removeprefix("embedding_")
+        if not stem or end not in _PARTS_OF_CHANGE or value.ndim < _PARTS_OF_CHANGE[end]:
+            raise InputError(f"{where}: '{key}' is not a factor of LoRA")
+        _check_module(where, stem, modules, tied)
+        module = plain_name(stem)
         value = value.swapaxes(-1, -2) if transposed else value
         factors.setdefault(module, {})[end] = value
-        tables.update([module] if table else [])
+        result.tables.update([module] if table else [])
         if end == "A":
-            scales[module] = scale_of(stem, value.shape[-2])
+            rank = value.shape[-2] if transposed else len(value)
+            result.scales[module] = settings.scale_of(stem, rank)
     for module, parts in factors.items():
+        if not transposed and parts.keys() >= {"A", "B"}:
+            factors[module] = parts = _flatten_convolution(where, module, parts)
         if not parts.keys() >= {"A", "B"} or parts["A"].shape[-2] != parts["B"].shape[-1]:
             raise InputError(f"{where}: A and B for '{module}' are missing, or of unequal ranks")
-        if (_NORMS in parts) != bool(config.get("use_dora")):
+        if (_NORMS in parts) != settings.dora:
             raise InputError(
-                f"{where}: use_dora is {bool(config.get('use_dora'))}, and '{module}' has "
+                f"{where}: use_dora is {settings.dora}, and '{module}' has "
                 f"{'a' if _NORMS in parts else 'no'} lora_magnitude_vector"
             )
-    if not factors:
+        result.changes[module] = parts["A"], parts["B"], parts.get(_NORMS)
+        if "B.bias" in parts:
+            result.biases[module] = parts["B.bias"] * result.scales[module]
+    if not (result.changes or result.tokens):
         raise InputError(f"{where} has no adapters")
-    changes = {name: (x["A"], x["B"], x.get(_NORMS)) for name, x in factors.items()}
-    return Contents(changes, scales, tables, others)
+    return result
+
+
+def _check_module(where: str, stem: str, modules: Collection[str], tied: Sequence[str]) -> None:
+    """Raise an InputError unless there is such a module."""
+    module = plain_name(stem)
+    if module not in modules:
+        near = difflib.get_close_matches(module, modules, 3)
+        hint = f"near it are {', '.join(near)}" if near else "names= says what it is called"
+        hint = describe_ties(tied) or hint
+        raise InputError(f"{where}: the model has no weight of a module '{stem}'; {hint}")
+
+
+def describe_ties(tied: Sequence[str]) -> str:
+    """Tell that an output layer has no weight of its own; empty without such a tie."""
+    if not tied:
+        return ""
+    return (
+        f"'{tied[0]}' is both the embedding and the output layer, which PEFT adapts apart: where "
+        "the file stores the weight twice, jaxonnx.load(path, tied=[]) keeps the two apart"
+    )
+
+
+def find_tokens(indices: Any, module: str) -> list[int]:
+    """Return the rows of a module that `trainable_token_indices` of PEFT lists."""
+    if isinstance(indices, Mapping):  # by the end of a module's name
+        named = [rows for key, rows in indices.items() if f".{module}".endswith(f".{key}")]
+        indices = named[0] if named else []
+    return [int(row) for row in indices or []]
+
+
+def _flatten_convolution(
+    where: str, module: str, parts: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Return the factors of a convolution as those of the matrix of its kernel.
+
+    PEFT has A (rank, channels, *window), which reads the channels of all groups, and B (outputs,
+    rank / groups, 1, ...). Ranks that read one group alone are those of a kernel in groups.
+
+    Raises:
+      InputError: ranks read other channels than those of their group.
+    """
+    a, b = parts["A"], parts["B"]
+    if a.ndim == 2:
+        return {**parts}
+    norms = {_NORMS: parts[_NORMS].reshape(-1)} if _NORMS in parts else {}
+    rank, b = len(a), b.reshape(len(b), -1)
+    groups = rank // max(b.shape[1], 1)
+    if b.shape[1] * groups != rank or a.shape[1] % groups or len(b) % groups:
+        raise InputError(f"{where}: A and B for '{module}' are of unequal ranks")
+    by_group = a.reshape(groups, rank // groups, groups, -1)
+    by_rank = np.stack([by_group[i, :, i] for i in range(groups)])
+    if np.count_nonzero(by_group) != np.count_nonzero(by_rank):
+        raise InputError(
+            f"{where}: the adapter of '{module}', a convolution in {groups} groups, reads the "
+            "channels of all groups, and no change of its kernel computes that (PEFT cannot merge "
+            "it, either): train an adapter without this module"
+        )
+    if (by_rank == by_rank[:1]).all():
+        return {"A": by_rank[0], "B": b, **norms}
+    pieces = np.split(b, groups)
+    whole = np.zeros((len(b), rank), b.dtype)
+    for i, piece in enumerate(pieces):
+        whole[i * len(piece) : (i + 1) * len(piece), i * b.shape[1] : (i + 1) * b.shape[1]] = piece
+    return {"A": by_rank.reshape(rank, -1), "B": whole, **norms}
 
 
 def plain_name(module: str) -> str:
@@ -114,27 +199,25 @@ def plain_name(module: str) -> str:
     return module.replace(".self_attn.", ".attn.").removeprefix("/").replace("/", ".")
 
 
-def _scale_one(module: str, rank: int) -> float:
-    return 1.0
+def fold_convolution(change: Change, shape: tuple[int, ...], groups: int) -> Change:
+    """Return the factors of a kernel's matrix as PEFT has those of a convolution.
 
+    The reverse of reading one: each group has its own ranks, as many as the change has.
 
-def _scales(where: str, config: Mapping[str, Any]) -> Callable[[str, int], float]:
-    """Return the scale of a change by module and rank, if a configuration of PEFT is of LoRA."""
-    if config.get("peft_type") != "LORA":
-        raise InputError(f"{where} is of type {config.get('peft_type')!r}, not LORA")
-    for key in ("lora_bias", "bias"):
-        if config.get(key, "none") not in (False, None, "none"):
-            raise InputError(f"{where} has {key}, which jaxonnx.LoRA has not")
-    alpha, patterns = config.get("lora_alpha"), config.get("alpha_pattern") or {}
-    if not isinstance(config.get("r"), int) or not isinstance(alpha, int | float):
-        raise InputError(f"{where}: adapter_config.json has no r or no lora_alpha")
-
-    def scale(module: str, rank: int) -> float:
-        # as PEFT matches them: the end of a module's name, which may be an expression
-        matching = [x for key, x in patterns.items() if re.match(rf"(.*\.)?({key})$", module)]
-        return (matching or [alpha])[0] / (math.sqrt(rank) if config.get("use_rslora") else rank)
-
-    return scale
+    Args:
+      change: A (rank, channels of a group at each place of the window), B (outputs, rank), norms.
+      shape: of the kernel (outputs, channels of a group, *window).
+      groups: the number of groups.
+    """
+    a, b, norms = change
+    _, channels, *window = shape
+    ones = (1,) * len(window)
+    whole = np.zeros((groups, len(a), groups, channels, *window), np.float32)
+    for group in range(groups):
+        whole[group, :, group] = a.reshape(len(a), channels, *window)
+    whole = whole.reshape(groups * len(a), groups * channels, *window)
+    norms = None if norms is None else norms.reshape(1, -1, *ones)
+    return whole, b.reshape(*b.shape, *ones), norms
 
 
 def write_onnx_adapter(path: str | os.PathLike[str], arrays: Mapping[str, np.ndarray]) -> None:
@@ -169,6 +252,7 @@ def write_peft(
     about: Mapping[str, str | None] = MappingProxyType({}),
     tables: Collection[str] = (),
     others: Mapping[str, np.ndarray] = MappingProxyType({}),
+    biases: Mapping[str, np.ndarray] = MappingProxyType({}),
     base: str = "",
 ) -> None:
     """Write `adapter_model.safetensors` and `adapter_config.json` of changes by module.
@@ -182,6 +266,7 @@ def write_peft(
       about: settings that say what the adapters are for.
       tables: the modules among them that are embeddings.
       others: weights that were trained in full, by module.
+      biases: those that were, by module.
       base: the checksum.
     """
     # PEFT looks for a name at the end of others: unless it is anchored, "q" is "block.q", too
@@ -197,7 +282,7 @@ def write_peft(
         "rank_pattern": odd,
         "alpha_pattern": odd,
         "modules_to_save": [*others] or None,
-        "bias": "none",
+        "bias": "all" if biases.keys() - others.keys() else "none",
         "lora_dropout": 0.0,
         "use_rslora": False,
         "use_dora": any(norms is not None for *_, norms in changes.values()),
@@ -210,6 +295,9 @@ def write_peft(
         if x is not None
     }
     arrays |= {f"{_PREFIX}{name}.weight": np.ascontiguousarray(x) for name, x in others.items()}
+    for name, x in biases.items():
+        inner = "base_layer." if name in changes else ""
+        arrays[f"{_PREFIX}{name}.{inner}bias"] = np.ascontiguousarray(x)
     Path(folder).mkdir(parents=True, exist_ok=True)
     write_safetensors(Path(folder, _WEIGHTS), arrays, {_BASE: base})
     with write_atomically(Path(folder, _CONFIG)) as written:

@@ -13,7 +13,7 @@ import numpy as np
 from jaxonnx._axes import Matrix
 from jaxonnx._graph.uses import weights
 from jaxonnx.errors import InputError
-from jaxonnx.lora._merge import is_float, pair
+from jaxonnx.lora._merge import is_float, pair, unfold_map
 from jaxonnx.lora._module_names import module_name
 from jaxonnx.model import Model
 from jaxonnx.quantization import dequantize
@@ -43,8 +43,8 @@ def approximate_errors(
         at: Any = theirs[twin].matrix if twin else None
         if at is None:
             raise InputError(f"against= has no weight '{name}' in floating point")
-        present = _as_map(matrices[name], place)
-        wanted = _as_map(other[twin], at)
+        present = unfold_map(matrices[name], place)
+        wanted = unfold_map(other[twin], at)
         if present.shape != wanted.shape:
             raise InputError(
                 f"against= is another model: its '{twin}' is a matrix of {[*wanted.shape]}, "
@@ -59,11 +59,3 @@ def approximate_errors(
 
 def _module(name: str) -> str:
     return module_name(_SUFFIX.sub("", name))
-
-
-def _as_map(x: Any, place: Matrix) -> np.ndarray:
-    """Return a weight as maps (..., outputs, inputs)."""
-    x = np.asarray(x, np.float32)
-    order = (*place.batch, place.output, place.input, *place.kernel)
-    shape = [x.shape[axis] for axis in (*place.batch, place.output)]
-    return x.transpose(order).reshape(*shape, -1)

@@ -149,3 +149,11 @@ def pair(name: str) -> tuple[str, str]:
 def magnitude(name: str) -> str:
     """Return the name of the norms that DoRA trains for the outputs of a weight."""
     return f"{name}.lora_magnitude"
+
+
+def unfold_map(x: Any, place: Matrix) -> np.ndarray:
+    """Return a weight as maps (..., outputs, inputs) in float32."""
+    x = np.asarray(x, np.float32)
+    order = (*place.batch, place.output, place.input, *place.kernel)
+    shape = [x.shape[axis] for axis in (*place.batch, place.output)]
+    return x.transpose(order).reshape(*shape, -1)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from jaxonnx._graph.uses import Weight, weights
+from jaxonnx._graph.uses import Weight, uses_by_tensor, weights
 from jaxonnx.errors import InputError
 from jaxonnx.lora import _files as files
 from jaxonnx.lora._files import Change
-from jaxonnx.lora._merge import magnitude, pair
+from jaxonnx.lora._merge import find_tied, magnitude, pair, unfold_map
 from jaxonnx.lora._module_names import (
     EXPORTED,
     FAMILIES,
@@ -26,7 +27,9 @@ from jaxonnx.lora._module_names import (
     split_name,
     torch_axes,
 )
+from jaxonnx.lora._peft_config import CONVERTED, Settings
 from jaxonnx.model import Model
+from jaxonnx.quantization import dequantize
 
 
 def choose_blocks(
@@ -100,13 +103,39 @@ def read(
             module = files.plain_name(block.target)
             targets.setdefault(module, []).append(block._replace(target=module).invert())
         places = targets | places
-    changes, scales, tables, others = files.read(path, places)
+    contents = files.read(path, places, find_tied(model))
+    changes, scales, tables = contents.changes, contents.scales, contents.tables
     meanings = weights(model.graph, model.tensors)
+    if contents.settings.start:
+        for module in changes.keys() - tables:
+            matrix = _read_matrix(path, model, module, places, contents.settings.start)
+            a, b, norms = changes[module]
+            start_a, start_b = _decompose(matrix, len(a), scales[module], contents.settings)
+            changes[module] = np.concatenate([a, start_a]), np.hstack([b, -start_b]), norms
     for module in changes:
-        place = meanings[places[module][0].target].matrix
+        name = places[module][0].target
+        place = meanings[name].matrix
+        if place is not None and place.kernel:
+            count_groups(model, name)
         if place is not None and place.lookup != (module in tables):  # a tied table, the other way
             a, b, norms = changes[module]
             changes[module] = b.T, a.T, norms
+    tied = find_tied(model)
+    alone = [m for m in changes if places[m][0].target in tied]
+    if alone:
+        raise InputError(f"'{os.fspath(path)}' adapts '{alone[0]}': {files.describe_ties(tied)}")
+    tokens = dict(contents.tokens)
+    for module, trained in contents.tokens.items():  # PEFT trains those of a tied layer, too
+        matrix = _read_matrix(path, model, module, places)
+        tokens |= dict.fromkeys(_find_copies(path, model, module, matrix, places), trained)
+    for module, (indices, values) in tokens.items():
+        matrix = _read_matrix(path, model, module, places)
+        present, chosen = matrix[indices], np.eye(len(matrix), dtype=np.float32)[indices]
+        difference = values.astype(np.float32) - present
+        place = meanings[places[module][0].target].matrix
+        lookup = place is not None and place.lookup
+        factors = (chosen, difference.T) if lookup else (difference, chosen.T)
+        changes[module], scales[module] = (*factors, None), 1.0
     scale = next(iter(scales.values()))
     if len({*scales.values()}) > 1:  # B has them
         changes = {name: (a, scales[name] * b, m) for name, (a, b, m) in changes.items()}
@@ -119,15 +148,131 @@ def read(
         for member, value in zip((*pair(weight), magnitude(weight)), change, strict=True)
         if value is not None
     }
-    named |= _place_weights(path, model, meanings, others, places)
+    named |= _place_weights(path, model, meanings, contents, places)
     return named, rank, rank * scale, files.read_base(path)
+
+
+def _read_matrix(
+    path: str | os.PathLike[str],
+    model: Model,
+    module: str,
+    places: Mapping[str, Sequence[Block]],
+    start: str = "",
+) -> np.ndarray:
+    """Return the matrix of a module as PEFT has it: a row for each output, or row of a table.
+
+    Raises:
+      InputError: it is stored in few bits, and an adapter's `start` follows from its exact values;
+        or it is no matrix.
+    """
+    blocks = sorted(places[module], key=lambda block: block.first)
+    meanings = weights(model.graph, model.tensors)
+    rows = []
+    for block in blocks:
+        weight = meanings[block.target]
+        if start and weight.storage:
+            raise InputError(
+                f"'{os.fspath(path)}' starts from '{start}' (init_lora_weights), subtracted from "
+                f"the exact weights, and '{block.target}' is stored in few bits: {CONVERTED}"
+            )
+        place: Any = weight.matrix
+        if place.batch or place.kernel:
+            raise InputError(f"'{os.fspath(path)}': '{module}' is no matrix in this file")
+        (matrix,) = dequantize(model.graph, model.tensors, [block.target]).values()
+        whole = unfold_map(matrix, place)[block.start : block.start + block.rows]
+        rows.append(whole.T if place.lookup else whole)
+    return np.concatenate(rows)
+
+
+def _find_copies(
+    path: str | os.PathLike[str],
+    model: Model,
+    module: str,
+    table: np.ndarray,
+    places: Mapping[str, Sequence[Block]],
+) -> list[str]:
+    """Return the modules whose matrix is that of an embedding, perhaps rounded to few bits."""
+    meanings = weights(model.graph, model.tensors)
+    place = meanings[places[module][0].target].matrix
+    result: list[str] = []
+    if place is None or not place.lookup:
+        return result
+    for other, blocks in places.items():
+        weight = meanings[blocks[0].target]
+        place = weight.matrix
+        if place is None or place.batch or place.kernel or place.lookup:
+            continue
+        if place.sizes(weight.shape) == table.shape:
+            difference = _read_matrix(path, model, other, places) - table
+            if np.linalg.norm(difference) < 0.25 * np.linalg.norm(table):
+                result.append(other)
+    return result
+
+
+def _decompose(
+    matrix: np.ndarray, rank: int, scale: float, settings: Settings
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return A and B that PEFT starts from and subtracts from the base, times the scale.
+
+    "pissa" (Meng et al., arXiv:2404.02948) takes the largest singular values, "olora" (Büyükakyüz,
+    arXiv:2406.01775) the first rows of a QR decomposition, of the matrix as the base has it.
+    """
+    if settings.start == "pissa":
+        u, s, v = np.linalg.svd(matrix, full_matrices=False)
+        root = np.sqrt(s[:rank] / scale)
+        return root[:, None] * v[:rank], u[:, :rank] * root
+    q, r = np.linalg.qr(matrix.T if settings.fan_in_fan_out else matrix)
+    return (q[:, :rank].T, r[:rank].T) if settings.fan_in_fan_out else (r[:rank], q[:, :rank])
+
+
+def count_groups(model: Model, name: str) -> int:
+    """Return the groups of the convolutions that read a kernel, as PEFT adapts these.
+
+    Its A is a convolution of the same window, stride and padding with zeros, without dilation.
+
+    Raises:
+      InputError: a node that reads the kernel computes otherwise.
+    """
+    shape = weights(model.graph, model.tensors)[name].shape
+    groups = 1
+    for use in (use for use in uses_by_tensor(model.graph, model.tensors)[name] if not use.passes):
+        node = use.node
+        groups = node.attributes.get("group", 1)
+        padding = _padding_mode(model, node.inputs[0])
+        if node.op.name != "Conv" or len(shape) > 5:
+            reason = f"is read by {node.op.name}, for which PEFT has no adapters"
+        elif {*node.attributes.get("dilations", ())} - {1} and {*shape[2:]} - {1}:
+            reason = "is dilated, and PEFT's A is not"
+        elif padding != "constant":
+            reason = f"reads inputs that are padded by mode '{padding}', and PEFT's A pads by zeros"
+        else:
+            continue
+        raise InputError(
+            f"'{name}', a kernel of {node.label}, {reason}: leave this module out, or keep its "
+            "adapter in an .npz"
+        )
+    return groups
+
+
+def _padding_mode(model: Model, value: str) -> str:
+    """Return the mode by which a value was padded, "constant" if it was not."""
+    producers = model.graph.producers
+    node = producers.get(value)
+    if node is not None and node.op.name == "Pad":
+        return str(node.attributes.get("mode", "constant"))
+    if node is not None and node.op.name == "Concat":  # torch.onnx writes circular padding so
+        parts = [producers[name] for name in node.inputs if name in producers]
+        cut = {part.inputs[0] for part in parts if part.op.name == "Slice"}
+        if not cut.isdisjoint(node.inputs):
+            return "circular"
+    return "constant"
 
 
 def _place_weights(
     path: str | os.PathLike[str],
     model: Model,
     meanings: Mapping[str, Weight],
-    others: Mapping[str, np.ndarray],
+    contents: files.Contents,
     places: Mapping[str, Sequence[Block]],
 ) -> dict[str, np.ndarray]:
     """Return weights that were trained in full by their names in the file, as it has them.
@@ -136,18 +281,35 @@ def _place_weights(
       InputError: a tensor is not known in the file, or is a matrix in few bits there.
     """
     result = {}
-    names = {model.aliases.get(name, name): name for name in model.tensors}
+    names = {files.plain_name(model.aliases.get(name, name)): name for name in model.tensors}
+    others = {files.plain_name(key): value for key, value in contents.others.items()}
+    for module, value in contents.biases.items():
+        name = names.get(f"{module}.bias")
+        if name is None:
+            raise InputError(
+                f"'{os.fspath(path)}' has lora_bias, which adds to the bias of '{module}', and "
+                "this module has none in the file"
+            )
+        present = others.get(f"{module}.bias", np.asarray(model.tensors[name], np.float32))
+        others[f"{module}.bias"] = present + value
     for key, value in others.items():
-        module = files.plain_name(key.removesuffix(".weight"))
+        module = key.removesuffix(".weight")
         blocks = places.get(module, ()) if key.endswith(".weight") else ()
         name = blocks[0].target if len(blocks) == 1 else names.get(key)
-        if name is None or meanings[name].storage or value.size != model.tensors[name].size:
-            odd = (
-                "in few bits" if name and meanings[name].storage else "unknown, or of another size"
-            )
-            raise InputError(f"'{os.fspath(path)}': '{key}' was trained in full, and is {odd} here")
-        order = np.argsort(torch_axes(model, name, meanings[name]))
-        result[name] = value.transpose(order)
+        if name is None:
+            hint = files.describe_ties(find_tied(model))
+            reason = f"unknown here{hint and f'; {hint}'}"
+        elif name in find_tied(model):
+            reason = f"tied here: {files.describe_ties([name])}"
+        elif meanings[name].storage:
+            reason = "in few bits here"
+        elif value.size != model.tensors[name].size:
+            reason = f"of shape {[*model.tensors[name].shape]} here, not {[*value.shape]}"
+        else:
+            order = np.argsort(torch_axes(model, name, meanings[name]))
+            result[name] = value.transpose(order)
+            continue
+        raise InputError(f"'{os.fspath(path)}': '{key}' was trained in full, and is {reason}")
     return result
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import jax
@@ -19,7 +20,7 @@ from jaxonnx._graph.uses import weights
 from jaxonnx._rewrite.network import Network
 from jaxonnx._text import format_count, list_some
 from jaxonnx.errors import InputError
-from jaxonnx.lora._merge import Merge
+from jaxonnx.lora._merge import Merge, magnitude, pair
 from jaxonnx.lora._module_names import module_name
 from jaxonnx.lora._nodes import (
     Factors,
@@ -28,7 +29,7 @@ from jaxonnx.lora._nodes import (
     insert_adapters,
     magnitude_name,
 )
-from jaxonnx.lowering import LowRank, norm_factors, to_array
+from jaxonnx.lowering import LowRank, is_half, merge_change, norm_factors, to_array
 from jaxonnx.views import Addition, View
 
 M = TypeVar("M", bound=Network)
@@ -49,6 +50,16 @@ class Adaption(Merge, View):
             )
         tensors = {**network.state, **network.params}
         params = jax.jit(lambda t: {n: to_array(self.read(t)[n]) for n in self.targets})(tensors)
+        lost = [name for name, share in self._find_lost(tensors, params).items() if share > 0.5]
+        if lost:
+            kind = tensors[lost[0]].dtype
+            warnings.warn(
+                f"{kind} rounds most of the adapter away in {format_count(len(lost), 'weight')} "
+                f"({list_some(lost, '')}), whose changes are smaller than the steps between its "
+                "numbers: Adapters.save, or save(path, adapters='nodes') before merging, keeps "
+                "all of it",
+                stacklevel=2,
+            )
         rounded: dict[str, Any] = {}
         if self.stored:
             factors = self._arrays(network, tensors)
@@ -62,6 +73,25 @@ class Adaption(Merge, View):
         constants = {n: v for n, v in network.program.constants.items() if n not in rounded}
         program = dataclasses.replace(network.program.leave(Adaption), constants=constants)
         return dataclasses.replace(network, params=params, state=state, program=program)
+
+    def _find_lost(self, tensors: Mapping[str, Any], merged: Mapping[str, Any]) -> dict[str, float]:
+        """Return the share of the change that rounding loses, of each adapted 16-bit weight."""
+
+        @partial(jax.jit, static_argnums=0)
+        def compare(place, w, a, b, norms, rounded):
+            w, rounded = w.astype(jnp.float32), rounded.astype(jnp.float32)
+            whole = merge_change(w, a, b * (self.alpha / self.rank), norms, place)
+            error, change = jnp.linalg.norm(rounded - whole), jnp.linalg.norm(whole - w)
+            trained = change > 1e-6 * jnp.linalg.norm(w)  # magnitudes (DoRA) round as they start
+            return jnp.where(trained, error / change, 0)
+
+        halves = {name for name in self.layouts if name in merged and is_half(tensors[name])}
+        result = {}
+        for name in halves:
+            a, b = (to_array(tensors[member]) for member in pair(name))
+            norms, w = tensors.get(magnitude(name)), to_array(tensors[name])
+            result[name] = float(compare(self.layouts[name], w, a, b, norms, merged[name]))
+        return result
 
     def leave(self, network: M, form: str | None) -> tuple[M, list[Addition]]:
         if (form or ("nodes" if self.stored else "merged")) == "merged":

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -98,7 +98,7 @@ class Result:
         elif form == "peft":
             if self.lora is None:
                 raise InputError("form='peft': the run has trained no adapters (lora=)")
-            self.lora.save(f"{target}/", self.model, base_model=base_model, **options)
+            self.lora.save(f"{target}/", base_model=base_model, **options)
         elif self.model.folder is not None:
             self.model.save(f"{target}/", **options)
         else:
@@ -129,6 +129,7 @@ def to_result(
         adapters = Adapters.of(trained)
     old, tensors = {**before.state, **before.params}, {**trained.params, **trained.state}
     new = {n: x for n, x in tensors.items() if n in old and (names is None or n in names)}
+    adapters = adapters and replace(adapters, model=trained)
     return Result(trained, history, changes(old, new), adapters, Run(step.settings, held_out, data))
 
 

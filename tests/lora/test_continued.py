@@ -75,7 +75,7 @@ def test_adapters_are_trained_further(tmp_path):
     second.model.save(tmp_path / "merged.onnx")
     second.model.save(tmp_path / "nodes.onnx", adapters="nodes")
     second.model.save(tmp_path / "inputs.onnx", adapters="inputs")
-    second.lora.save(f"{tmp_path}/peft/", model)
+    second.lora.save(f"{tmp_path}/peft/")  # by the model of the run
     peft = jaxonnx.Adapters.load(tmp_path / "peft", model).apply(model)
     inputs = jaxonnx.load(tmp_path / "inputs.onnx")
     ours = [jaxonnx.load(tmp_path / f"{form}.onnx")(IDS) for form in ("merged", "nodes")]
@@ -178,7 +178,7 @@ def test_embeddings_and_whole_layers_of_peft(tmp_path):
 
 
 def test_an_embedding_that_is_the_output_layer_too(tmp_path):
-    """The adapter changes both, and a warning says so."""
+    """The adapter changes both, and a warning says so; PEFT's change one of the two."""
     model = decoder(tied=True)
     a, b = normal(2, 7), normal(4, 2)
     peft_folder(tmp_path / "theirs", {})
@@ -189,10 +189,41 @@ def test_an_embedding_that_is_the_output_layer_too(tmp_path):
         },
         tmp_path / "theirs" / "adapter_model.safetensors",
     )
-    adapters = jaxonnx.Adapters.load(tmp_path / "theirs", model)
+    with pytest.raises(jaxonnx.InputError, match=r"adapts apart.*tied=\[\]"):
+        jaxonnx.Adapters.load(tmp_path / "theirs", model)
+    fresh = jaxonnx.LoRA(2, where=EMBED).attach
     with pytest.warns(UserWarning, match="the embedding and the output layer are one weight"):
-        adapted = adapters.attach(model)
-    table = np.asarray(model.params[EMBED]) + 2 * (b @ a).T
+        adapted = fresh(model, jax.random.key(0))
+    values = zip(adapted.params, (a, b), strict=True)
+    adapted = adapted.replace(params={name: jax.numpy.asarray(x) for name, x in values})
+    table = np.asarray(model.params[EMBED]) + (b @ a).T
     wanted = table[IDS] @ np.asarray(model.params[LAYER]) @ table.T
     np.testing.assert_allclose(adapted(IDS), wanted, rtol=1e-5, atol=1e-5)
     onnx.checker.check_model(adapted.to_onnx())
+    with pytest.raises(jaxonnx.InputError, match="adapts apart"):
+        jaxonnx.Adapters.of(adapted).save(tmp_path / "ours", model)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("kind", [TensorProto.FLOAT16, TensorProto.BFLOAT16])
+def test_weights_of_16_bits_that_round_an_adapter_away(kind, dora):
+    """As for weights in few bits, merging says so; steps are 2**-11 and 2**-8 of a number."""
+    infos = [helper.make_tensor_value_info(name, kind, ["n", 16]) for name in "xy"]
+    weights = [helper.make_tensor(name, kind, [16, 16], normal(256)) for name in "vw"]
+    nodes = [helper.make_node("MatMul", [x, w], [y]) for x, w, y in ("xvh", "hwy")]
+    graph = helper.make_graph(nodes, "g", infos[:1], infos[1:], weights)
+    opsets = [helper.make_opsetid("", 21)]
+    model = jaxonnx.load(helper.make_model(graph, opset_imports=opsets, ir_version=10))
+    adapted = jaxonnx.LoRA(2, where=["v", "w"], dora=dora).attach(model, jax.random.key(0))
+
+    def scaled(small):
+        sizes = {"v.lora_B": small, "w.lora_B": 0.1}
+        random = {n: s * normal(*adapted.params[n].shape) for n, s in sizes.items()}
+        return adapted.replace(
+            params=adapted.params | {n: jnp.asarray(x) for n, x in random.items()}
+        )
+
+    adapted.merge_adapters()  # warnings are errors in tests
+    scaled(0.1).merge_adapters()
+    with pytest.warns(UserWarning, match=r"rounds most of the adapter away in 1 weight \(v\)"):
+        scaled(1e-5).merge_adapters()
