@@ -22,7 +22,7 @@ from jaxonnx._atomic_write import write_atomically
 from jaxonnx._data.images.preparation import preparation
 from jaxonnx._graph.uses import Weight, uses_by_tensor, weights
 from jaxonnx._hub.tensor_names import HEAD, TABLE, name_weights
-from jaxonnx._io.folders import ModelFolder
+from jaxonnx._io.folders import CHAT_TEMPLATES, ModelFolder
 from jaxonnx._io.formats import write_safetensors
 from jaxonnx._require import check_arguments, require
 from jaxonnx._text import list_some
@@ -36,7 +36,13 @@ _INDEX = "model.safetensors.index.json"
 _WEIGHTS = re.compile(r"(pytorch_)?model.*\.(safetensors|bin)(\.index\.json)?")
 _COMPANIONS = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt"),
-    *("chat_template*", "generation_config.json", "preprocessor_config.json", "*.model"),
+    *(
+        "chat_template*",
+        CHAT_TEMPLATES,
+        "generation_config.json",
+        "preprocessor_config.json",
+        "*.model",
+    ),
 )
 """Files that go along: of the tokenizer, of generation, of images."""
 _OFFSETS = ("gemma", "gemma2", "gemma3", "gemma3text", "nemotron")
@@ -249,6 +255,7 @@ def _copy_companions(model: Model, original: str | os.PathLike[str] | None, targ
         folders.append(Path(original) if Path(original).is_dir() else Path(original).parent)
     for folder in reversed(folders):
         for path in (path for pattern in _COMPANIONS for path in folder.glob(pattern)):
-            copy = target / path.name
+            copy = target / path.relative_to(folder)
+            copy.parent.mkdir(exist_ok=True)
             if path.is_file() and not (copy.exists() and copy.samefile(path)):
                 shutil.copyfile(path, copy)

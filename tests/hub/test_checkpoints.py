@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -104,8 +105,12 @@ def test_a_file_with_adapters_as_nodes_is_refused(tmp_path):
 
 def test_exporters_give_the_same_checkpoint(tmp_path):
     """One network, written by the builder and by optimum, with its tokenizer."""
-    config = LLM / "qwen3-optimum"
+    config = shutil.copytree(LLM / "qwen3-optimum", tmp_path / "original")
+    template = "additional_chat_templates/tool_use.jinja"
+    (config / template).parent.mkdir()
+    (config / template).write_text("{{ tools }}")
     jaxonnx.export_safetensors(LLM / "qwen3-genai", tmp_path / "genai", original=config)
+    assert (tmp_path / "genai" / template).read_text() == "{{ tools }}"
     jaxonnx.export_safetensors(LLM / "qwen3-optimum", tmp_path / "optimum")
     ours, theirs = read(tmp_path / "genai"), read(tmp_path / "optimum")
     assert ours.keys() == theirs.keys() >= {"model.norm.weight", "model.embed_tokens.weight"}
