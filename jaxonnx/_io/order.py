@@ -1,6 +1,8 @@
-"""Sort nodes topologically."""
+"""Sort nodes topologically; find and rename what they read, in their subgraphs too."""
 
 import heapq
+from collections import Counter
+from collections.abc import Mapping
 
 from onnx import GraphProto, NodeProto
 
@@ -40,8 +42,32 @@ def reads(node: NodeProto) -> set[str]:
     """Return the names that a node reads, also in its subgraphs from around them."""
     names = {*node.input} - {""}
     for graph in subgraphs(node):
-        local = {value.name for value in (*graph.input, *graph.initializer)}
-        local.update(name for inner in graph.node for name in inner.output)
+        local = _local_names(graph)
         names |= {value.name for value in graph.output} - local
         names |= {name for inner in graph.node for name in reads(inner)} - local
     return names
+
+
+def count_readers(graph: GraphProto) -> Counter[str]:
+    """Count the nodes and outputs of a graph that read each value."""
+    readers = Counter(name for node in graph.node for name in reads(node))
+    readers.update(value.name for value in graph.output)
+    return readers
+
+
+def rename_reads(node: NodeProto, new: Mapping[str, str]) -> None:
+    """Let a node, and its subgraphs, read other values, in place; its results keep their names."""
+    node.input[:] = [new.get(name, name) for name in node.input]
+    for graph in subgraphs(node):
+        captured = {old: name for old, name in new.items() if old not in _local_names(graph)}
+        for inner in graph.node:
+            rename_reads(inner, captured)
+        for value in graph.output:
+            value.name = captured.get(value.name, value.name)
+
+
+def _local_names(graph: GraphProto) -> set[str]:
+    """Return the names that a graph defines itself."""
+    names = {value.name for value in (*graph.input, *graph.initializer)}
+    names |= {sparse.values.name for sparse in graph.sparse_initializer}
+    return names.union(*(node.output for node in graph.node))

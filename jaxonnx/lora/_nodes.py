@@ -12,10 +12,10 @@ from onnx import GraphProto, ModelProto, NodeProto, helper, numpy_helper
 from jaxonnx._axes import Matrix
 from jaxonnx._graph.bind import Graph
 from jaxonnx._graph.uses import Use, uses_by_tensor
-from jaxonnx._io import records
+from jaxonnx._io import order, records
 from jaxonnx._io.build import names as all_names
 from jaxonnx._io.build import unused_name
-from jaxonnx._io.protos import all_graphs, all_nodes, subgraphs
+from jaxonnx._io.protos import all_graphs
 from jaxonnx.errors import InputError
 
 RANK = "lora_r"
@@ -193,8 +193,7 @@ class _Writer:
         ):
             total = f"{weight}/with_adapter"
             for node in self.nodes:
-                for reader in (node, *(n for g in subgraphs(node) for n in all_nodes(g))):
-                    reader.input[:] = [total if name == weight else name for name in reader.input]
+                order.rename_reads(node, {weight: total})
             change_name = self._whole(weight, change, pair)
             self.first += self._sum([weight, change_name], total, total, scale)
         else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -62,9 +61,7 @@ def fold(proto: ModelProto, graph: Graph, values: Mapping[str, np.ndarray]) -> M
     for bias in entry.biases:
         _store_bias(main, bias, tensors[bias.name], *(tensors[name] for name in bias.scales))
     read |= _remove_idle(main, entry.idle, tensors)
-    used = {name for node in main.node for name in node.input}
-    used.update(value.name for value in main.output)
-    for name in read - used - folded.keys():
+    for name in read - order.count_readers(main).keys() - folded.keys():
         remove_tensor(main, name)
     records.rename_sparse(
         proto, {entry.names[stored]: stored for stored in entry.folds if stored in entry.names}
@@ -113,8 +110,7 @@ def _remove_idle(
       The names that the removed nodes read.
     """
     producers = {node.output[0]: node for node in graph.node if node.output[0] in results}
-    times = Counter(name for node in graph.node for name in node.input)
-    times.update(value.name for value in graph.output)
+    times = order.count_readers(graph)
     read: set[str] = set()
     for node in graph.node:
         before = producers.get(node.input[0]) if node.op_type == "QuantizeLinear" else None
@@ -205,7 +201,7 @@ def unfold(
     floats: dict[str, np.ndarray] = {}
     points: dict[str, np.ndarray] = {}
     folds, names, biases = [], dict(entry.names), []
-    times = Counter(name for node in proto.graph.node for name in node.input)
+    times = order.count_readers(proto.graph)
     for node in [*result.graph.node]:
         if node.op_type != "DequantizeLinear" or node.input[0] not in stored:
             continue

@@ -10,6 +10,7 @@ import numpy as np
 from onnx import ModelProto, helper
 
 from jaxonnx._io import order
+from jaxonnx._io.build import names
 from jaxonnx.quantization._record import Bias, Record, declare, record_of
 
 
@@ -21,7 +22,7 @@ class Writer:
 
     Args:
       proto: the file.
-      taken: names that new tensors must not have, besides the results of nodes.
+      taken: names that new tensors must not have, besides those of the file's values.
 
     Attributes:
       proto: the copy.
@@ -36,15 +37,20 @@ class Writer:
         self._record = record_of(proto) or Record()
         self.parameters: dict[str, list[str]] = {}
         self._results: dict[str, str] = {}
-        self._taken = {*taken, *(n for node in proto.graph.node for n in node.output)}
+        self._taken = {*taken, *names(proto.graph)}
 
-    def quantize_weight(self, name: str, parameters: Any) -> None:
-        """Insert a pair behind a weight, for all its readers."""
-        graph = self.proto.graph
-        readers = [(node, i) for node in graph.node for i, x in enumerate(node.input) if x == name]
+    def quantize_weight(self, name: str, parameters: Any, *, bare: bool = False) -> None:
+        """Insert a pair behind a weight, for all its readers, in subgraphs too.
+
+        Args:
+          bare: the DequantizeLinear has no zero point, which is 0.
+        """
+        readers = [*self.proto.graph.node]
         quantized, result = self._insert(name, parameters)
-        for node, i in readers:
-            node.input[i] = result
+        if bare:
+            self.proto.graph.node[-1].input.pop()
+        for node in readers:
+            order.rename_reads(node, {name: result})
         entry = self._record
         names = {**entry.names, quantized: name}
         self._record = replace(entry, folds=(*entry.folds, quantized), names=names)
@@ -82,7 +88,7 @@ class Writer:
                 _, self._results[name] = self._insert(name, parameters[name])
             new = {name: self._name(f"{name}_float"), self._results[name]: name}
             for node in self.proto.graph.node:
-                node.input[:] = [new.get(x, x) for x in node.input]
+                order.rename_reads(node, new)
                 node.output[:] = [new.get(x, x) for x in node.output]
 
     def store_biases(self, biases: Iterable[tuple[str, str, str]]) -> None:

@@ -8,7 +8,6 @@ are; one that another rewrite has changed stays open.
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -259,15 +258,14 @@ def _operands(op: Op, inputs: list[str]) -> tuple[int, ...]:
 
 def _remove_unread(graph: GraphProto, names: set[str]) -> None:
     """Remove the producers of `names` that nothing reads, and the tensors that only they read."""
-    times = Counter(name for node in graph.node for name in node.input)
-    times.update(value.name for value in graph.output)
+    times = order.count_readers(graph)
     removed = [
         x for x in graph.node if x.output and x.output[0] in names and not times[x.output[0]]
     ]
     candidates = {name for node in removed for name in node.input}
     for node in removed:
         graph.node.remove(node)
-    read = {name for node in graph.node for name in node.input}
+    read = order.count_readers(graph)
     for tensor in [*graph.initializer]:
-        if tensor.name in candidates - read:
+        if tensor.name in candidates - read.keys():
             graph.initializer.remove(tensor)
