@@ -32,6 +32,7 @@ from jaxonnx.quantization import (
     is_quantized,
     make_trials,
     measure,
+    spell_out,
 )
 from jaxonnx.views import EmptyCaches
 
@@ -137,6 +138,8 @@ def insert_rounding(
             "floating point, and jaxonnx.train(..., quantize=) trains it at its own scales"
         )
     converted = hide_same_caches(raise_opset(model, scheme.opset), model)
+    if scheme.activations is not None and scheme.dialect == "onnxruntime":
+        converted = spell_out(converted)
     if bound is not None:
         return insert_within(converted, scheme, examples, method, bound, keep_norms=keep_norms)
     return insert(converted, scheme, examples, method, keep_norms=keep_norms)

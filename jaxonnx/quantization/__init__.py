@@ -18,4 +18,5 @@ from jaxonnx.quantization._record import record_of, stored_types
 from jaxonnx.quantization._requantize import Loss, dequantize, requantize
 from jaxonnx.quantization._scheme import Quantization, make_schedule
 from jaxonnx.quantization._sensitivity import Sensitivity, measure, output_error
+from jaxonnx.quantization._spell_out import spell_out
 from jaxonnx.quantization._trials import make_trials

@@ -128,7 +128,10 @@ def insert(
         model = with_tensors(model, values)
     scales = {n: scales[n] if n in scales else fit(n) for n in sites.weights}
     for name, parameters in scales.items():
-        writer.quantize_weight(name, parameters)
+        # onnxruntime (1.32) refuses zero points per column of a stack of matrices of integers
+        bare = sites.weights[name].stacked and schemes[name].computes_integers
+        bare = bare and parameters.axis is not None and not parameters.block
+        writer.quantize_weight(name, parameters, bare=bare)
     writer.quantize_values(reads, ranges, sites.shared)
     writer.quantize_outputs((n for n in sites.outputs if n in ranges), ranges)
     writer.store_biases((b.name, b.value, b.weight) for b in sites.biases if b.value in ranges)

@@ -64,6 +64,8 @@ def weight_parameters(
     """
     kind = TYPES[scheme.weights]
     channels = scheme.per_channel and (scheme.dialect != "qnn" or not site.in_blocks)
+    # with integers, onnxruntime (1.32) takes one zero point for a stack of matrices, or none
+    channels = channels and not (site.stacked and scheme.computes_integers and kind.middle)
     axes = [site.output] if channels else []
     block = scheme.block if scheme.block and site.in_blocks else 0
     weight = np.ones((), np.float32)

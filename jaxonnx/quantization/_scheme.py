@@ -89,7 +89,10 @@ class Quantization:
         "int2". The zero point is the middle of the type, which is 0 for signed types.
       activations: the dtype of the inputs of quantized operators: "uint8", "int8", "uint16",
         "int16" or "fp8". None quantizes weights only.
-      per_channel: one scale per output channel of a weight, instead of one per weight.
+      per_channel: one scale per output channel of a weight, instead of one per weight. Stacks of
+        matrices (a MatMul with a weight of three or more axes) share the scales of their columns;
+        in unsigned types they have one per weight, as onnxruntime demands next to activations that
+        are quantized.
       block: one scale per block of this many inputs, for each output channel of a MatMul or Gemm.
         The number of inputs must be a multiple of it. Other weights have one scale per channel.
       symmetric: activations use the middle of their type as zero point. The default depends on
@@ -255,6 +258,11 @@ class Quantization:
         return self.dialect == "tensorrt" or self.activations in ("int8", "int16", "fp8")
 
     @property
+    def computes_integers(self) -> bool:
+        """Whether onnxruntime computes products of integers by this scheme."""
+        return self.dialect == "onnxruntime" and self.activations is not None
+
+    @property
     def scale_signs(self) -> tuple[int, ...]:
         """The signs that scales of weights may have.
 
@@ -274,8 +282,13 @@ class Quantization:
 
 
 def with_weights(scheme: Quantization, kind: str, **changes: Any) -> Quantization:
-    """Return a scheme with one type of weights, in place of a choice (`bits`)."""
+    """Return a scheme with one type of weights, in place of a choice (`bits`).
+
+    A wider type that takes no blocks (`block`) has one scale for each output channel.
+    """
     free = {"bits": None, "size": None, "max_loss": None}
+    if kind in ("int8", "uint8") and kind != scheme.weights and scheme.computes_integers:
+        free["block"] = None
     return replace(scheme, weights=kind, **free, **changes)  # type: ignore[arg-type]
 
 

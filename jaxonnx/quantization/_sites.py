@@ -40,6 +40,8 @@ class WeightSite:
     """The axis of the input channels."""
     in_blocks: bool
     """Whether a scheme's blocks apply: only to factors of MatMul and Gemm."""
+    stacked: bool = False
+    """Whether it is a stack of matrices, one for each expert or head, of rank 3 or more."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ def find_sites(
 
     Raises:
       InputError: there is no weight to quantize, `where` or `skip` match nothing, or onnxruntime
-        computes the product of an int2 weight wrongly.
+        computes the product of a weight in int2 or in blocks of 8 bits wrongly.
     """
     weights = {n: s for n, s in find_weights(graph, tensors).items() if n not in buffers}
     if scheme.where is not None or scheme.skip is not None or factors:
@@ -129,6 +131,8 @@ def find_sites(
         _check_int2(graph, tensors, weights, scheme)
     if scheme.activations is None:
         return Sites(weights, {}, {}, ())
+    if scheme.block and scheme.computes_integers and scheme.weights in ("int8", "uint8"):
+        _check_blocks(graph, weights)
     quantized = _add_views(graph, weights)
 
     def is_activation(name: str) -> bool:
@@ -240,11 +244,14 @@ def _add_reads(
         if _is(node, ("Conv",)) and (node.outputs[0], 0) in reads:
             name = result(node)
             for reader in graph.readers.get(name, ()) if name not in graph.outputs else ():
-                if not _is(reader, PRODUCTS) and floats.isdisjoint(reader.inputs):
+                product = _is(reader, PRODUCTS) or _is_misfused(reader)
+                if not product and floats.isdisjoint(reader.inputs):
                     reads |= {place: name for place in places(reader, name) if place[1] >= 0}
     for node in reversed(graph.nodes):  # so that this passes through chains
         moves = _keeps_numbers(node, tensors)
         if not (moves or _is(node, _ELEMENTWISE)) or not floats.isdisjoint(node.inputs):
+            continue
+        if _is_misfused(node):
             continue
         operands = node.inputs[: 1 if moves else None]
         results = [*filter(is_activation, node.outputs)] if moves else [result(node)]
@@ -281,6 +288,19 @@ def _check_int2(
         )
 
 
+def _check_blocks(graph: Graph, weights: Mapping[str, WeightSite]) -> None:
+    """Refuse 8-bit weights in blocks that onnxruntime 1.32 multiplies by integers.
+
+    It makes MatMulIntegerToFloat of such a MatMul, which takes no blocks.
+    """
+    names = [f"'{n}'" for node in graph.nodes if _is(node, ("MatMul",)) for n in node.inputs]
+    if wrong := [name for name in names if name[1:-1] in weights]:
+        raise InputError(
+            f"onnxruntime 1.32 refuses products of quantized activations with {', '.join(wrong)} "
+            "in blocks of 8 bits: leave out block=, or pass activations=None or weights='int4'"
+        )
+
+
 def _has_outputs(node: Node, tensors: Mapping[str, Any], site: WeightSite) -> bool:
     """Check that a bias has one number for each output of a product, along its last axis.
 
@@ -295,8 +315,8 @@ def _has_outputs(node: Node, tensors: Mapping[str, Any], site: WeightSite) -> bo
 def find_weights(graph: Graph, tensors: Mapping[str, Any]) -> dict[str, WeightSite]:
     """Find the float32 weights of products and recurrences that can be quantized.
 
-    A weight that a subgraph or a function body reads as well is left out: nodes are inserted into
-    the main graph only.
+    A weight that a subgraph or a function body stores is left out: nodes are inserted into the main
+    graph only. One of the main graph that a subgraph captures is rounded for both.
     """
     inner = {
         name
@@ -312,7 +332,8 @@ def find_weights(graph: Graph, tensors: Mapping[str, Any]) -> dict[str, WeightSi
             continue
         if tensors[name].dtype == np.float32 and name in graph.weights and tensors[name].size:
             in_blocks = use.node.op.name in ("Gemm", "MatMul")
-            sites[name] = WeightSite(name, place.output, place.input, in_blocks)
+            stacked = in_blocks and tensors[name].ndim > 2
+            sites[name] = WeightSite(name, place.output, place.input, in_blocks, stacked)
     return sites
 
 
@@ -360,4 +381,14 @@ def _keeps_numbers(node: Node, tensors: Mapping[str, Any]) -> bool:
         values = [tensors.get(name) for name in node.inputs[2:3] if name]
         zero = all(value is not None and not np.any(value) for value in values)
         return zero and not node.attributes.get("value")
-    return _is(node, SAME_NUMBERS) and node.attributes.get("mode") != "cubic"
+    # beyond a cropped image, and between numbers of a cubic spline, are others
+    adds = node.attributes.get("extrapolation_value") or node.attributes.get("mode") == "cubic"
+    return _is(node, SAME_NUMBERS) and not adds
+
+
+def _is_misfused(node: Node) -> bool:
+    """Check whether onnxruntime (1.32) refuses a node of integers, or computes another one."""
+    attributes = node.attributes
+    dilated = {*(attributes.get("dilations") or (1,))} != {1}
+    counts = attributes.get("ceil_mode") and attributes.get("count_include_pad")
+    return _is(node, ("AveragePool",)) and bool(dilated or counts)
