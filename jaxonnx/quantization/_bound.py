@@ -19,6 +19,7 @@ from jaxonnx.quantization._sensitivity import (
     measure,
     rank_steps,
 )
+from jaxonnx.quantization._sites import find_wrong_int2
 from jaxonnx.quantization._trials import Trials, make_trials
 from jaxonnx.views import EmptyCaches
 
@@ -50,9 +51,10 @@ def insert_within(
 ) -> N:
     """Quantize a network as `insert` does, and keep tensors in more bits until a bound is met.
 
-    All tensors start in the types of the scheme. Steps to wider types are ranked by the error that
-    they save for each byte; a bisection finds how many are needed, and those that turn out not to
-    be are taken back. Each choice is evaluated on the validation data, the last ones as the network
+    All tensors start in the types of the scheme, but for weights that onnxruntime cannot have in
+    int2: these start in the next type. Steps to wider types are ranked by the error that they save
+    for each byte; a bisection finds how many are needed, and those that turn out not to be are
+    taken back. Each choice is evaluated on the validation data, the last ones as the network
     that is saved.
 
     Returns:
@@ -175,6 +177,9 @@ def _start(
     schemes = {kind: with_weights(scheme, kind) for kind in dict.fromkeys(weights)}
     trials = make_trials(model, scheme, schemes, activations, examples)
     ladders = dict.fromkeys(trials.sites, (*schemes, None))
+    if "int2" in schemes:
+        wrong = find_wrong_int2(model.graph, model.tensors, trials.sites, scheme.block)
+        ladders |= dict.fromkeys(wrong, (*[kind for kind in schemes if kind != "int2"], None))
     ladders |= dict.fromkeys(trials.levels, (*dict.fromkeys(activations), None))
     errors = measure(trials.network, ladders, trials.change, examples[:_MEASURED])
     return _Search(trials, ladders, errors, bound, bound.evaluate(trials.network))

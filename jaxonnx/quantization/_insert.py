@@ -21,6 +21,7 @@ from jaxonnx._rewrite.network import (
     without_cache,
 )
 from jaxonnx._text import list_some
+from jaxonnx.errors import InputError
 from jaxonnx.quantization._awq import scale_inputs
 from jaxonnx.quantization._fold_norms import flip_negative_scales, fold_norms, folded_outputs
 from jaxonnx.quantization._gptq import round_weights
@@ -41,7 +42,7 @@ from jaxonnx.quantization._ranges import (
 from jaxonnx.quantization._rounding import learn_rounding
 from jaxonnx.quantization._scheme import Quantization, with_weights
 from jaxonnx.quantization._sensitivity import choose_types, measure, round_weight
-from jaxonnx.quantization._sites import Sites, WeightSite, find_sites
+from jaxonnx.quantization._sites import Sites, WeightSite, find_sites, find_wrong_int2
 from jaxonnx.views import EmptyCaches
 
 N = TypeVar("N", bound=Network)
@@ -87,6 +88,13 @@ def insert(
     kinds = {name: types.get(name, scheme.weights) for name in sites.weights}
     of_type = {kind: with_weights(scheme, kind) for kind in kinds.values() if kind is not None}
     schemes = {name: of_type[kind] for name, kind in kinds.items() if kind is not None}
+    in_int2 = {name: sites.weights[name] for name, kind in kinds.items() if kind == "int2"}
+    if wrong := find_wrong_int2(model.graph, tensors, in_int2, scheme.block):
+        raise InputError(
+            f"onnxruntime 1.32 computes products with {', '.join(map(repr, wrong))} in int2 "
+            "wrongly or refuses them: the number of outputs must be a multiple of 4, and a "
+            "Transpose needs block=; leave them out with skip=, or pass weights='int4' or max_loss="
+        )
     if len(schemes) < len(kinds):
         chosen = with_weights(
             scheme, scheme.weights, where=lambda name, _: name in schemes, skip=None

@@ -113,7 +113,7 @@ def find_sites(
 
     Raises:
       InputError: there is no weight to quantize, `where` or `skip` match nothing, or onnxruntime
-        computes the product of a weight in int2 or in blocks of 8 bits wrongly.
+        refuses products of integers with 8-bit weights in blocks.
     """
     weights = {n: s for n, s in find_weights(graph, tensors).items() if n not in buffers}
     if scheme.where is not None or scheme.skip is not None or factors:
@@ -127,8 +127,6 @@ def find_sites(
         weights = {name: site for name, site in weights.items() if name in chosen}
     if not weights:
         raise InputError(_explain_lack(graph))
-    if scheme.weights == "int2":
-        _check_int2(graph, tensors, weights, scheme)
     if scheme.activations is None:
         return Sites(weights, {}, {}, ())
     if scheme.block and scheme.computes_integers and scheme.weights in ("int8", "uint8"):
@@ -259,13 +257,10 @@ def _add_reads(
             reads |= {(node.outputs[0], i): name for i, name in enumerate(operands)}
 
 
-def _check_int2(
-    graph: Graph,
-    tensors: Mapping[str, Any],
-    weights: Mapping[str, WeightSite],
-    scheme: Quantization,
-) -> None:
-    """Refuse int2 weights that onnxruntime 1.32 with its optimizations does not compute.
+def find_wrong_int2(
+    graph: Graph, tensors: Mapping[str, Any], weights: Mapping[str, WeightSite], block: int | None
+) -> list[str]:
+    """Find the weights that onnxruntime 1.32 with its optimizations does not compute in int2.
 
     It makes MatMulNBits of DequantizeLinear and MatMul, or Gemm without transB, and packs rows of
     N % 4 != 0 numbers wrongly. A Transpose behind an int2 tensor it cannot fold.
@@ -273,19 +268,13 @@ def _check_int2(
     products = [node for node in graph.nodes if _is(node, ("MatMul", "Gemm"))]
     fused = {node.inputs[1] for node in products if not node.attributes.get("transB")}
     direct = {name for node in products for name in node.inputs}
-    wrong = [
-        f"'{name}'"
+    return [
+        name
         for name, site in weights.items()
         if site.in_blocks and tensors[name].ndim == 2
         if (name in fused and tensors[name].shape[site.output] % 4)
-        or (name not in direct and not scheme.block)
+        or (name not in direct and not block)
     ]
-    if wrong:
-        raise InputError(
-            f"onnxruntime 1.32 computes products with {', '.join(wrong)} in int2 wrongly or "
-            "refuses them: the number of outputs must be a multiple of 4, and a Transpose needs "
-            "block=; leave them out with skip=, or pass weights='int4'"
-        )
 
 
 def _check_blocks(graph: Graph, weights: Mapping[str, WeightSite]) -> None:

@@ -66,13 +66,27 @@ def test_products_that_it_computes_wrongly_are_refused(kind, outputs, block, mon
     proto = product(kind, outputs)
     with pytest.raises(jaxonnx.InputError, match="'w' in int2 wrongly or refuses"):
         jaxonnx.quantize(proto, X, scheme(block))
-    monkeypatch.setattr("jaxonnx.quantization._sites._check_int2", lambda *_: None)
+    monkeypatch.setattr("jaxonnx.quantization._insert.find_wrong_int2", lambda *_: [])
     file = jaxonnx.quantize(proto, X, scheme(block)).to_onnx()
     try:
         optimized, plain, _ = outputs_everywhere(file, {"x": X})
     except onnxruntime.capi.onnxruntime_pybind11_state.Fail:
         return
     assert np.abs(optimized - plain).max() > 0.3 * np.abs(plain).max()
+
+
+@pytest.mark.parametrize(("kind", "outputs"), [("MatMul", 7), ("Transpose", 8)])
+def test_a_bound_gives_them_the_next_type(kind, outputs):
+    """A search with max_loss does not try int2 where onnxruntime computes it wrongly."""
+    model = jaxonnx.load(product(kind, outputs))
+    targets = np.asarray(model(X))
+    error = {"metric": "mse", "max_loss": 0.05 * float(np.square(targets).mean())}
+    bounded = jaxonnx.quantize(model, (X, targets), scheme(), validation=(X, targets), **error)
+    file = bounded.to_onnx()
+    stored = {t.name: t.data_type for t in file.graph.initializer}
+    assert stored["w_quantized"] == onnx.TensorProto.INT8
+    for output in outputs_everywhere(file, {"x": X}):
+        np.testing.assert_allclose(output, bounded(X), atol=0.02 * np.abs(bounded(X)).max())
 
 
 @pytest.mark.parametrize("weights", ["int2", "int4", "uint4"])
