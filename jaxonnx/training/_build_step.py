@@ -156,12 +156,12 @@ def _build_local_step(
         goal = replace(goal, notes=(*goal.notes, *notes))
     structured: frozenset[str] = frozenset()
     if settings.sparsity is None:
-        model = remove_sparsity(model)
+        model, notes = remove_sparsity(model)
     else:
         optimizer, model, structured, notes = sparsify(
             model, optimizer, settings, epochs, steps_per_epoch, storage
         )
-        goal = replace(goal, notes=(*goal.notes, *notes))
+    goal = replace(goal, notes=(*goal.notes, *notes))
     return GradientStep(model, goal, optimizer, storage, settings, structured)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -210,13 +211,34 @@ def sparse_numbers(memory: Any) -> dict[str, Any]:
     return row | {f"flip_rate/{name}": rate for name, rate in numbers["flips"].items()}
 
 
-def remove_sparsity(model: Model) -> Model:
-    """Return the model without the record of the weights that dense training changes."""
+def remove_sparsity(model: Model) -> tuple[Model, list[str]]:
+    """Drop the record of the weights that dense training changes, with a warning.
+
+    Returns:
+      The model without it, and the warning as a note; no note where no recorded weight is trained.
+    """
     if not records.has(model.proto, records.SPARSITY):
-        return model
+        return model, []
+    from jaxonnx import sparse
     from jaxonnx._io import packed
 
+    changed = {*model.params}.union(*(view.targets for view in model.program.views))
+    recorded = {} if model.sparsity is None else sparse.goals(model.sparsity.layers)
+    patterns = {name: str(goal.pattern) for name, goal in recorded.items() if name in changed}
     proto = ModelProto()
     proto.CopyFrom(model.proto)
-    packed.without(proto, {*model.params}.union(*(view.targets for view in model.program.views)))
-    return replace(model, proto=proto)
+    packed.without(proto, changed)
+    model = replace(model, proto=proto)
+    if not patterns:
+        return model, []
+    (kind, *others) = dict.fromkeys(patterns.values())
+    pattern, is_transposable = kind.split()[0], kind.endswith("transposable")
+    keep = f"{{'pattern': {pattern!r}, 'transposable': {is_transposable}, 'method': 'one_shot'}}"
+    note = (
+        f"{format_count(len(patterns), 'weight')} that the file records as {kind} "
+        f"({list_some([*map(repr, patterns)], '')}) lose zeros and record in dense training: "
+        f"sparsity={'a pattern for each name' if others else keep} keeps them, "
+        "model.with_sparsity(None) drops the record"
+    )
+    warnings.warn(note, stacklevel=6)
+    return model, [note]

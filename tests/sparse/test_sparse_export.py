@@ -1,6 +1,8 @@
 """Sparse weights in files: the record, packed files, sparse initializers, and what goes wrong."""
 
+import ast
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -205,7 +207,23 @@ def test_training_records_what_it_makes_sparse(tmp_path):
     sparse.verify(model)
     again = train(model, epochs=1, sparsity={"dynamic": 0, "select": "w"})
     assert [layer.name for layer in again.sparsity.layers] == ["w"]
-    assert train(model, epochs=1).sparsity is None
+    with pytest.warns(UserWarning, match="2 weights that the file records as 2:4"):
+        assert train(model, epochs=1).sparsity is None
+
+
+@pytest.mark.parametrize("transposable", [True, False])
+def test_dense_training_of_a_recorded_file_says_how_to_keep_its_zeros(transposable):
+    model = pruned(transposable=transposable)
+    with pytest.warns(UserWarning, match="'k', 'w'. lose zeros and record") as caught:
+        assert train(model, epochs=1).sparsity is None
+    remedy = re.search(r"sparsity=({.*}) keeps them", str(caught[0].message))
+    kept = train(model, epochs=1, sparsity={**ast.literal_eval(remedy[1]), "select": ["k", "w"]})
+    assert kept.sparsity.layers == model.sparsity.layers
+    for name in ("k", "w"):
+        zeros = np.asarray(model.params[name]) == 0
+        np.testing.assert_array_equal(np.asarray(kept.params[name]) == 0, zeros)
+        assert np.any(kept.params[name] != model.params[name])
+    train(model.with_sparsity(None), epochs=1)  # without a warning
 
 
 PRODUCTS = {
