@@ -113,12 +113,12 @@ class _Writer:
         """Return the name of `base`, an array or the name of a value, with `numbers` at places."""
         if not numbers:
             return ""
-        known = self._tensors.get(numbers)
-        if known is not None and not known.size:  # an absent roi or absent scales
+        constant = self._tensors.get(numbers)
+        if constant is not None and not constant.size:  # an absent roi or absent scales
             return numbers
-        if known is not None and isinstance(base, np.ndarray):
-            base = base.astype(known.dtype)
-            base[places] = known
+        if constant is not None and isinstance(base, np.ndarray):
+            base = base.astype(constant.dtype)
+            base[places] = constant
             return self._store(node, base)
         base = base if isinstance(base, str) else self._store(node, base)
         return self._add("ScatterElements", node, [base, self._store(node, places), numbers])
@@ -135,9 +135,9 @@ class _Writer:
         return output
 
     def _drop(self, node: NodeProto, *attributes: str) -> None:
-        kept = [part for part in node.attribute if part.name not in attributes]
+        rest = [part for part in node.attribute if part.name not in attributes]
         del node.attribute[:]
-        node.attribute.extend(kept)
+        node.attribute.extend(rest)
         self.changed = True
 
 
