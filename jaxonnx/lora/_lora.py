@@ -17,6 +17,7 @@ from jaxonnx._graph.select import Select, select
 from jaxonnx._graph.stored import check_stored
 from jaxonnx._graph.uses import Weight, weights
 from jaxonnx._require import check_arguments, require
+from jaxonnx._rewrite.masks import describe_masks
 from jaxonnx.errors import InputError
 from jaxonnx.lora._adapters import Adapters
 from jaxonnx.lora._loftq import approximate_errors
@@ -147,6 +148,8 @@ class LoRA:
                 and name not in inseparable | model._factors | frozen
                 and self.rank * (rows + columns) < rows * columns
             }
+            if not chosen and (masked := describe_masks(model.graph, tensors)):
+                raise InputError(f"no weight can be adapted: {masked}")
             if not chosen:
                 raise InputError(
                     f"no weight is larger than its adapter of rank {self.rank}; choose a lower "

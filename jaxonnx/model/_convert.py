@@ -18,6 +18,7 @@ from jaxonnx._graph.roles import Roles, stored_names
 from jaxonnx._graph.types import infer_types
 from jaxonnx._io.protos import opset_of
 from jaxonnx._require import check_arguments, require, require_integer
+from jaxonnx._rewrite import masks
 from jaxonnx._rewrite.bfloat16 import OPSET, to_bfloat16
 from jaxonnx._rewrite.opset import inline, to_opset
 from jaxonnx._run.shapes import evaluate_shapes
@@ -38,6 +39,7 @@ def convert(
     opset: int | None = None,
     keep: Sequence[str] = (),
     keep_inputs: bool = True,
+    fold_masks: bool = False,
 ) -> Model:
     """Convert a float32 model to half precision, or to a newer version of ONNX's operators.
 
@@ -60,16 +62,22 @@ def convert(
         Functions are inlined.
       keep: names of nodes, or operators ("Softmax"), that stay in float32.
       keep_inputs: inputs and outputs of the model stay in float32.
+      fold_masks: replace each product of a weight and a pruning mask (PyTorch's `weight_orig` and
+        `weight_mask`) by a weight of the masked numbers, which can be quantized, adapted and made
+        2:4. Its name is that of the product, and further training does not keep its zeros.
 
     Returns:
       A model of the converted file, whose parameters have the same names.
 
     Raises:
-      InputError: `keep` names nothing of the model; a weight is too large for float16; the
-        converter does not take the model; onnxruntime is not installed, for float16.
+      InputError: `keep` names nothing of the model; no weight has a mask to fold; a
+        weight is too large for float16; the converter does not take the model; onnxruntime is not
+        installed, for float16.
     """
     check_arguments(convert, locals())
     net = as_model(model)
+    if fold_masks:
+        net = masks.fold_masks(net)
     if type == "bfloat16" and opset is None:
         reason = (
             f"bfloat16 needs (or pass opset={opset_of(net.proto)}, which leaves more in float32)"

@@ -14,6 +14,7 @@ from jaxonnx._graph.select import Select, matching, near
 from jaxonnx._graph.uses import weights
 from jaxonnx._graph.weight_names import Places
 from jaxonnx._io import records
+from jaxonnx._rewrite.masks import find_masks
 from jaxonnx._rewrite.network import Network
 from jaxonnx.errors import SparsityError
 
@@ -28,6 +29,9 @@ def options(model: Network) -> dict[str, Any]:
     meanings = weights(model.graph, model.tensors)
     exclude = {name: meanings[name].dense for name in model.params if meanings[name].dense}
     exclude |= dict.fromkeys(model._factors & model.params.keys(), "a factor of an adapter")
+    masks = find_masks(model.graph, model.tensors).values()
+    reason = "multiplied by a pruning mask, which jaxonnx.convert(model, fold_masks=True) folds"
+    exclude |= {weight: reason for weight, _ in masks if weight in exclude}
     matrices = {name: w.matrix for name, w in meanings.items() if w.matrix}
     axes = {name: (matrix.output, matrix.input) for name, matrix in matrices.items()}
     return {"exclude": exclude, "axes": lambda name, _: axes.get(name)}

@@ -15,6 +15,7 @@ from jaxonnx._graph.roles import graph_tensors
 from jaxonnx._graph.select import select
 from jaxonnx._graph.uses import uses
 from jaxonnx._graph.weight_names import Places
+from jaxonnx._rewrite.masks import describe_masks
 from jaxonnx.errors import InputError
 from jaxonnx.quantization._qoperators import SAME_NUMBERS
 from jaxonnx.quantization._scheme import Quantization
@@ -126,7 +127,7 @@ def find_sites(
             chosen -= select(scheme.skip, candidates, "skip", kind=kind, places=places)
         weights = {name: site for name, site in weights.items() if name in chosen}
     if not weights:
-        raise InputError(_explain_lack(graph))
+        raise InputError(_explain_lack(graph, tensors))
     if scheme.activations is None:
         return Sites(weights, {}, {}, ())
     if scheme.block and scheme.computes_integers and scheme.weights in ("int8", "uint8"):
@@ -178,7 +179,7 @@ def find_sites(
     return Sites(weights, reads, shared, () if scheme.dialect == "tensorrt" else alone, outputs)
 
 
-def _explain_lack(graph: Graph) -> str:
+def _explain_lack(graph: Graph, tensors: Mapping[str, Any]) -> str:
     """Say why there is no weight to quantize."""
     source = "quantize the file in floating point that it was made of"
     for node in graph.nodes:
@@ -194,6 +195,8 @@ def _explain_lack(graph: Graph) -> str:
                 "Brevitas exports fewer than 8 bits and narrow ranges; no gradient passes it: "
                 f"{source}, with weights='int4' for instance"
             )
+    if masked := describe_masks(graph, tensors):
+        return f"there is no weight to quantize: {masked}"
     return (
         "there is no float32 weight of Conv, ConvTranspose, Gemm, MatMul, RNN, GRU or LSTM to "
         "quantize; print(model) lists the tensors"

@@ -89,7 +89,7 @@ class _Writer:
                 inputs[1] = self._scatter(node, np.zeros(2 * rank, np.int64), ends, inputs[1])
                 inputs[3] = ""
             else:
-                whole = np.repeat(np.float32([0, 1]), rank)
+                whole = np.repeat(np.array([0, 1], np.float32), rank)
                 inputs[1] = self._scatter(node, whole, ends, inputs[1])
                 inputs[2] = self._scatter(node, np.ones(rank, np.float32), axes, inputs[2])
                 sizes = self._add("Shape", node, inputs[:1]) if inputs[3] else ""

@@ -10,7 +10,7 @@ import onnx
 import onnxruntime
 import optax
 import pytest
-from onnx import numpy_helper
+from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 import jaxonnx
@@ -316,3 +316,55 @@ def test_a_file_in_bfloat16_is_trained_and_saved(tmp_path):
     }
     y = check(trained, x=x[:64])
     assert np.mean(y.argmax(-1) == labels[:64]) > 0.9
+
+
+def masked(random):
+    """A file as PyTorch exports it before `torch.nn.utils.prune.remove`."""
+    shapes = {"1.weight_orig": (16, 8), "2.weight_orig": (4, 16)}
+    tensors = {name: random.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    for name in shapes:
+        mask = (np.abs(tensors[name]) > 0.5).astype(np.float32)
+        tensors[name.replace("orig", "mask")] = mask
+    nodes = [
+        helper.make_node("Mul", ["1.weight_orig", "1.weight_mask"], ["1.weight"]),
+        helper.make_node("Gemm", ["x", "1.weight"], ["h"], transB=1),
+        helper.make_node("Mul", ["2.weight_mask", "2.weight_orig"], ["2.weight"]),
+        helper.make_node("Transpose", ["2.weight"], ["t"]),
+        helper.make_node("MatMul", ["h", "t"], ["y"]),
+    ]
+    ends = [
+        helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["n", size])
+        for name, size in (("x", 8), ("y", 4))
+    ]
+    stored = [numpy_helper.from_array(value, name) for name, value in tensors.items()]
+    graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], stored)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+def test_masks_of_pruning_are_folded_on_request():
+    random = np.random.default_rng(0)
+    proto, x = masked(random), random.normal(size=(16, 8)).astype(np.float32)
+    data = (x, np.zeros((16, 4), np.float32))
+    settings = {"loss": "squared_error", "optimizer": optax.sgd(1e-3), "progress": False}
+    ways = (
+        lambda model: jaxonnx.quantize(model, x),
+        lambda model: jaxonnx.train(model, data, lora=jaxonnx.LoRA(rank=2), **settings),
+        lambda model: jaxonnx.train(model, data, sparsity="2:4", epochs=3, **settings),
+    )
+    for way in ways:
+        with pytest.raises(jaxonnx.Error, match=r"'?1.weight_orig.*pruning mask.*fold_masks=True"):
+            way(jaxonnx.load(proto))
+    folded = jaxonnx.convert(proto, fold_masks=True)
+    file = folded.to_onnx()
+    onnx.checker.check_model(file, full_check=True)
+    assert {tensor.name for tensor in file.graph.initializer} == {"1.weight", "2.weight"}
+    assert {*folded.params} == {"1.weight", "2.weight"}
+    before, after = (
+        onnxruntime.InferenceSession(p.SerializeToString()).run(None, {"x": x})[0]
+        for p in (proto, file)
+    )
+    np.testing.assert_allclose(after, before, rtol=1e-5, atol=1e-5)
+    for way in ways:
+        way(folded)
+    with pytest.raises(jaxonnx.InputError, match="multiplies no weight by a mask"):
+        jaxonnx.convert(folded, fold_masks=True)
