@@ -185,13 +185,18 @@ def einsum(*xs, equation):
 
 @op("TopK", since=11)
 def top_k(x, k: Static, *, axis=-1, largest=1, sorted=1):
-    """Sorted even with `sorted=0`, where any order is right; of equal values the first is first."""
+    """Sorted even with `sorted=0`, where any order is right; of equal values the first is first.
+
+    Zeros of either sign are equal, and NaN of either sign is above all numbers, as in NumPy's sort.
+    """
     # order-reversing without overflow: not for integers, minus for floats
-    turned = x if largest else ~x if is_integer(x) else -x
-    values, indices = jax.lax.top_k(jnp.moveaxis(turned, axis, -1), k.item())
-    values, indices = jnp.moveaxis(values, -1, axis), jnp.moveaxis(indices, -1, axis)
-    values = values if largest else ~values if is_integer(x) else -values
-    return values, cast(indices, INDEX)
+    keys = x if largest else ~x if is_integer(x) else -x
+    if not is_integer(x):  # whose bits `lax.top_k` compares
+        nan = jnp.nan if largest else -jnp.nan
+        keys = jnp.where(keys == 0, 0, jnp.where(jnp.isnan(keys), nan, keys))
+    _, indices = jax.lax.top_k(jnp.moveaxis(keys, axis, -1), k.item())
+    indices = jnp.moveaxis(indices, -1, axis)
+    return jnp.take_along_axis(jnp.asarray(x), indices, axis, mode="clip"), cast(indices, INDEX)
 
 
 @op("TopK", since=10)

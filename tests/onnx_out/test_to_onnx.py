@@ -164,6 +164,7 @@ FUNCTIONS = {
         lambda a, i: lax.dynamic_update_slice(a, jnp.zeros((2, 2)), (i, 1)), x, np.int32(2)),
     "sort": (lambda a: jnp.sort(a, 0), x),
     "argsort": (jnp.argsort, x),
+    "argsort of equal zeros": (jnp.argsort, np.array([-0.0, 0.0, 1.0, -0.0, 0.0], np.float32)),
     "lexsort": (lambda a, b: jnp.lexsort((a, b)), integers, np.array([1, 1, 0, 0], np.int32)),
     "top k": (lambda a: lax.top_k(a, 2), x),
     "approximate top k": (lambda a: lax.approx_min_k(jax.device_put(a), 2, 0, 1.0), x),

@@ -119,6 +119,24 @@ def test_smallest_of_the_least_integer():
     assert values.tolist() == [1, 127]
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize(
+    ("largest", "expected"), [(1, [2, 0, 1, 3, 4, 5]), (0, [5, 0, 1, 3, 4, 2])]
+)
+def test_zeros_of_both_signs_are_equal(dtype, largest, expected):
+    x = np.array([-0.0, 0.0, 1.0, -0.0, 0.0, -1.0], dtype)
+    values, indices = operator("TopK")(x, np.array([6]), largest=largest)
+    assert indices.tolist() == expected  # of onnxruntime
+    np.testing.assert_array_equal(np.signbit(values), np.signbit(x[expected]))
+
+
+@pytest.mark.parametrize(("largest", "expected"), [(1, [1, 3, 2, 0]), (0, [0, 2, 1, 3])])
+def test_nan_of_either_sign_is_greatest(largest, expected):
+    x = np.array([1.0, -np.nan, 2.0, np.nan], np.float32)
+    _, indices = operator("TopK")(x, np.array([4]), largest=largest)
+    assert indices.tolist() == expected  # of np.argsort, and of onnxruntime
+
+
 def test_first_and_last_of_equal_extrema():
     for x in (np.array([[1, 2, 2], [2, 2, 1]]), jnp.array([[1, 2, 2], [2, 2, 1]])):
         f = operator("ArgMax")
