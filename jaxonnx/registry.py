@@ -49,7 +49,8 @@ A NodeError is raised in the function only for what it computes.
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 import jax.numpy as jnp
@@ -196,6 +197,12 @@ class Op:
     def dequantizes(self) -> bool:
         """Whether the result has the numbers that an input in few bits stands for."""
         return self.view and bool(self.quantized)
+
+    def without_statistics(self) -> "Op":
+        """Return the operator without running statistics, in the mode of the file."""
+        context = tuple(pair for pair in self.context if pair[1] != "training")
+        function = partial(self.function, training=None)
+        return replace(self, state=(), context=context, function=function)
 
     def storage(self, position: int, x: Any, attributes: Mapping[str, Any]) -> Storage | None:
         """Return the form of an operand in few bits at an input, if it is declared."""

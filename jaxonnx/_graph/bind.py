@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ import jaxonnx.ops  # noqa: F401  (importing the operators registers them)
 from jaxonnx._graph.check import check_call, check_node
 from jaxonnx._graph.expansion import check_expansion
 from jaxonnx._graph.plugins import load_plugins
+from jaxonnx._io.batch_norms import find_without_statistics
 from jaxonnx._io.protos import names_of_constants
 from jaxonnx._io.tensors import to_array, to_dense
 from jaxonnx.errors import ModelError, UnsupportedError
@@ -146,7 +147,12 @@ def bind(model: ModelProto, graph: GraphProto, external: Collection[str]) -> Gra
             )
         text = "\n".join(["no implementation of these operators:", *lines])
         raise UnsupportedError(f"{text}\n{_hint_at_artifact(graph)}".rstrip())
-    return bound
+    fixed = find_without_statistics(graph)
+    nodes = (
+        replace(n, op=n.op.without_statistics()) if n.op.normalizes and n.outputs[0] in fixed else n
+        for n in bound.nodes
+    )
+    return replace(bound, nodes=tuple(nodes)) if fixed else bound
 
 
 def _hint_at_artifact(graph: GraphProto) -> str:

@@ -19,6 +19,7 @@ from jaxonnx._graph.uses import PARTS, evaluate
 _LARGEST = 2**26
 """The most elements of a tensor that anything is computed from."""
 _FOLLOWED = ("Gemm", "LpNormalization", "MatMul", "Softmax")
+_FOLLOWED += ("BatchNormalization", "InstanceNormalization")
 """Operators that are evaluated, besides pointwise ones, reductions and views."""
 _LOOKUPS = ("Gather", "GatherElements", "GatherND", "Expand", "Reshape", "Slice", "Tile")
 """Operators whose results are numbers of their first input; the others are indices and shapes."""
@@ -29,6 +30,8 @@ class ConstantExpression(NamedTuple):
 
     value: np.ndarray
     parts: frozenset[str]
+    norms: frozenset[str]
+    """The tensors that its divisors are computed from, such as the vectors of a spectral norm."""
 
 
 def evaluate_constant_expressions(
@@ -51,16 +54,24 @@ def evaluate_constant_expressions(
     sources = {name: _own_sources(name, value) for name, value in constants.items()}
     arithmetic: set[str] = set()
     inner: list[Node] = []
+    norms: dict[str, frozenset[str]] = {}
     for node in graph.nodes:
         if not _is_computable(node) or not all(name in sources for name in node.reads):
             continue
         read = node.inputs[:1] if node.op.name in _LOOKUPS else node.inputs
+        if node.op.name == "BatchNormalization":
+            read = node.inputs[:3]  # the others are statistics of the first
         if node.op.name == "Div" and sources[node.inputs[0]]:
             read = node.inputs[:1]  # the divisor of a weight is its norm or a quantization step
         behind: frozenset[str] | None = frozenset()
         for name in filter(None, read):
             read_sources = sources[name]
             behind = None if read_sources is None or behind is None else behind | read_sources
+        divided = frozenset[str]().union(*(norms.get(name, ()) for name in node.inputs))
+        for name in arithmetic.intersection({*node.inputs} - {*read}):
+            divisor = sources[name] or frozenset()
+            divided |= divisor if len(divisor) > 1 else frozenset()
+        norms.update(dict.fromkeys(node.outputs, divided))
         sources.update(dict.fromkeys(filter(None, node.outputs), behind))
         inner.append(node)
         moved = node.op.view or (not node.op.domain and node.op.name in PARTS)
@@ -71,7 +82,7 @@ def evaluate_constant_expressions(
     wanted = arithmetic & outer
     values = _evaluate(inner, wanted, constants)
     return {
-        n: ConstantExpression(v, sources[n] or frozenset())
+        n: ConstantExpression(v, sources[n] or frozenset(), norms.get(n, frozenset()))
         for n, v in values.items()
         if n in wanted
     }

@@ -124,10 +124,11 @@ class Roles:
         }
         read = uses(graph, everything, results)
         self.used = [use for use in read if use.name not in results]
-        facts = Facts(graph, normalizations(graph, tensors))
-        sites = [Site(use, floats[use.name], facts) for use in read if use.name in floats]
         # what is part of an expression is judged by what the expression's result is
         parts = frozenset[str]().union(*(expression.parts for expression in expressions.values()))
+        norms = frozenset[str]().union(*(expression.norms for expression in expressions.values()))
+        facts = Facts(graph, normalizations(graph, tensors), norms - parts)
+        sites = [Site(use, floats[use.name], facts) for use in read if use.name in floats]
         visible = [site for site in sites if not (site.name in parts and site.meets_no_data)]
         integers = (use for use in read if use.name not in floats)
         find_layers(facts, visible, initializers, integers)

@@ -117,6 +117,11 @@ def is_affine(site: Site) -> bool:
 # Operands of arithmetic that were not learned, whatever their names
 
 
+def divides_weight(site: Site) -> bool:
+    """Find the vectors of a spectral norm, which PyTorch moves by power iteration alone."""
+    return site.name in site.facts.norms and site.meets_only_tensors
+
+
 def is_mask(site: Site) -> bool:
     """Find masks of attention, which add -1e4 or -1e9, also with ALiBi folded into them."""
     several = site.is_table or site.role is None
@@ -375,6 +380,7 @@ RULES = (
     Rule("a stored mean or variance", CONSTANT, is_stored_moment, "families/tf2onnx_cnn.onnx"),
     Rule("scales or shifts what is normalized", TRAINED, is_affine, "unfolded.attention.onnx"),
     # operands that are no weights, whatever their names
+    Rule("of a norm that divides a weight", CONSTANT, divides_weight, "rules/norms.onnx"),
     Rule("a mask", CONSTANT, is_mask, "rules/scores.onnx"),
     Rule("standardizes features", CONSTANT, standardizes, "zoo/vector.onnx"),
     Rule("linear in a distance, as ALiBi", CONSTANT, is_distance, "rules/scores.onnx"),

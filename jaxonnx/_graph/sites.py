@@ -116,6 +116,8 @@ class Facts:
 
     graph: Graph
     normalized: Normalizations
+    norms: frozenset[str]
+    """The tensors that meet weights only in the computation of what divides these."""
     layers: set[int] = field(default_factory=set)
     """The indices of the nodes that have weights."""
     weights_stored: bool = False
@@ -209,6 +211,11 @@ class Site:
         """Whether the tensor is an operand of arithmetic with values that depend on inputs."""
         arithmetic = self.in_main_graph and self.operator in ARITHMETIC
         return arithmetic and not self.facts.data.isdisjoint(self.others)
+
+    @property
+    def meets_only_tensors(self) -> bool:
+        """Whether the node computes with tensors only."""
+        return self.in_main_graph and self.facts.data.isdisjoint(self.node.reads)
 
     @property
     def meets_no_data(self) -> bool:

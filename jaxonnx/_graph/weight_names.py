@@ -15,6 +15,7 @@ from typing import Any
 
 from onnx import GraphProto
 
+from jaxonnx._graph.ancestors import behind
 from jaxonnx._graph.bind import Graph
 from jaxonnx._graph.roles import Roles, stored_names
 from jaxonnx._graph.uses import Use, weights
@@ -73,7 +74,11 @@ class Places:
         taken = {*self.tensors}
         owners = {name.rpartition(".")[0] for name in taken}
         chosen: dict[str, str] = {}
+        data = behind(self.graph.nodes, self.graph.inputs)
+        # a kernel is named for its normalization, not for the statistics that are computed of it
+        normalized = {use.name: use for use in self.roles.used if _is_normalized(use)}
         for use in self.roles.used:
+            use = normalized.get(use.name, use)
             match = _NUMBERED.fullmatch(own_name(use.name))
             at = use.node if use.outer.op.name == "If" else use.outer
             path = scopes.get(next(iter(at.outputs), ""))
@@ -83,7 +88,7 @@ class Places:
             # scopes lack a module that is not called itself ("model" of OPT): its bias may have it
             longer = [name for name in owners if name.endswith(f".{module}")]
             module = longer[0] if len(longer) == 1 else module
-            stem, end = f"{module}.{_part(use)}", match[2]
+            stem, end = f"{module}.{_part(use, data)}", match[2]
             names = itertools.chain([stem + end], (f"{stem}_{i}{end}" for i in itertools.count(1)))
             chosen[use.name] = next(name for name in names if name not in taken)
             taken.add(chosen[use.name])
@@ -149,9 +154,22 @@ def is_numbered(name: str) -> bool:
     return _NUMBERED.fullmatch(own_name(name)) is not None
 
 
-def _part(use: Use) -> str:
-    """Return the last part of an alias: "weight" or "bias", or W, R, B, P of recurrent layers."""
+def _part(use: Use, data: Collection[str]) -> str:
+    """Return the last part of an alias: "weight" or "bias", or W, R, B, P of recurrent layers.
+
+    Args:
+      use: the first use of the tensor.
+      data: the values that depend on inputs. A normalization of others is of a weight, and scales
+        it by its "gain".
+    """
     if gates := _GATES.get(use.node.op.name):
         return gates[use.position - 1]
     scales = use.node.op.start(use.position) == 1.0
-    return "weight" if scales or use.matrix is not None else "bias"
+    if scales and use.node is use.outer and use.node.inputs[0] not in data:
+        return "gain"
+    return "weight" if scales or _is_normalized(use) or use.matrix is not None else "bias"
+
+
+def _is_normalized(use: Use) -> bool:
+    """Check whether the tensor is what a normalization normalizes."""
+    return use.position == 0 and use.node.op.start(1) == 1.0

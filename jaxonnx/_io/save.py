@@ -7,6 +7,7 @@ import numpy as np
 import onnx
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
 
+from jaxonnx._io.batch_norms import find_without_statistics, trains
 from jaxonnx._io.protos import (
     all_nodes,
     names_of_constants,
@@ -52,10 +53,9 @@ def to_onnx(
     if result.ir_version < 4:
         _declare_initializers(result.graph)
     opset = opset_of(proto)
-    for node in all_nodes(result.graph):
-        # A training algorithm of the file's own may read what inference form would remove.
-        if _is_training(node, result.graph) and not proto.training_info:
-            _infer(node, opset)
+    # A training algorithm of the file's own may read what inference form would remove.
+    for node in [] if proto.training_info else _find_training(result.graph):
+        _infer(node, opset)
     if has(result, SPARSITY):
         from jaxonnx._io.packed import keep_true
 
@@ -80,11 +80,7 @@ def in_file_types(
 
 def training_nodes(graph: GraphProto) -> list[str]:
     """Return the BatchNormalization and Dropout nodes that the file runs in training mode."""
-    return [
-        f"{node.op_type} '{node.name or node.output[0]}'"
-        for node in all_nodes(graph)
-        if _is_training(node, graph)
-    ]
+    return [f"{node.op_type} '{node.name or node.output[0]}'" for node in _find_training(graph)]
 
 
 def _fill(graph: GraphProto, values, params, state, repeat: bool) -> None:
@@ -133,12 +129,16 @@ def _set(tensor: TensorProto, value: np.ndarray) -> None:
     tensor.CopyFrom(new)
 
 
-def _is_training(node: NodeProto, graph: GraphProto) -> bool:
-    if node.domain not in ("", "ai.onnx"):
-        return False
+def _find_training(graph: GraphProto) -> list[NodeProto]:
+    """Return the nodes in training mode, but for normalizations without running statistics."""
+    fixed = find_without_statistics(graph)
+    nodes = (node for node in all_nodes(graph) if node.domain in ("", "ai.onnx"))
+    return [node for node in nodes if _is_training(node) and node.output[0] not in fixed]
+
+
+def _is_training(node: NodeProto) -> bool:
     if node.op_type == "BatchNormalization":
-        flag = any(a.name == "training_mode" and a.i for a in node.attribute)
-        return flag or sum(map(bool, node.output)) > 1
+        return trains(node)
     return node.op_type == "Dropout" and len(node.input) > 2 and bool(node.input[2])
 
 

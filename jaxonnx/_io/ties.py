@@ -9,6 +9,9 @@ It stores an output layer that is the embedding transposed a second time, bit fo
 exporter does so with the weights of a module for each time that the network calls it (ALBERT). In
 memory these are one tensor, too: a node stands in the place of the others, which saving makes an
 initializer again.
+
+It also folds the Reshape or Transpose behind which a norm of a weight is computed, which leaves a
+second copy of the weight: the same.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,6 +24,8 @@ from onnx import GraphProto, NodeProto, StringStringEntryProto, helper, numpy_he
 from jaxonnx._io.protos import all_nodes, modules
 from jaxonnx._io.tensors import equal_bits
 
+_MEASURES = ("BatchNormalization", "Gemm", "MatMul", "Mul", "Sub")
+"""Operators, besides reductions, that compute the norm or the statistics of a weight."""
 _FEW = 2
 """Tensors with at most so many different numbers are equal by coincidence."""
 
@@ -63,7 +68,8 @@ def find_duplicates(graph: GraphProto, tensors: Mapping[str, Any]) -> dict[str, 
         if of is not None:
             duplicates[name] = of
     others = {n: tensors[n] for n in names if np.ndim(tensors[n]) > 1 and n not in duplicates}
-    return duplicates | _find_repeated_calls(graph, others)
+    duplicates |= _find_repeated_calls(graph, others)
+    return duplicates | _find_folded_copies(graph, others, duplicates)
 
 
 def _find_repeated_calls(graph: GraphProto, tensors: Mapping[str, Any]) -> dict[str, str]:
@@ -93,6 +99,53 @@ def _find_repeated_calls(graph: GraphProto, tensors: Mapping[str, Any]) -> dict[
     return duplicates
 
 
+def _find_folded_copies(
+    graph: GraphProto, tensors: Mapping[str, Any], duplicates: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the copies of weights that their norms and statistics are computed from.
+
+    PyTorch's older exporter folds the Reshape or Transpose before a spectral norm, so that the norm
+    would stay that of the weight before training.
+    """
+    known = {*tensors, *(tensor.name for tensor in graph.initializer)}
+    readers: dict[str, set[str]] = {}
+    for node in graph.node:
+        kind = node.op_type if known.issuperset(filter(None, node.input)) else ""
+        known.update(node.output if kind else ())
+        for name in node.input:
+            readers.setdefault(name, set()).add(kind)
+    computed = [n for n in tensors if "" not in readers.get(n, {""}) and n not in duplicates]
+    copies: dict[str, str] = {}
+    for place, name in enumerate(computed):
+        if all(kind in _MEASURES or kind.startswith("Reduce") for kind in readers[name]):
+            earlier = (n for n in computed[:place] if n not in copies)
+            of = next((n for n in earlier if _find_move(tensors[name], tensors[n])), None)
+            copies |= {} if of is None else {name: of}
+    return copies
+
+
+def _find_move(value: np.ndarray, of: np.ndarray) -> NodeProto | None:
+    """Return a node that makes one tensor from another; None if they differ in more than axes."""
+    if value.dtype != of.dtype or value.size != of.size:
+        return None
+    if value.shape == of.shape and is_shared(value, of):
+        return helper.make_node("Identity", [""], [""])
+    if value.ndim == 2 and len(value) == len(of) and is_shared(value, of.reshape(value.shape)):
+        return helper.make_node("Flatten", [""], [""], axis=1)
+    turned = of.swapaxes(-1, -2)
+    if value.shape == turned.shape and is_shared(value, turned):
+        perm = [*range(of.ndim - 2), of.ndim - 1, of.ndim - 2]
+        return helper.make_node("Transpose", [""], [""], perm=perm)
+    return None
+
+
+def _move(node: NodeProto, value: Any) -> np.ndarray:
+    """Return the result of a node that `_find_move` made."""
+    if node.op_type == "Flatten":
+        return value.reshape(len(value), -1)
+    return np.ascontiguousarray(value.swapaxes(-1, -2)) if node.op_type == "Transpose" else value
+
+
 def _is_twin(value: np.ndarray, table: np.ndarray) -> bool:
     """Check whether a floating-point matrix is a table or its transpose."""
     if value.dtype != table.dtype or not jnp.issubdtype(value.dtype, jnp.floating):
@@ -106,11 +159,12 @@ def _is_twin(value: np.ndarray, table: np.ndarray) -> bool:
 def replace_duplicates(
     graph: GraphProto, pairs: Mapping[str, str], tensors: Mapping[str, Any]
 ) -> None:
-    """Put nodes in the place of initializers that equal other tensors, or their transposes."""
+    """Put nodes in the place of initializers that equal other tensors, moved or not."""
     for name, of in pairs.items():
-        kind = "Identity" if equal_bits(tensors[name], tensors[of]) else "Transpose"
         place = next(i for i, t in enumerate(graph.initializer) if t.name == name)
-        node = helper.make_node(kind, [of], [name], name=f"{name} (as '{of}')")
+        node = _find_move(tensors[name], tensors[of])
+        assert node is not None  # by which `find_duplicates` chose them
+        node.input[0], node.output[0], node.name = of, name, f"{name} (as '{of}')"
         node.metadata_props.append(StringStringEntryProto(key=_PLACE, value=str(place)))
         del graph.initializer[place]
         graph.node.insert(0, node)
@@ -123,9 +177,8 @@ def restore_duplicates(graph: GraphProto, values: Mapping[str, np.ndarray]) -> N
     """
     for node in [node for node in graph.node if _is_stored(node) and node.input[0] in values]:
         place = int(next(e.value for e in node.metadata_props if e.key == _PLACE))
-        value = values[node.input[0]]
-        value = value.T if node.op_type == "Transpose" else value
-        tensor = numpy_helper.from_array(np.ascontiguousarray(value), node.output[0])
+        value = np.ascontiguousarray(_move(node, values[node.input[0]]))
+        tensor = numpy_helper.from_array(value, node.output[0])
         graph.initializer.insert(min(place, len(graph.initializer)), tensor)
         graph.node.remove(node)
 
@@ -164,8 +217,8 @@ def update_tied(
             result[name] = result[of]
     for name, of in find_duplicates(graph, tensors).items():
         if name not in new and result[of] is not tensors[of]:
-            alike = equal_bits(tensors[name], tensors[of])
-            result[name] = result[of] if alike else np.ascontiguousarray(result[of].T)
+            node = _find_move(tensors[name], tensors[of])
+            result[name] = result[of] if node is None else _move(node, result[of])
     return result
 
 

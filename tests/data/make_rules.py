@@ -152,6 +152,20 @@ class Levels(nn.Module):
         return F.conv2d(bins.softmax(1), self.dfl.weight)[:, 0] * self.strides / 100
 
 
+class Norms(nn.Module):
+    """Kernels of which one is divided by its spectral norm and one standardized (StdConv2d)."""
+
+    def __init__(self):
+        super().__init__()
+        self.divided = nn.utils.spectral_norm(nn.Conv1d(2, 4, 3, padding=1))
+        self.kernel = nn.Parameter(torch.randn(5, 4, 3))
+
+    def forward(self, x):
+        rows = self.kernel.reshape(1, 5, -1)
+        rows = F.batch_norm(rows, None, None, training=True, momentum=0.0, eps=1e-6)
+        return F.conv1d(self.divided(x).relu(), rows.reshape_as(self.kernel)).mean(2)
+
+
 NETWORKS = {
     "pitch": (Pitch, (torch.randn(2, 1, 64),)),
     "scores": (Scores, (torch.randn(2, 6, 8),)),
@@ -159,6 +173,7 @@ NETWORKS = {
     "policy": (Policy, (torch.randn(2, 6), torch.tensor([1, 4]))),
     "levels": (Levels, (torch.randn(2, 4, 84),)),
     "features": (Features, (torch.randn(2, 5, 2),)),
+    "norms": (Norms, (torch.randn(2, 2, 8),)),
 }
 
 

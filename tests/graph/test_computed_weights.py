@@ -6,6 +6,8 @@ What each of them is in PyTorch: a parameter, or a buffer.
 import jax
 import numpy as np
 import onnx.parser
+import onnxruntime
+import optax
 import pytest
 
 import jaxonnx
@@ -186,3 +188,104 @@ def test_nothing_large_is_computed():
             tensor = onnx.numpy_helper.from_array(np.float32(weight(*shape)), name)
             proto.graph.initializer.append(tensor)
         assert "p" not in jaxonnx.load(proto).params
+
+
+def standardized(mode=1, momentum=0.0, statistics="moments", copy=False):
+    """A kernel (1, 4, 6) that BatchNormalization standardizes, as timm's StdConv2d is exported."""
+    kernel = np.random.default_rng(1).normal(size=(1, 4, 6)).astype(np.float32)
+    tensors = {"kernel": kernel, "gain": [0.6, 1, 2, 3], "shift": np.zeros(4)}
+    tensors |= {"zeros": np.zeros(4), "ones": np.ones(4)}
+    tensors |= {"turned": kernel.swapaxes(1, 2)} if copy else {}
+    turned = "" if copy else "turned = Transpose<perm = [0, 2, 1]>(kernel)"
+    pair = {"moments": "mean, variance", "constants": "zeros, ones"}[statistics]
+    proto = onnx.parser.parse_model(f"""
+    <ir_version: 9, opset_import: ["": 17]> g (float[n, 3, 2] x) => (float[n, 4, 1] y) {{
+      {turned}
+      mean = ReduceMean<axes = [0, 1], keepdims = 0>(turned)
+      middle = ReduceMean<axes = [0, 1]>(turned)
+      apart = Sub(turned, middle)
+      squares = Mul(apart, apart)
+      variance = ReduceMean<axes = [0, 1], keepdims = 0>(squares)
+      unit, m, v = BatchNormalization<training_mode = {mode}, momentum = {momentum:.1f}>(
+        kernel, gain, shift, {pair})
+      shape = Constant<value = int64[3] {{4, 3, 2}}>()
+      folded = Reshape(unit, shape)
+      maps = Conv(x, folded)
+      y = GlobalAveragePool(maps)
+    }}""")
+    for name, value in tensors.items():
+        array = np.asarray(value, np.float32)
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    return proto
+
+
+ROWS = np.random.default_rng(2).normal(size=(8, 3, 2)).astype(np.float32)
+
+
+def run(proto):
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    session = onnxruntime.InferenceSession(proto.SerializeToString(), options)
+    return session.run(None, {"x": ROWS})[0]
+
+
+@pytest.mark.parametrize("copy", [False, True])
+@pytest.mark.parametrize(("momentum", "statistics"), [(0, "moments"), (1, "constants")])
+def test_a_kernel_that_batch_normalization_standardizes_is_trained(copy, momentum, statistics):
+    proto = standardized(1, momentum, statistics, copy)
+    model = jaxonnx.load(proto)
+    assert [*model.params] == ["kernel", "gain", "shift"]
+    assert not model.state
+    assert not model.warnings
+    np.testing.assert_allclose(model(ROWS), run(proto), atol=1e-6)
+    targets = np.zeros((8, 4, 1), np.float32)
+    settings = {"loss": "squared_error", "optimizer": optax.sgd(0.1), "batch_size": 8}
+    result = jaxonnx.train(model, (ROWS, targets), **settings).model
+    assert not np.allclose(result.params["kernel"], model.params["kernel"], atol=1e-3)
+    saved = result.to_onnx()
+    np.testing.assert_allclose(result(ROWS), run(saved), atol=1e-6)
+    stored = {t.name: onnx.numpy_helper.to_array(t) for t in saved.graph.initializer}
+    np.testing.assert_array_equal(stored["kernel"], result.params["kernel"])
+    if copy:
+        np.testing.assert_array_equal(stored["turned"], stored["kernel"].swapaxes(1, 2))
+
+
+def test_a_kernel_is_standardized_by_the_statistics_of_a_file_in_inference_mode():
+    proto = standardized(0, 0, "constants")
+    norm = next(node for node in proto.graph.node if node.op_type == "BatchNormalization")
+    del norm.output[1:]
+    model = jaxonnx.load(proto)
+    y, state = model.apply_train(model.params, model.state, jax.random.key(0), ROWS)
+    np.testing.assert_allclose(y, run(proto), atol=1e-6)
+    assert not state
+
+
+@pytest.mark.parametrize("case", ["momentum of one", "computed from x", "Constant nodes"])
+def test_normalization_without_running_statistics_uses_those_of_the_batch(case):
+    statistics = "mean, variance" if case == "computed from x" else "zeros, ones"
+    momentum = 1.0 if case == "momentum of one" else 0.9
+    fillers = """
+      zeros = Constant<value = float[3] {0, 0, 0}>()
+      ones = Constant<value = float[3] {1, 1, 1}>()""" * (case == "Constant nodes")
+    proto = onnx.parser.parse_model(f"""
+    <ir_version: 9, opset_import: ["": 17]> g (float[n, 3, 2] x) => (float[n, 3, 2] y) {{
+      {fillers}
+      mean = ReduceMean<axes = [0, 2], keepdims = 0>(x)
+      square = Mul(x, x)
+      variance = ReduceMean<axes = [0, 2], keepdims = 0>(square)
+      y, m, v = BatchNormalization<training_mode = 1, momentum = {momentum}>(
+        x, gain, shift, {statistics})
+    }}""")
+    tensors = {"gain": [0.5, 1, 2], "shift": [1, 2, 3], "zeros": [0, 0, 0], "ones": [1, 1, 1]}
+    for name in [*tensors][: 2 if fillers else 4]:
+        array = np.asarray(tensors[name], np.float32)
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    model = jaxonnx.load(proto)
+    assert [*model.params] == ["gain", "shift"]
+    assert not model.state
+    assert not model.warnings
+    np.testing.assert_allclose(model(ROWS), run(proto), atol=1e-5)
+    np.testing.assert_allclose(run(model.to_onnx()), run(proto), atol=1e-5)
+    y, state = model.apply_train(model.params, model.state, jax.random.key(0), ROWS)
+    np.testing.assert_allclose(y, run(proto), atol=1e-5)
+    assert not state
