@@ -22,10 +22,11 @@ _LARGE = 1e3
 _RUN = 8
 """The mean length of runs of equal numbers, from which on they are no learned ones."""
 _MOVES = ("Cast", "Identity", "Mul", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
-_BUFFER = re.compile(
+_TABLE = re.compile(
     r"(.*_)?(inv_freq|window|mel(_(fb|basis|filters?|bank|scale))?|fb|fbank|filter_?banks?"
-    r"|anchors?|mean|std|(cos|sin)_cached?|freqs_cis|action_(scale|bias))"
+    r"|anchors?|(cos|sin)_cached?|freqs_cis)"
 )
+_STATISTIC = re.compile(r"(.*_)?(mean|std|action_(scale|bias))")
 _WEIGHT = re.compile(r"(weight|bias|gamma|beta|kernel|scale_param)s?")
 _UNNAMED = re.compile(r"val_\d+|onnx::\w+_\d+|/.*Constant(_\d+)?_output_0")
 
@@ -189,8 +190,16 @@ def is_named_as_weight(site: Site) -> bool:
 
 
 def is_named_as_buffer(site: Site) -> bool:
-    """Trust names that buffers go by and weights do not; exporters keep them."""
-    return _BUFFER.fullmatch(site.last_name) is not None
+    """Trust names that buffers go by and weights do not; exporters keep them.
+
+    Where an operator declares a weight, only buffers that layers read as matrices and kernels may
+    stand. A bias of that name is a bias.
+    """
+    declared = site.role == "param"
+    if declared and site.node.op.form(site.use.position) is None:
+        return False
+    names = (_TABLE,) if declared else (_TABLE, _STATISTIC)
+    return any(name.fullmatch(site.last_name) for name in names)
 
 
 # Places of constants

@@ -173,6 +173,13 @@ PLACES = {
         {"w": weight(3, 5), "stft_window": weight(5), "v": weight(5, 2)},
         {"stft_window"},
     ),
+    "weights by the names of buffers": (
+        "f = GlobalAveragePool(x) e = Flatten(f) h = Gemm(e, w, mean) g = Gemm(h, std, fb) "
+        "y = Gemm(g, v, window)",
+        {"w": weight(3, 5), "mean": weight(5), "std": weight(5, 4), "fb": weight(4)}
+        | {"v": weight(4, 2), "window": weight(2)},
+        set(),
+    ),
     "groups that are normalized": (
         "c = Conv(x, k) s = Constant<value_ints=[0, 2, -1]>() r = Reshape(c, s) "
         "i = InstanceNormalization(r, val_1, val_2) h = Shape(c) b = Reshape(i, h) m = Mul(b, g) "
