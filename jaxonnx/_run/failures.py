@@ -234,9 +234,9 @@ def add_sources(error: StaticError, inputs: Sequence[str], others: Sequence[str]
     if error.why:
         roots = [f"input '{name}'" for name in inputs] + [*others]
         error.args = (
-            f"{error.why} {', '.join(roots) or 'what is traced'}. Pass that input as a NumPy array "
-            "that is not an argument of jit (a constant of the traced function), or call the model "
-            "outside jit.",
+            f"{error.why} {', '.join(roots) or 'what is traced'}. Fix that input with "
+            "model.with_fixed_inputs, pass it as a NumPy array that is not an argument of jit (a "
+            "constant of the traced function), or call the model outside jit.",
         )
     return error
 

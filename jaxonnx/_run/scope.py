@@ -116,8 +116,7 @@ class Scope:
             if error.node is None:
                 error.node = node.label
                 if isinstance(error, StaticError):
-                    inputs, others = self._roots(_traced_names(node, arguments))
-                    error.inputs = () if others else tuple(inputs)
+                    failures.add_sources(error, *self._roots(_traced_names(node, arguments)))
                 error.args = (failures.message(node, arguments, error),)
             # An error from the body of a function names inputs of the function: translate them to
             # the caller's names on the way out.

@@ -48,7 +48,12 @@ def if_(cond, *, then_branch, else_branch):
     shapes = {}
 
     def run(name, branch):
-        outputs = [array(value) for value in branch()]
+        try:
+            outputs = [array(value) for value in branch()]
+        except StaticError:
+            raise  # it names another value, which may be known
+        except Error as error:
+            raise _choice_needed(f"its '{name}' branch cannot be traced ({error})") from error
         shapes[name] = types_of(outputs)
         return outputs
 
@@ -59,12 +64,17 @@ def if_(cond, *, then_branch, else_branch):
     except TypeError as error:
         if len(shapes) < 2 or shapes["then"] == shapes["else"]:
             raise
-        raise StaticError(
-            f"one branch gives {shapes['then']}, the other {shapes['else']}: the condition chooses "
-            "the shape of the result, so it must be known while tracing; it is not. Call the model "
-            "outside jax.jit"
+        raise _choice_needed(
+            f"one branch gives {shapes['then']}, the other {shapes['else']}"
         ) from error
     return tuple(outputs)
+
+
+def _choice_needed(reason: str) -> StaticError:
+    """Return the error of an If whose condition must be known."""
+    error = StaticError()
+    error.why = f"{reason}: the condition must be known while tracing, and is computed from"
+    return error
 
 
 @op("Loop", since=1)

@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import onnx.parser
 import onnxruntime
+import optax
 import pytest
 
 import jaxonnx
@@ -91,6 +92,67 @@ def test_branches_of_different_shapes_need_a_known_condition():
     assert f(jnp.array(False), X).shape == (1, 3)
     with pytest.raises(jaxonnx.Error, match=r"float32\[3\].*float32\[1,3\].*must be known"):
         jax.jit(f)(True, X)
+
+
+def voice_detector():
+    """Weights for two sample rates, of which only one fits the size, as in silero-vad."""
+    proto = onnx.parser.parse_model("""
+    <ir_version: 9, opset_import: ["": 17]> g (
+      float[b, n] x, float[1, b, 3] h, float[1, b, 3] c, int64 sr
+    ) => (float[b, 3] y, float[1, b, 3] hn, float[1, b, 3] cn) {
+      rate = Constant<value = int64 {16000}>()
+      wide = Equal(sr, rate)
+      axes = Constant<value = int64[1] {0}>()
+      rows = Unsqueeze(x, axes)
+      y, hn, cn = If(wide) <
+        then_branch = t () => (ty, th, tc) {
+          ts, th, tc = LSTM<hidden_size = 3>(rows, w16, r16, b16, , h, c) ty = Squeeze(th, axes)
+        },
+        else_branch = e () => (ey, eh, ec) {
+          es, eh, ec = LSTM<hidden_size = 3>(rows, w8, r8, b8, , h, c) ey = Squeeze(eh, axes)
+        }>
+    }""")
+    random = np.random.default_rng(0)
+    for rate, size in (("16", 8), ("8", 4)):
+        for name, shape in (("w", (1, 12, size)), ("r", (1, 12, 3)), ("b", (1, 24))):
+            array = random.normal(size=shape).astype(np.float32)
+            proto.graph.initializer.append(onnx.numpy_helper.from_array(array, name + rate))
+    return proto
+
+
+@pytest.mark.parametrize(("size", "rate"), [(8, 16000), (4, 8000)])
+def test_an_if_on_a_sample_rate_evaluates_the_branch_that_fits(size, rate):
+    proto = voice_detector()
+    model, session = jaxonnx.load(proto), onnxruntime.InferenceSession(proto.SerializeToString())
+    x = np.random.default_rng(1).normal(size=(2, size)).astype(np.float32)
+    h, c = np.random.default_rng(2).normal(size=(2, 1, 2, 3)).astype(np.float32)
+    expected = session.run(None, {"x": x, "h": h, "c": c, "sr": np.array(rate)})
+    fixed = model.with_fixed_inputs({"sr": rate})
+    apply = jax.jit(lambda params, x: model.apply(params, x, h, c, np.int64(rate)))
+    for outputs in (
+        *(model(x, h, c, sr) for sr in (rate, np.int64(rate), np.array(rate))),
+        fixed(x, h, c),
+        apply(model.params, x),
+    ):
+        for ours, theirs in zip(outputs, expected, strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=1e-6)
+    alone = model.with_fixed_inputs({"sr": rate, "h": h, "c": c})
+    settings = {"loss": lambda outputs, y: ((outputs[0] - y) ** 2).mean(), "batch_size": 2}
+    trained = jaxonnx.train(alone, (x, expected[0]), optimizer=optax.sgd(0.1), **settings)
+    assert trained.history.epochs[-1]["loss"] < 1e-9
+    exported = jaxonnx.to_onnx(lambda x: fixed(x, h, c)[0], x)
+    (y,) = onnxruntime.InferenceSession(exported.SerializeToString()).run(
+        None, {exported.graph.input[0].name: x}
+    )
+    np.testing.assert_allclose(y, expected[0], atol=1e-6)
+
+
+def test_a_branch_that_cannot_be_traced_names_the_if_and_its_input():
+    model = jaxonnx.load(voice_detector())
+    x, state = np.zeros((2, 8), np.float32), np.zeros((1, 2, 3), np.float32)
+    message = r"node 'y' \(If.*'else' branch cannot be traced.*input 'sr'.*with_fixed_inputs"
+    with pytest.raises(jaxonnx.StaticError, match=message):
+        jax.jit(model.apply)(model.params, x, state, state, 16000)
 
 
 POWER = """
