@@ -107,11 +107,11 @@ def _find_folded_copies(
     PyTorch's older exporter folds the Reshape or Transpose before a spectral norm, so that the norm
     would stay that of the weight before training.
     """
-    known = {*tensors, *(tensor.name for tensor in graph.initializer)}
+    constants = {*tensors, *(tensor.name for tensor in graph.initializer)}
     readers: dict[str, set[str]] = {}
     for node in graph.node:
-        kind = node.op_type if known.issuperset(filter(None, node.input)) else ""
-        known.update(node.output if kind else ())
+        kind = node.op_type if constants.issuperset(filter(None, node.input)) else ""
+        constants.update(node.output if kind else ())
         for name in node.input:
             readers.setdefault(name, set()).add(kind)
     computed = [n for n in tensors if "" not in readers.get(n, {""}) and n not in duplicates]
