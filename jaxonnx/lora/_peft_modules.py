@@ -292,23 +292,30 @@ def _place_weights(
             )
         present = others.get(f"{module}.bias", np.asarray(model.tensors[name], np.float32))
         others[f"{module}.bias"] = present + value
+    tied = find_tied(model)
     for key, value in others.items():
         module = key.removesuffix(".weight")
         blocks = places.get(module, ()) if key.endswith(".weight") else ()
         name = blocks[0].target if len(blocks) == 1 else names.get(key)
+        alike = tied and sum(np.array_equal(value, other) for other in others.values()) > 1
+        if name is None and alike:  # an output layer that stayed tied
+            continue
         if name is None:
-            hint = files.describe_ties(find_tied(model))
+            hint = files.describe_ties(tied)
             reason = f"unknown here{hint and f'; {hint}'}"
-        elif name in find_tied(model):
-            reason = f"tied here: {files.describe_ties([name])}"
         elif meanings[name].storage:
             reason = "in few bits here"
         elif value.size != model.tensors[name].size:
             reason = f"of shape {[*model.tensors[name].shape]} here, not {[*value.shape]}"
         else:
-            order = np.argsort(torch_axes(model, name, meanings[name]))
-            result[name] = value.transpose(order)
-            continue
+            present = model.tensors[name]
+            value = value.transpose(np.argsort(torch_axes(model, name, meanings[name])))
+            if name not in tied or alike:
+                result[name] = value
+                continue
+            if np.array_equal(value.astype(present.dtype), np.asarray(present)):
+                continue
+            reason = f"tied here: {files.describe_ties([name])}"
         raise InputError(f"'{os.fspath(path)}': '{key}' was trained in full, and is {reason}")
     return result
 

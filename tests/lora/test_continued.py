@@ -204,6 +204,34 @@ def test_an_embedding_that_is_the_output_layer_too(tmp_path):
         jaxonnx.Adapters.of(adapted).save(tmp_path / "ours", model)
 
 
+@pytest.mark.filterwarnings("ignore:.*the embedding and the output layer are one weight")
+@pytest.mark.parametrize("change", ["none", "both", "one"])
+def test_tables_of_a_tied_model_in_a_folder(change, tmp_path):
+    """PEFT saves both if they were resized, or trained in full with ensure_weight_tying."""
+    model = decoder(tied=True)
+    table = np.asarray(model.params[EMBED])
+    trained = table if change == "none" else normal(*table.shape)
+    stem = "base_model.model."
+    both = {"model.embed_tokens.weight": trained, "lm_head.weight": trained}
+    both |= {"lm_head.weight": table} if change == "one" else {}
+    factors = {
+        "layers.0.q_proj.lora_A.weight": normal(2, 4),
+        "layers.0.q_proj.lora_B.weight": normal(4, 2),
+    }
+    peft_folder(tmp_path / "theirs", {})
+    arrays = {stem + name: x for name, x in (both | factors).items()}
+    save_file(arrays, tmp_path / "theirs" / "adapter_model.safetensors")
+    if change == "one":
+        with pytest.raises(jaxonnx.InputError, match=r"tied=\[\]"):
+            jaxonnx.Adapters.load(tmp_path / "theirs", model)
+        return
+    adapters = jaxonnx.Adapters.load(tmp_path / "theirs", model)
+    a, b = factors.values()
+    matrix = np.asarray(model.params[LAYER]) + 2 * (b @ a).T
+    wanted = trained[IDS] @ matrix @ trained.T
+    np.testing.assert_allclose(adapters.attach(model)(IDS), wanted, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("kind", [TensorProto.FLOAT16, TensorProto.BFLOAT16])
 def test_weights_of_16_bits_that_round_an_adapter_away(kind, dora):

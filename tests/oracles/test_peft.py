@@ -276,3 +276,33 @@ def test_patterns_of_ranks(tmp_path):
     wanted = run_network(theirs)
     atol = 1e-5 * max(1, np.abs(wanted).max())
     np.testing.assert_allclose(run_model(adapters.attach(model)), wanted, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize(
+    "setting", ["bias_all", "conv", "conv_dora", "olora", "pissa_dora", "saved"]
+)
+def test_settings_back_in_peft(setting, tmp_path):
+    """Adapters that PEFT trained with a setting, written here, and loaded by PEFT again."""
+    from tests.data.make_peft import Network
+    from tests.lora.test_peft_settings import STORED, load_network, write_folder
+
+    model = load_network()
+    adapters = jaxonnx.Adapters.load(write_folder(tmp_path / "theirs", setting), model)
+    adapters.save(tmp_path / "back", model)
+    network = peft.PeftModel.from_pretrained(Network(), tmp_path / "back").eval()
+    outputs = network(torch.from_numpy(STORED["ids"])).detach().numpy()
+    np.testing.assert_allclose(outputs, STORED[setting], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_kernels_in_groups_in_peft(groups, tmp_path):
+    torch.manual_seed(0)
+    network = torch.nn.Sequential(torch.nn.Conv2d(4, 8, 3, padding=1, groups=groups))
+    x, path = torch.randn(2, 4, 5, 5), tmp_path / "conv.onnx"
+    torch.onnx.export(network, (x,), path, dynamo=False)
+    model = jaxonnx.load(path)
+    adapters = jaxonnx.Adapters.of(changed(model, 1, "0.weight"))
+    adapters.save(tmp_path / "peft", model)
+    loaded = peft.PeftModel.from_pretrained(network, tmp_path / "peft").eval()
+    outputs = loaded(x).detach().numpy()
+    np.testing.assert_allclose(outputs, adapters.attach(model)(x.numpy()), rtol=0, atol=1e-4)
