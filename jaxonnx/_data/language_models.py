@@ -111,9 +111,17 @@ def read_decoder_prompt(folder: ModelFolder) -> tuple[list[int | None], list[int
 
 
 def read_suppressed_tokens(folder: ModelFolder) -> tuple[list[int], list[int]]:
-    """Return the tokens that are not generated first, and those that are never generated."""
+    """Return the tokens that are not generated first, and those that are never generated.
+
+    These are of `begin_suppress_tokens`, `suppress_tokens`, and the words of one token, but for end
+    tokens, of `bad_words_ids`.
+    """
     settings = folder.read_json("generation_config.json") or folder.read_json("config.json")
     first, always = (
         [*(settings.get(name) or ())] for name in ("begin_suppress_tokens", "suppress_tokens")
     )
+    ends = settings.get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [ends]
+    words = settings.get("bad_words_ids") or ()
+    always += [word[0] for word in words if len(word) == 1 and word[0] not in ends]
     return first + always, always

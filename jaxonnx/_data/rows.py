@@ -7,8 +7,7 @@ texts or as lists of messages with a role and content.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, takewhile
 from pathlib import Path
@@ -32,6 +31,8 @@ _OTHER = "other completion"
 _SHARE_GPT = {"from": "role", "value": "content", "human": "user", "gpt": "assistant"}
 _SHARE_GPT |= {"observation": "tool"}
 """The names of the field "from"; "function" is a call of a tool."""
+REASONING = "reasoning_content", "thinking", "reasoning"
+"""Keys of a message's thoughts; templates read the first one, and that of gpt-oss the second."""
 _PLAIN = "text", "instruction", "output"
 """Columns that are texts, and no lists of messages."""
 _SHOWN = 60
@@ -155,7 +156,7 @@ def _read_text(row: Mapping[str, Any], names: Names) -> Texts:
 def _to_texts(prompt: Any, answers: Sequence[Any], names: Names) -> Texts:
     if isinstance(prompt, str):
         if not all(isinstance(answer, str) for answer in answers):
-            raise ValueError("the prompt is a text, so its completion must be one, not messages")
+            raise TrainingError("the prompt is a text, so its completion must be one, not messages")
         return Texts(prompt, tuple(answers))
     return Texts(to_messages(prompt, names), tuple(_to_answer(x, names) for x in answers))
 
@@ -175,7 +176,7 @@ def to_messages(value: Any, names: Names) -> list[dict[str, Any]]:
     """Convert a list of messages, or its JSON text, to messages with a role and content."""
     messages = json.loads(value) if isinstance(value, str) else value
     if not _is_list_of_objects(messages):
-        raise ValueError("messages must be a list of objects with a role and its content")
+        raise TrainingError("messages must be a list of objects with a role and its content")
     return [_to_message(message, names) for message in messages]
 
 
@@ -188,16 +189,22 @@ def _to_message(message: Mapping[str, Any], names: Names) -> dict[str, Any]:
         if renamed["role"] == "function":
             return {"role": "assistant", "content": "", "tool_calls": _to_calls(renamed["content"])}
     if "role" not in renamed:
-        raise ValueError(
+        raise TrainingError(
             f"messages must be objects with a role and content, and one has {', '.join(message)}"
         )
     role = renamed["role"]
     content = {"role": names.get(role, role), "content": renamed.get("content")}
     others = {name: drop_nones(x) for name, x in renamed.items() if x is not None}
-    for call in others.get("tool_calls", ()):  # templates take objects, OpenAI's format has text
-        function = call.get("function", call)
-        with suppress(ValueError, TypeError):
-            function["arguments"] = json.loads(function.get("arguments"))
+    if "function_call" in others:  # OpenAI's name before there were several
+        call = {"type": "function", "function": others["function_call"]}
+        others = {"tool_calls": [call], **others}
+    if calls := others.get("tool_calls"):
+        others["tool_calls"] = json.loads(calls) if isinstance(calls, str) else calls
+        if not _is_list_of_objects(others["tool_calls"]):
+            raise TrainingError("tool_calls must be a list of objects")
+    thoughts = next((others[name] for name in REASONING if name in others), None)
+    if thoughts is not None:
+        others = {"thinking": thoughts, **others, REASONING[0]: thoughts}
     return {**others, **content}
 
 
@@ -205,15 +212,21 @@ def _to_calls(text: str) -> list[dict[str, Any]]:
     calls = json.loads(text)
     calls = calls if isinstance(calls, list) else [calls]
     if not all(isinstance(call, dict) and "name" in call for call in calls):
-        raise ValueError("the value of 'function' must be JSON with a name and arguments")
+        raise TrainingError("the value of 'function' must be JSON with a name and arguments")
     return [{"type": "function", "function": call} for call in calls]
 
 
-def drop_nones(value: Any) -> Any:
-    """Drop keys that are None, which Arrow adds to structs that lack them."""
+def drop_nones(value: Any, exempt: Collection[str] = ("arguments",)) -> Any:
+    """Drop keys that are None, which Arrow adds to structs that lack them, but not in `exempt`."""
     if isinstance(value, Mapping):
-        return {name: drop_nones(x) for name, x in value.items() if x is not None}
-    return [*map(drop_nones, value)] if isinstance(value, list | tuple) else value
+        return {
+            name: x if name in exempt else drop_nones(x, exempt)
+            for name, x in value.items()
+            if x is not None
+        }
+    if isinstance(value, list | tuple) and value and isinstance(value[0], Mapping | list | tuple):
+        return [drop_nones(x, exempt) for x in value]
+    return value
 
 
 SHAPES = (
@@ -270,6 +283,7 @@ class Rows:
       folder: that of the file, to which paths of images are relative.
       is_stream: whether rows are read as they are needed.
       is_spent: whether they can be read only once.
+      fills_gaps: whether they are Arrow's, whose structs have None for what a row lacks.
       convert: returns the columns of some rows, and the padding of their sequences.
     """
 
@@ -279,6 +293,7 @@ class Rows:
     folder: Path = Path()
     is_stream: bool = False
     is_spent: bool = False
+    fills_gaps: bool = False
     convert: Callable[[Iterable[Row], Padding], tuple[dict[str, Any], Padding]] = (
         lambda rows, padding: (to_columns(rows), padding)
     )
@@ -289,9 +304,13 @@ class Rows:
             yield where, self.rename(row)
 
     def rename(self, row: Any) -> Any:
-        if not (self.names and isinstance(row, Mapping)):
+        """Give the columns of a row their new names, and drop what Arrow has filled in."""
+        if not (isinstance(row, Mapping) and (self.names or self.fills_gaps)):
             return row
-        return {self.names.get(name, name): value for name, value in row.items()}
+        columns = {self.names.get(name, name): value for name, value in row.items()}
+        if not self.fills_gaps:
+            return columns
+        return {name: drop_nones(value, exempt=()) for name, value in columns.items()}
 
     @property
     def is_chat(self) -> bool:
@@ -348,10 +367,12 @@ def open_rows(data: Any, what: str, names: Names | None = None) -> Any:
 def _find_rows(data: Any, what: str, names: Names) -> Rows | None:
     if is_row_file(data):
         first = next(iterate_rows(data))[1]
-        return Rows(lambda _: iterate_rows(data), first, names, Path(data).parent)
+        from_arrow = Path(data).suffix == ".parquet"
+        folder = Path(data).parent
+        return Rows(lambda _: iterate_rows(data), first, names, folder, fills_gaps=from_arrow)
     if (isinstance(data, list) or is_dataset(data)) and len(data):
         named = lambda _: ((f"example {i} of {what}", data[i]) for i in range(len(data)))  # noqa: E731
-        return Rows(named, data[0], names)
+        return Rows(named, data[0], names, fills_gaps=is_dataset(data))
     if not (is_streamed(data) or isinstance(data, Begun)):
         return None
 
@@ -362,7 +383,7 @@ def _find_rows(data: Any, what: str, names: Names) -> Rows | None:
 
     once = isinstance(data, Begun)
     first = data.first if once else next(iter(data), None)
-    return Rows(iterate, first, names, is_stream=True, is_spent=once)
+    return Rows(iterate, first, names, is_stream=True, is_spent=once, fills_gaps=is_streamed(data))
 
 
 def check_shape(data: Any, what: str, inputs: Sequence[str]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxonnx._data.chat_templates import Chat
 from jaxonnx._data.files import Row
 from jaxonnx._data.images.messages import COLUMNS, ImageReader, RowImages
 from jaxonnx._data.inputs_and_targets import KEY
@@ -22,9 +23,8 @@ from jaxonnx._data.rows import (
     Shape,
     Texts,
     add_other_answers,
-    drop_nones,
 )
-from jaxonnx._data.tokenizer import Chat, Tokenizer
+from jaxonnx._data.tokenizer import Tokenizer
 from jaxonnx._io.vision_language import PIXELS
 from jaxonnx._require import require, require_choice, require_integer
 from jaxonnx._text import format_count
@@ -101,6 +101,7 @@ class Reader:
       others: how many messages of the assistant are in examples of their own, by their number in
         the chat.
       open: how many have no end token in the template.
+      unwritten: the number of chats with calls of tools that the template does not write.
       unread: the columns that nothing reads.
       dropped: the number of examples, parts of texts that are split among them, of which the loss
         counts no token: of a decoder the first one never counts.
@@ -123,6 +124,7 @@ class Reader:
     long: Counter[str] = field(default_factory=Counter)
     others: Counter[int] = field(default_factory=Counter)
     open: int = 0
+    unwritten: int = 0
     unread: dict[str, None] = field(default_factory=dict)
     dropped: int = 0
     answer: Any = None
@@ -313,7 +315,9 @@ class Reader:
                 f"messages of {', '.join(dict.fromkeys(map(repr, roles)))}; columns={{...: "
                 "'assistant'}} renames a role, and preprocess={'loss': 'all'} learns all of them"
             )
-        chat = Chat(messages, self._read_variables(where, row), where)
+        variables = self._read_variables(where, row)
+        chat, writes_calls = self.tokenizer.templates.fit_calls(Chat(messages, variables, where))
+        self.unwritten += not writes_calls
         chats = self.tokenizer.write_chats(chat, ignored if counts_all else learned)
         if counts_all and len(chats) > 1:
             raise TrainingError(
@@ -348,17 +352,20 @@ class Reader:
         """Return the variables of the chat template that a row has, lists also as JSON text."""
         try:
             *names, others = (
-                json.loads(value) if isinstance(value := row.get(name), str) else drop_nones(value)
+                json.loads(value) if isinstance(value := row.get(name), str) else value
                 for name in VARIABLES
             )
-            variables = {**(others or {}), **dict(zip(VARIABLES, names, strict=False))}
+            columns = zip(VARIABLES, names, strict=False)
+            variables = {
+                **(others or {}),
+                **{n: value for n, value in columns if value is not None},
+            }
         except (TypeError, ValueError) as error:
             raise TrainingError(
                 f"{where}: tools and documents must be lists, and chat_template_kwargs an object "
                 f"({error})"
             ) from error
-        variables = {name: value for name, value in variables.items() if value is not None}
-        self.unread |= dict.fromkeys(n for n in variables if n not in self.tokenizer.variables)
+        self.unread |= dict.fromkeys(self.tokenizer.templates.find_unread(variables))
         return variables
 
     def _check(self, where: str, ids: np.ndarray, least: int = 2) -> None:
@@ -434,6 +441,11 @@ class Reader:
                 self.open,
                 "messages of the assistant without an end token directly behind them in the chat "
                 f"template: {self.open}; it is the label there, or appended to the chat",
+            ),
+            (
+                self.unwritten,
+                "chats with calls of tools whose arguments the chat template does not write: "
+                f"{self.unwritten}",
             ),
             (
                 not self.tokenizer.ends and self.tokenizer.mask_token is None,

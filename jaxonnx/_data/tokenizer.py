@@ -1,49 +1,29 @@
-"""The tokenizer and the chat template of a language model's folder.
+"""The tokenizer of a language model's folder, and the chats that its templates write.
 
-`tokenizer.json` is read by the package tokenizers, the template by jinja2, in the environment that
-Hugging Face's templates are written for (`transformers.utils.chat_template_utils`).
+`tokenizer.json` is read by the package tokenizers.
 """
 
 from __future__ import annotations
 
-import datetime
 import functools
-import json
 import os
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from types import ModuleType
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from jaxonnx._data.rows import to_messages
+from jaxonnx._data.chat_templates import MARK, Chat, ChatTemplates, import_package, take_marks
+from jaxonnx._data.rows import is_chat, to_messages
 from jaxonnx._io.folders import GENAI, ModelFolder
+from jaxonnx._require import describe
 from jaxonnx._safe_read import wrap_errors
-from jaxonnx.errors import Error, TrainingError
+from jaxonnx.errors import InputError, TrainingError
 
-_START, _END = "\ue0f0", "\ue0f1"
-"""Marks around the text of a template's `generation` block: private-use characters of Unicode."""
-
-
-@dataclass(frozen=True)
-class Chat:
-    """Messages, and the other variables of a chat template.
-
-    Attributes:
-      messages: dicts with a role and content.
-      variables: further variables of the template, like "tools".
-      where: the chat, for errors.
-    """
-
-    messages: Sequence[Mapping[str, Any]]
-    variables: Mapping[str, Any]
-    where: str
-
-    def until(self, stop: int, *others: Mapping[str, Any]) -> Chat:
-        """Return the chat of the first messages, with others behind them."""
-        return replace(self, messages=[*self.messages[:stop], *others])
+_TRANSFORMERS = {"max_length", "padding", "return_assistant_tokens_mask", "return_dict"}
+_TRANSFORMERS |= {"return_tensors", "sanitize_control_tokens", "tokenizer_kwargs", "truncation"}
+"""Arguments of transformers' `apply_chat_template` that say what becomes of the tokens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +40,7 @@ class Tokenizer:
                 f"'{self.folder.path}' has no tokenizer.json, by which texts become tokens; "
                 "transformers.AutoTokenizer.from_pretrained(...).save_pretrained(folder) writes it"
             )
-        tokenizers = _package("tokenizers")
+        tokenizers = import_package("tokenizers")
         # the package raises nothing narrower than Exception
         with wrap_errors(f"'{path}' is not a tokenizer, or is damaged", TrainingError, Exception):
             tokenizer = tokenizers.Tokenizer.from_str(path.read_text("utf-8"))
@@ -82,22 +62,56 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = False,
+        continue_final_message: bool | str = False,
         tokenize: bool = True,
         **variables: Any,
     ) -> Any:
-        """Write messages by the chat template of the folder, as training does.
+        """Write messages by a chat template of the folder, as training does.
 
         Args:
           messages: dicts with a role and content.
           add_generation_prompt: whether to begin the next message of the assistant.
+          continue_final_message: whether to end within the last message, which is to be continued:
+            True behind its content, or the key of another text, like "reasoning_content".
           tokenize: whether to return tokens, int64[n]; otherwise the text.
-          **variables: "tools", "documents" and others that the template reads.
+          **variables: "tools", "documents" and others that the template reads; a warning names
+            those that it does not read. "chat_template" is the name of a template of the folder,
+            or the text of one; by default "tool_use" if there are tools and such a template, else
+            "default".
 
         Raises:
           TrainingError: there is no template, or it fails.
+          InputError: an argument of transformers' that has no meaning here.
         """
+        if not is_chat(messages):
+            raise InputError(
+                "messages must be a list of dicts with a role and content, of at least one, got "
+                f"{describe(messages)}"
+            )
         chat = Chat(to_messages(messages, {}), variables, "the chat")
-        text, _ = _take_marks(self.render(chat, add_generation_prompt))
+        unread = self.templates.find_unread(variables)
+        if refused := [name for name in unread if name in _TRANSFORMERS and variables[name]]:
+            raise InputError(
+                f"{', '.join(refused)}: apply_chat_template returns the tokens of one chat, "
+                "int64[n], and takes no such arguments of transformers"
+            )
+        if unread := [name for name in unread if name not in _TRANSFORMERS]:
+            warnings.warn(
+                f"variables that the chat template does not read: {', '.join(unread)}",
+                stacklevel=2,
+            )
+        chat, writes_calls = self.templates.fit_calls(chat)
+        if not writes_calls:
+            warnings.warn(
+                "the chat template does not write the arguments of calls of tools", stacklevel=2
+            )
+        if not continue_final_message:
+            text, _ = take_marks(self.templates.render(chat, add_generation_prompt))
+        elif add_generation_prompt:
+            raise InputError("continue_final_message and add_generation_prompt exclude each other")
+        else:
+            key = "content" if continue_final_message is True else continue_final_message
+            text = self.templates.render_open(chat, key)
         return self.encode(text, special=False) if tokenize else text
 
     def locate_tokens(
@@ -195,70 +209,9 @@ class Tokenizer:
         return tuple(filter(None, map(self._tokens.id_to_token, self.ends)))
 
     @functools.cached_property
-    def _template(self) -> Any:
-        text = self._find_template()
-        if text is None:
-            raise TrainingError(
-                f"'{self.folder.path}' has no chat template (chat_template.jinja, or in "
-                "tokenizer_config.json) to write messages by: give texts, or prompt and completion"
-            )
-        jinja2 = _package("jinja2")
-        from jinja2 import sandbox
-
-        environment = sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=["jinja2.ext.loopcontrols", _generation_extension()],
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-        try:
-            return environment.from_string(text)
-        except jinja2.TemplateError as error:
-            raise TrainingError(
-                f"the chat template of '{self.folder.path}' is not valid ({error})"
-            ) from error
-
-    @functools.cached_property
-    def variables(self) -> set[str]:
-        """The variables that the chat template reads."""
-        from jinja2 import meta
-
-        parsed = self._template.environment.parse(self._find_template())
-        return meta.find_undeclared_variables(parsed)
-
-    def _find_template(self) -> str | None:
-        path: Path = self.folder.path / "chat_template.jinja"
-        if path.is_file():
-            with wrap_errors(f"'{path}' cannot be read", TrainingError):
-                return path.read_text("utf-8")
-        template = self._settings.get("chat_template")
-        template = template or self.folder.read_json("chat_template.json").get("chat_template")
-        if isinstance(template, list):  # several, by name
-            named = {entry.get("name"): entry.get("template") for entry in template}
-            template = named.get("default")
-        return template
-
-    def render(self, chat: Chat, more: bool = False) -> str:
-        """Write a chat by the chat template.
-
-        Args:
-          chat: one message at least, as some templates read the first one.
-          more: whether to begin the next message of the assistant (`add_generation_prompt`).
-
-        Raises:
-          TrainingError: the template fails.
-        """
-        template = self._template
-        raised = (_package("jinja2").TemplateError, TypeError, ValueError, LookupError)
-        usual = {"tools": None, "documents": None, **self.special, **chat.variables}
-        try:
-            return template.render(
-                **{**usual, "messages": chat.messages, "add_generation_prompt": more}
-            )
-        except raised as error:
-            raise TrainingError(f"{chat.where}: the chat template fails ({error})") from error
+    def templates(self) -> ChatTemplates:
+        """The chat templates of the folder."""
+        return ChatTemplates(self.folder, self.special)
 
     def write_chats(
         self, chat: Chat, chosen: Sequence[int]
@@ -282,7 +235,7 @@ class Tokenizer:
           TrainingError: the template fails, or its blocks are not those of messages.
         """
         messages = chat.messages
-        whole, blocks = _take_marks(self.render(chat))
+        whole, blocks = take_marks(self.templates.render(chat))
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         parts, others = [], []
         if len(blocks) == len(turns):
@@ -295,14 +248,14 @@ class Tokenizer:
                 f"{len(turns)} messages of the assistant, so those to learn cannot be told apart"
             )
         for i in () if blocks else chosen:
-            text = self.render(chat.until(i + 1))
-            before = self.render(chat.until(i), more=True) if i else ""
+            text = self.templates.render(chat.until(i + 1))
+            before = self.templates.render(chat.until(i), more=True) if i else ""
             if not (before and text.startswith(before)):
                 # the assistant begins the chat, or begins with a thought that this message lacks
                 plain = isinstance(messages[i].get("content"), str | None)
-                mark = _START if plain else [{"type": "text", "text": _START}]
+                mark = MARK if plain else [{"type": "text", "text": MARK}]
                 header = {k: messages[i][k] for k in ("role", "name") if k in messages[i]}
-                marked = self.render(chat.until(i, {**header, "content": mark}))
+                marked = self.templates.render(chat.until(i, {**header, "content": mark}))
                 before = os.path.commonprefix([text, marked])  # noqa: RUF071 (of characters)
             inside = self._drop_last_end(text)  # Phi-3 ends a message, and then the chat
             if whole.startswith(text) or (self.is_ended(inside) and whole.startswith(inside)):
@@ -315,65 +268,11 @@ class Tokenizer:
         """Return the end token for a chat: the mark of the next role if it is one, as GLM's is."""
         role = "tool" if chat.messages[-1].get("tool_calls") else "user"
         try:
-            longer = self.render(chat.until(len(chat.messages), {"role": role, "content": ""}))
+            longer = self.templates.render(
+                chat.until(len(chat.messages), {"role": role, "content": ""})
+            )
         except TrainingError:  # as a template may want the name of the tool
             longer = ""
         behind = longer[len(text) :] if longer.startswith(text) else ""
         mark = next((end for end in self._end_texts if behind.startswith(end)), None)
         return self.ends[0] if mark is None else self._tokens.token_to_id(mark)
-
-
-def _take_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
-    """Remove the marks from a text; return it with the spans of the parts between them."""
-    plain, parts = "", []
-    first, *rest = text.split(_START)
-    plain = first
-    for part in rest:
-        inside, _, after = part.partition(_END)
-        parts.append((len(plain), len(plain) + len(inside)))
-        plain += inside + after
-    return plain, parts
-
-
-@functools.cache
-def _generation_extension() -> type:
-    """Return a Jinja extension that puts marks around the text of `{% generation %}` blocks."""
-    from jinja2 import nodes
-    from jinja2.ext import Extension
-
-    class Generation(Extension):
-        tags = {"generation"}  # noqa: RUF012 (as the base class has it)
-
-        def parse(self, parser):
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            call = self.call_method("mark")
-            return nodes.CallBlock(call, [], [], body).set_lineno(line)
-
-        def mark(self, caller):
-            return _START + caller() + _END
-
-    return Generation
-
-
-def _to_json(
-    x: Any,
-    ensure_ascii: bool = False,
-    indent: Any = None,
-    separators: Any = None,
-    sort_keys: bool = False,
-) -> str:
-    """Return JSON as it is, with transformers' arguments; Jinja's filter would escape HTML."""
-    more: Any = {"separators": separators, "sort_keys": sort_keys}
-    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, **more)
-
-
-def _raise(message: str) -> None:
-    raise _package("jinja2").TemplateError(message)
-
-
-def _package(name: str) -> ModuleType:
-    try:
-        return __import__(name)
-    except ImportError as error:
-        raise Error(f"texts need {name}: pip install 'jaxonnx[text]'") from error

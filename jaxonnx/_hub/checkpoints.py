@@ -19,9 +19,10 @@ import numpy as np
 from onnx import ModelProto
 
 from jaxonnx._atomic_write import write_atomically
+from jaxonnx._data.images.preparation import preparation
 from jaxonnx._graph.uses import Weight, uses_by_tensor, weights
 from jaxonnx._hub.tensor_names import HEAD, TABLE, name_weights
-from jaxonnx._io.folders import ModelFolder
+from jaxonnx._io.folders import CHAT_TEMPLATES, ModelFolder
 from jaxonnx._io.formats import write_safetensors
 from jaxonnx._require import check_arguments, require
 from jaxonnx._text import list_some
@@ -35,7 +36,13 @@ _INDEX = "model.safetensors.index.json"
 _WEIGHTS = re.compile(r"(pytorch_)?model.*\.(safetensors|bin)(\.index\.json)?")
 _COMPANIONS = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt"),
-    *("chat_template*", "generation_config.json", "preprocessor_config.json", "*.model"),
+    *(
+        "chat_template*",
+        CHAT_TEMPLATES,
+        "generation_config.json",
+        "preprocessor_config.json",
+        "*.model",
+    ),
 )
 """Files that go along: of the tokenizer, of generation, of images."""
 _OFFSETS = ("gemma", "gemma2", "gemma3", "gemma3text", "nemotron")
@@ -61,7 +68,8 @@ def export_safetensors(
     taken apart, the 1 in the scales of Gemma's norms is taken off, rotary tables stay out, and an
     output layer that shares the embedding's table is written once. Beyond 5 GB there are several
     files and an index. `config.json` is that of the model's folder or of `original`, with
-    `tie_word_embeddings` and the type as the weights have them; files of the tokenizer are copied.
+    `tie_word_embeddings`, the type and the classes (`head=`) as the file has them; files of the
+    tokenizer are copied.
     Adapters are merged.
 
     Args:
@@ -111,6 +119,7 @@ def export_safetensors(
     types = _write_weights(target, arrays)
     if settings:
         settings.pop("quantization_config", None)
+        settings |= _describe_classes(net, settings)
         settings |= {"tie_word_embeddings": tied} if TABLE in arrays else {}
         ((kind, _),) = types.most_common(1)
         settings |= dict.fromkeys({"dtype", "torch_dtype"} & settings.keys(), kind)
@@ -122,6 +131,26 @@ def export_safetensors(
             stacklevel=2,
         )
     _copy_companions(net, original, target)
+
+
+def _describe_classes(model: Model, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a classifier whose classes are not those of its `config.json`."""
+    named, (*heads,) = [*preparation(model).labels], model.heads
+    count, shape = len(named), model.outputs[0].shape
+    if len(heads) == 1:
+        count = heads[0].classes
+    elif shape and any("Classification" in kind for kind in settings.get("architectures") or ()):
+        count = shape[-1] if isinstance(shape[-1], int) else count
+    present = [*(settings.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}).values()]
+    if not count or named == present or (count == len(present) and not named):
+        return {}
+    named = named if len(named) == count else [f"LABEL_{number}" for number in range(count)]
+    return {
+        "id2label": {str(number): name for number, name in enumerate(named)},
+        "label2id": {name: number for number, name in enumerate(named)},
+        "num_labels": count,
+        "problem_type": None,  # of the old classes; transformers finds it by its labels
+    }
 
 
 def _scales_from_one(key: str, family: str) -> bool:
@@ -226,6 +255,7 @@ def _copy_companions(model: Model, original: str | os.PathLike[str] | None, targ
         folders.append(Path(original) if Path(original).is_dir() else Path(original).parent)
     for folder in reversed(folders):
         for path in (path for pattern in _COMPANIONS for path in folder.glob(pattern)):
-            copy = target / path.name
+            copy = target / path.relative_to(folder)
+            copy.parent.mkdir(exist_ok=True)
             if path.is_file() and not (copy.exists() and copy.samefile(path)):
                 shutil.copyfile(path, copy)

@@ -21,6 +21,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -35,6 +36,8 @@ from jaxonnx._io.vision_language import VISION, split_parts
 from jaxonnx.errors import InputError, ModelError
 
 GENAI = "genai_config.json"
+CHAT_TEMPLATES = "additional_chat_templates/*.jinja"
+"""Chat templates beside the default one, by transformers' name."""
 _MARKS = (GENAI, "config.json", "tokenizer.json", "tokenizer_config.json")
 _VARIANTS = ("fp32", "fp16", "bf16", "int8", "uint8", "q8", "quantized", "q4", "q4f16", "bnb4")
 _DECODERS = ("decoder_model_merged", "decoder_model", "decoder_with_past_model")
@@ -265,9 +268,10 @@ def _download(name: str, variant: str | None) -> ModelFolder:
 
 
 def _is_part(name: str) -> bool:
-    """Return whether a file is configuration: no data of a model, and not of another folder."""
+    """Check whether a file is configuration: no data of a model, and not of another folder."""
     data = ".onnx." in name or ".onnx_data" in name or name.endswith(".data")
-    return not data and "/" not in name
+    nested = "/" in name and not fnmatch(name, CHAT_TEMPLATES)
+    return not data and not nested
 
 
 def _locations(path: Path) -> list[str]:

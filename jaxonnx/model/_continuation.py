@@ -32,8 +32,14 @@ class Continuation:
     ended: bool = False
     _held: str = ""
     """Text that may be the beginning of a stop."""
+    _before: Sequence[int] = ()
+    """Tokens of the text that is continued."""
     _places: tuple[int, int] = 0, 0
     """The tokens from the first place on are decoded, of which those before the second one were."""
+
+    def continue_text(self, tokens: Sequence[int]) -> None:
+        """Decode behind the tokens of a text, as some tokenizers drop the space of a first one."""
+        self._before, self._places = tokens, (0, len(tokens))
 
     @property
     def is_done(self) -> bool:
@@ -60,13 +66,14 @@ class Continuation:
     def _decode_new(self, decode: Callable[[Sequence[int]], str]) -> str:
         """Return the text that the last tokens add; nothing if a character is not whole yet.
 
-        The tokens before are decoded with them, as some tokenizers drop the space of a first one.
+        The tokens before are decoded with them.
         """
         start, stop = self._places
-        before, text = decode(self.tokens[start:stop]), decode(self.tokens[start:])
+        tokens = [*self._before, *self.tokens]
+        before, text = decode(tokens[start:stop]), decode(tokens[start:])
         if text.endswith(_INCOMPLETE) or len(text) <= len(before):
             return ""
-        self._places = stop, len(self.tokens)
+        self._places = stop, len(tokens)
         return text[len(before) :]
 
     def _find_beginning(self, text: str) -> str:

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._data.images.messages import encode_chat, stack_images
+from jaxonnx._data.images.messages import encode_chat, is_open, stack_images
 from jaxonnx._data.rows import is_chat
 from jaxonnx._require import describe, require, require_integer
 from jaxonnx._run.program import Program
@@ -422,6 +422,11 @@ def generate(
     needs_text = bool(texts) or any(is_text)
     decode = model.tokenizer.decode if needs_text else None
     written = [Continuation(tokens, texts, decode) for _ in rows]
+    if needs_text and not generator._sources:
+        special = model.tokenizer.special_tokens
+        for prompt, row, part in zip(listed, rows, written, strict=True):
+            if isinstance(prompt, str) or (_is_text(prompt) and is_open(prompt, variables or {})):
+                part.continue_text([*row[~np.isin(row, special)]])
     keep = is_chat(prompts) and not source  # caches are found by tokens, not by images
     steps = generator.extend(
         model.params, model.state, rows, source, written, count, sampling, seed, keep

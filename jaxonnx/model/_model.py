@@ -261,14 +261,16 @@ class Model(Network, Rendered):
 
         Args:
           prompts: a text; a list of messages, dicts with a role and content, which the chat
-            template of the model's folder writes; or tokens, [length]. Or a list of such prompts,
+            template of the model's folder writes, and of which a last one of the assistant is
+            continued; or tokens, [length]. Or a list of such prompts,
             whose lengths may differ, or tokens [batch, length]. For an encoder of features
             (`input_features` of Whisper): [mels, frames] or [batch, mels, frames].
           max_new_tokens: the maximum number of tokens to generate.
           temperature: the logits are divided by it, and a token is drawn from them; 0 takes the
             most likely token. None takes this and the next four arguments, where they are None too,
             from the search settings of `genai_config.json` in the model's folder, or else from
-            `generation_config.json`; other values read neither.
+            `generation_config.json`; other values read neither. A warning names settings there
+            that would change what is generated and have no counterpart here.
           top_k: draw from so many of the most likely tokens.
           top_p: draw from the fewest most likely tokens that have this probability together.
           min_p: draw from tokens with at least this fraction of the probability of the most likely
@@ -281,7 +283,9 @@ class Model(Network, Rendered):
             Tokens replace these, texts do not, and [] is none.
           stream: whether to return an iterator of the pieces of the text, for one prompt.
           chat_template_kwargs: other variables of the chat template, like "tools" and
-            "enable_thinking".
+            "enable_thinking", and arguments of `tokenizer.apply_chat_template`: "chat_template",
+            the name of a template, and "continue_final_message". A warning names those that the
+            template does not read.
           decoder_prompt: for an encoder-decoder, the first tokens of the decoder, like Whisper's
             start, language, task and no timestamps. By default those that `generation_config.json`
             in the model's folder, or else `config.json`, says, as in transformers. A language that
@@ -294,7 +298,8 @@ class Model(Network, Rendered):
           text of `stop`. A list of these for several prompts. A sequence also ends with the model's
           last position, of which a warning tells. For an encoder-decoder, which encodes the
           prompts, the tokens of the decoder, beginning with its first ones. Tokens that the folder
-          suppresses (`suppress_tokens`, `begin_suppress_tokens`) are not generated.
+          suppresses (`suppress_tokens`, `begin_suppress_tokens`, words of one token of
+          `bad_words_ids`) are not generated.
 
           Pieces of a stream are of whole characters; text that may begin a text of `stop` is held
           back.

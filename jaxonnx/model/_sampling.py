@@ -22,8 +22,19 @@ from jaxonnx.errors import InputError
 _FILES = "generation_config.json", "config.json"
 _USUAL_TOP_K = 50
 """What transformers and onnxruntime-genai take if a folder that samples does not say."""
-_UNREAD = {"num_beams": 1, "no_repeat_ngram_size": 0, "min_length": 0, "min_new_tokens": 0}
-"""Settings of folders that are ignored, and their values without an effect."""
+_UNREAD = {
+    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), 1),
+    **dict.fromkeys(("min_length", "min_new_tokens"), 0),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
+    **dict.fromkeys(("typical_p", "encoder_repetition_penalty", "guidance_scale"), 1),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "diversity_penalty", "penalty_alpha"), 0),
+    **dict.fromkeys(("remove_invalid_values", "token_healing"), False),
+    **dict.fromkeys(("top_h", "dola_layers", "watermarking_config", "sequence_bias")),
+    **dict.fromkeys(("forced_eos_token_id", "exponential_decay_length_penalty", "max_time")),
+    **dict.fromkeys(("constraints", "force_words_ids", "stop_strings")),
+}
+"""Settings of transformers and onnxruntime-genai that change what is generated and are ignored, and
+their values without an effect."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +100,10 @@ def _read_settings(folder: ModelFolder) -> Sampling:
     named = {
         field.name: settings[field.name] for field in fields(Sampling) if field.name in settings
     }
-    if unread := [n for n, usual in _UNREAD.items() if settings.get(n) not in (None, usual)]:
+    unread = [n for n, usual in _UNREAD.items() if settings.get(n) not in (None, usual, [], {})]
+    if any(len(word) > 1 for word in settings.get("bad_words_ids") or ()):
+        unread.append("bad_words_ids of several tokens")
+    if unread:
         warnings.warn(f"settings of '{folder.path}' that are ignored: {unread}", stacklevel=5)
     if not settings.get("do_sample"):
         return Sampling(repetition_penalty=named.get("repetition_penalty"))

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -104,8 +105,12 @@ def test_a_file_with_adapters_as_nodes_is_refused(tmp_path):
 
 def test_exporters_give_the_same_checkpoint(tmp_path):
     """One network, written by the builder and by optimum, with its tokenizer."""
-    config = LLM / "qwen3-optimum"
+    config = shutil.copytree(LLM / "qwen3-optimum", tmp_path / "original")
+    template = "additional_chat_templates/tool_use.jinja"
+    (config / template).parent.mkdir()
+    (config / template).write_text("{{ tools }}")
     jaxonnx.export_safetensors(LLM / "qwen3-genai", tmp_path / "genai", original=config)
+    assert (tmp_path / "genai" / template).read_text() == "{{ tools }}"
     jaxonnx.export_safetensors(LLM / "qwen3-optimum", tmp_path / "optimum")
     ours, theirs = read(tmp_path / "genai"), read(tmp_path / "optimum")
     assert ours.keys() == theirs.keys() >= {"model.norm.weight", "model.embed_tokens.weight"}
@@ -172,3 +177,31 @@ def test_tensors_with_a_number_need_a_name(tmp_path):
     with pytest.warns(UserWarning, match="no config.json.*original="):
         jaxonnx.export_safetensors(proto, tmp_path, names={"val_1": "head.weight"})
     np.testing.assert_array_equal(read(tmp_path)["head.weight"], weight)
+
+
+@pytest.mark.parametrize(
+    ("classes", "names"),
+    [
+        (["a", "b", "c"], ["a", "b", "c"]),
+        (4, ["LABEL_0", "LABEL_1", "LABEL_2", "LABEL_3"]),
+        (None, ["NEGATIVE", "POSITIVE"]),
+    ],
+)
+@pytest.mark.parametrize("reloaded", [False, True])
+def test_a_classifier_has_the_classes_of_the_file(classes, names, reloaded, tmp_path):
+    """transformers 5.24 builds its head of `id2label`, and refuses weights of another shape."""
+    net = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 21]>
+        g (float[n,3] x) => (float[n,2] logits) { logits = MatMul(x, w) }""")
+    net.graph.initializer.append(onnx.numpy_helper.from_array(np.ones((3, 2), np.float32), "w"))
+    old = {"id2label": {"0": "NEGATIVE", "1": "POSITIVE"}, "problem_type": "regression"}
+    old |= {"architectures": ["BertForSequenceClassification"]}
+    config = write_config(tmp_path, "bert", **old)
+    model = jaxonnx.load(net)
+    model = model if classes is None else model.with_head(classes)
+    model = jaxonnx.load(model.to_onnx()) if reloaded else model
+    jaxonnx.export_safetensors(model, tmp_path / "hf", original=config, names={"w": "w"})
+    written = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert written["id2label"] == {str(i): name for i, name in enumerate(names)}
+    if classes is not None:
+        assert written["label2id"] == {name: i for i, name in enumerate(names)}
+        assert (written["num_labels"], written["problem_type"]) == (len(names), None)

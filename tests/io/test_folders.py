@@ -224,6 +224,8 @@ class Hub(BaseHTTPRequestHandler):
 
 def test_a_name_of_the_hub_brings_one_variant(browser, tmp_path):
     pytest.importorskip("huggingface_hub")
+    (browser / "additional_chat_templates").mkdir()
+    (browser / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Hub, browser))
     server.given = []
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -253,6 +255,7 @@ def test_a_name_of_the_hub_brings_one_variant(browser, tmp_path):
     assert not done.returncode, done.stderr[-2000:]
     first, second = done.stdout.splitlines()
     files = ["config.json", "model_q4.onnx", "model_q4.onnx_data", "tokenizer.json"]
+    files.append("tool_use.jinja")
     assert first == f"onnx/model_q4.onnx {files}"
     assert second.startswith("'us/none' does not exist, and the Hugging Face hub did not return it")
     assert not any(name.endswith("model.onnx") for name in server.given)

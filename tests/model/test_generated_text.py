@@ -64,6 +64,20 @@ def test_a_text_that_ends_never_appears(stop):
     assert "".join(map(full.add, TEXT.encode())) == TEXT.split(stop)[0]
 
 
+def test_a_text_is_continued_with_the_space_of_the_next_word():
+    """Llama's decoders drop the space of a first token, which is the first of the new ones only."""
+    words = {"▁Once": 0, "▁upon": 1, "▁a": 2, "▁time": 3, ",": 4}
+    llama = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token=","))
+    parts = tokenizers.decoders
+    whole = [parts.Replace("▁", " "), parts.ByteFallback(), parts.Fuse(), parts.Strip(" ", 1, 0)]
+    for decoder in (parts.Sequence(whole), parts.Metaspace()):
+        llama.decoder = decoder
+        behind, begun = (Continuation(decode=llama.decode, room=9) for _ in range(2))
+        behind.continue_text([0, 1])
+        assert [*map(behind.add, [2, 3, 4])] == [" a", " time", ","]
+        assert [*map(begun.add, [2, 3, 4])] == ["a", " time", ","]
+
+
 def test_texts_and_messages_are_their_tokens(model, read):
     """One or several of any kind, whose results are of the kind of the prompt."""
     more = {"max_new_tokens": 6}

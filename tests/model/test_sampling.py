@@ -3,6 +3,7 @@
 python -m tests.model.test_sampling    # writes it; needs torch and transformers
 """
 
+import ast
 import json
 
 import numpy as np
@@ -126,6 +127,30 @@ def test_settings_are_those_of_the_folder_where_no_temperature_is_passed(setting
     assert settings_of() == Sampling()
     with pytest.warns(UserWarning, match=r"ignored: \['num_beams'\]"):
         settings_of({"num_beams": 4, "min_length": 0})
+
+
+def test_settings_that_have_no_effect_here_are_named(settings_of):
+    """Those of transformers 5.24 that change what is generated, unless they have no effect."""
+    told = {
+        "bad_words_ids": [[1], [2, 3]],
+        "encoder_repetition_penalty": 1.2,
+        "exponential_decay_length_penalty": [3, 1.5],
+        "forced_eos_token_id": 2,
+        "sequence_bias": [[[2], -1.0]],
+        "stop_strings": ["."],
+        "typical_p": 0.9,
+    }
+    with pytest.warns(UserWarning, match="ignored: ") as raised:
+        settings_of(None, told)
+    (warning,) = raised
+    _, listed = str(warning.message).split("ignored: ")
+    expected = {*told} - {"bad_words_ids"} | {"bad_words_ids of several tokens"}
+    assert {*ast.literal_eval(listed)} == expected
+    # as transformers writes them, and what says how much is generated, or how fast
+    silent = {"bad_words_ids": [[1]], "encoder_repetition_penalty": 1.0, "num_beams": 1}
+    silent |= {"forced_eos_token_id": None, "typical_p": 1.0, "diversity_penalty": 0.0}
+    silent |= {"stop_strings": [], "max_length": 20, "use_cache": False, "min_length": 0}
+    assert settings_of(None, silent) == Sampling()
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from jaxonnx._data import texts
 from jaxonnx._data.ragged import Padding
 from tests.support.paths import DATA
 
+jinja2 = pytest.importorskip("jinja2")
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 GENAI = DATA / "llm" / "qwen3-genai"
@@ -91,3 +92,47 @@ def test_messages_that_count_are_those_of_trl(family, turns, tmp_path, monkeypat
         written = ours(text, add_special_tokens=False)["input_ids"]
         assert ids[: len(written)].tolist() == written
         assert ours.decode(ids[len(written) :]) == "<|user|>" * (family == "glm4moe")
+
+
+ARGUMENTS = {"a": 1, "b": None, "c": "é<x>"}
+CALL_ID = "abcdefghi"
+"""Nine characters, as Mistral's templates want."""
+
+
+def chat_with_call(arguments):
+    function = {"name": "f", "arguments": arguments}
+    call = {"type": "function", "id": CALL_ID, "function": function}
+    return [
+        CHAT[0],
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "1", "name": "f", "tool_call_id": CALL_ID},
+        CHAT[1],
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:variables that the chat", "ignore:the chat template does not")
+def test_arguments_of_calls_are_written_as_by_transformers():
+    """By each template of TRL's, from objects and from texts, as transformers from what it takes.
+
+    These are texts for DeepSeek's, objects for all others.
+    """
+    package = importlib.util.find_spec("trl")
+    if package is None:
+        pytest.skip("trl is not installed")
+    theirs = transformers.AutoTokenizer.from_pretrained(GENAI)
+    ours = jaxonnx.load(GENAI).tokenizer
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"default": None}}}]
+    compared = 0
+    for path in Path(package.submodule_search_locations[0], "chat_templates").glob("*.jinja"):
+        more = {"chat_template": path.read_text("utf-8"), "tools": tools, "tokenize": False}
+        takes_text = path.stem == "deepseekv3"
+        given = json.dumps(ARGUMENTS, ensure_ascii=False) if takes_text else ARGUMENTS
+        try:
+            expected = theirs.apply_chat_template(chat_with_call(given), **more)
+        except (jinja2.TemplateError, TypeError):  # it takes no calls, or other ones
+            continue
+        for arguments in (ARGUMENTS, json.dumps(ARGUMENTS, ensure_ascii=False)):
+            text = ours.apply_chat_template(chat_with_call(arguments), **more)
+            assert text == expected, path.stem
+        compared += 1
+    assert compared > 20

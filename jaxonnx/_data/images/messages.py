@@ -225,16 +225,35 @@ class RowImages:
         return np.concatenate(parts).reshape(self.shape).astype(self.dtype)
 
 
+def is_open(messages: Sequence[Any], variables: Mapping[str, Any]) -> bool:
+    """Check whether a chat is to be continued within its last message.
+
+    That is one of the assistant, as in transformers' pipelines, unless variables of the template
+    say otherwise (`add_generation_prompt`, `continue_final_message`).
+    """
+    by_role = to_messages(messages, {})[-1]["role"] == "assistant"
+    usual = by_role and not variables.get("add_generation_prompt")
+    return bool(variables.get("continue_final_message", usual))
+
+
 def encode_chat(
     model: Network, tokenizer: Tokenizer, messages: Sequence[Any], **variables: Any
 ) -> np.ndarray | tuple[np.ndarray, RowImages]:
-    """Return the tokens of messages that the assistant answers, and images, if they have parts."""
-    variables = {"add_generation_prompt": True, **variables}
+    """Return the tokens of messages that the assistant answers or continues.
+
+    If they have parts, their images are returned as well.
+    """
+    if fixed := variables.keys() & {"messages", "tokenize"}:
+        raise InputError(f"{', '.join(fixed)}: not a variable of chat templates")
+    continued = is_open(messages, variables)
+    usual = {"add_generation_prompt": not continued, "continue_final_message": continued}
+    variables = {**usual, **variables}
+    messages = to_messages(messages, {})
     plain = all(isinstance(message.get("content"), str | None) for message in messages)
     reader = None if plain else ImageReader.of(model, tokenizer)
     if reader is None:
         return tokenizer.apply_chat_template(messages, **variables)
-    texts = Texts(to_messages(messages, {}), ([],))
+    texts = Texts(messages, ([],))
     texts, images = reader.find("the prompt", {}, texts, Path())
     text = tokenizer.apply_chat_template(texts.prompt, tokenize=False, **variables)
     tokens = tokenizer.locate_tokens(text, special=False)
