@@ -26,8 +26,8 @@ from jaxonnx._io.protos import (
 )
 from jaxonnx._io.records import SPARSITY, has
 from jaxonnx._io.save import in_file_types
-from jaxonnx._io.tensors import to_array, to_dense
-from jaxonnx._io.ties import update_tied
+from jaxonnx._io.tensors import equal_bits, to_array, to_dense
+from jaxonnx._io.ties import sources, update_tied
 from jaxonnx._io.training_checkpoints import is_training_checkpoint, read_training_checkpoint
 from jaxonnx._require import require_choice
 from jaxonnx.errors import InputError, ModelError
@@ -195,7 +195,8 @@ def replace_weights(
       ModelError: the file is missing or damaged.
     """
     what, new = weights_of(weights)
-    if isinstance(weights, str | os.PathLike) and is_training_checkpoint(weights):
+    of_training = isinstance(weights, str | os.PathLike) and is_training_checkpoint(weights)
+    if of_training:
         _take_inputs(graph, tensors, new)
     for name, value in new.items():
         if name not in tensors:
@@ -212,7 +213,23 @@ def replace_weights(
                 f"{what}: '{name}' is {value.dtype}{list(value.shape)}, the model's is "
                 f"{old.dtype}{list(old.shape)}"
             )
-    return update_tied(graph, tensors, new)
+    # onnxruntime-training has the file's tensors alone, and evaluates its Identity nodes
+    result = update_tied(graph, tensors, new, all_copies=of_training)
+    left: dict[str, str] = {}
+    for name, of in sources(graph, tensors).items():
+        if name in new or result[name] is not tensors[name]:
+            continue
+        if of in left or (of in new and not equal_bits(new[of], tensors[of])):
+            left[name] = of
+    if left:
+        names = ", ".join(f"'{name}' (of '{of}')" for name, of in left.items())
+        warnings.warn(
+            f"{what}: these tensors, which the file has as Identity of others because their first "
+            f"values are equal, are missing and keep the values of the file: {names}. Pass them as "
+            "well; where two are one tensor, its value under both names",
+            stacklevel=3,
+        )
+    return result
 
 
 def _take_inputs(

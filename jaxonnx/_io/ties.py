@@ -205,16 +205,22 @@ def tied_names(graph: GraphProto, tensors: Mapping[str, Any]) -> dict[str, str]:
 
 
 def update_tied(
-    graph: GraphProto, tensors: Mapping[str, np.ndarray], new: Mapping[str, np.ndarray]
+    graph: GraphProto,
+    tensors: Mapping[str, np.ndarray],
+    new: Mapping[str, np.ndarray],
+    all_copies: bool = False,
 ) -> dict[str, np.ndarray]:
-    """Replace values of tensors; tied tensors get the same one."""
+    """Replace values of tensors; tied tensors get the same one.
+
+    Args:
+      all_copies: each Identity of a new value has it, also of tensors that were equal at first by
+        chance (all ones, all zeros).
+    """
     result = {**tensors, **new}
     for name, of in sources(graph, tensors).items():  # a chain follows its first
-        if (
-            name not in new
-            and result[of] is not tensors[of]
-            and is_shared(tensors[name], tensors[of])
-        ):
+        if name in new or result[of] is tensors[of]:
+            continue
+        if all_copies or is_shared(tensors[name], tensors[of]):
             result[name] = result[of]
     for name, of in find_duplicates(graph, tensors).items():
         if name not in new and result[of] is not tensors[of]:

@@ -99,7 +99,9 @@ def load(
         modules or nodes, regular expressions, wildcards, or a predicate of name and value, as in
         `Model.with_trainable`.
       weights: values for tensors of the file, with the same names, shapes and dtypes. Tensors that
-        are not among them keep the values of `source`. Either arrays by name, or a file:
+        are not among them keep the values of `source`; a warning names those that are Identity of a
+        tensor with a new value. A checkpoint of onnxruntime-training, which has such tensors once,
+        gives all of them its value. Either arrays by name, or a file:
         .safetensors, .npz (of NumPy or `sparse.save`), anything that is a `source`, or a checkpoint
         of onnxruntime-training. The eval_model.onnx of onnxruntime-training has its weights as
         inputs; they become tensors.

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxonnx._io.ties import sources
 from jaxonnx._io.training_checkpoints import read_training_checkpoint
 from jaxonnx._require import check_arguments
 from jaxonnx.errors import TrainingError
@@ -36,7 +37,19 @@ def restore_checkpoint(step: Step, path: str | os.PathLike[str]) -> State:
             f"{where} has no optimizer moments: it was saved without include_optimizer_state; "
             "jaxonnx.load(model, weights=path) reads its parameters"
         )
+    if odd := next((name for name, x in saved.moments.items() if len(x) != 2), None):
+        raise TrainingError(
+            f"{where} has {len(saved.moments[odd])} moments of '{odd}', and AdamW two: it is of "
+            "another optimizer; jaxonnx.load(model, weights=path) reads its parameters"
+        )
+    copies = sources(step.model.proto.graph, step.model.tensors)
     for name, x in step.params.items():
+        if name not in saved.moments and copies.get(name) in saved.moments:
+            raise TrainingError(
+                f"{where} has '{copies[name]}' and '{name}', which the file has as its Identity, "
+                "as one tensor: jaxonnx.load(model, weights=path, tied='.*') trains them so, as "
+                "onnxruntime-training does"
+            )
         arrays = [*saved.moments.get(name, ()), saved.params.get(name)]
         if [np.shape(y) for y in arrays] != [x.shape] * 3 or arrays[-1] is None:
             raise TrainingError(

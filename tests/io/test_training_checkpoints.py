@@ -3,9 +3,11 @@
 import errno
 import os
 import random
+import warnings
 
 import jax
 import numpy as np
+import onnx
 import onnxruntime
 import optax
 import pytest
@@ -16,6 +18,7 @@ from jaxonnx.training import read_training_checkpoint, restore_checkpoint
 from tests.support.paths import DATA
 
 ORT = DATA / "ort"
+ADAM = jaxonnx.optim.adam(0.01, T=1)
 LOSS = "softmax_cross_entropy_with_integer_labels"
 TRAINED = ["fc1.weight", "fc2.weight", "fc2.bias"]
 
@@ -67,6 +70,61 @@ def test_training_goes_on_as_onnxruntime_does(steps):
     for _ in range(3):
         fresh, _ = update(fresh, (steps["x"], steps["y"]))
     assert np.abs(step.view(fresh)["fc2.weight"] - steps["end:fc2.weight"]).max() > 1e-3
+
+
+def shared_network(tmp_path):
+    """The network with a scale and a shift behind it, which an exporter wrote as an Identity."""
+    proto = onnx.load(ORT / "net.onnx")
+    graph = proto.graph
+    graph.node[-1].output[0] = "scores"
+    graph.node.insert(0, onnx.helper.make_node("Identity", ["fc2.bias"], ["shift"]))
+    graph.node.insert(1, onnx.helper.make_node("Identity", ["shift"], ["more"]))
+    graph.node.append(onnx.helper.make_node("Add", ["scores", "shift"], ["shifted"]))
+    graph.node.append(onnx.helper.make_node("Add", ["shifted", "more"], ["y"]))
+    onnx.save(proto, tmp_path / "shared.onnx")
+    return proto
+
+
+def test_each_identity_has_the_value_of_a_checkpoint(tmp_path, steps):
+    """As in a session whose initializer has the checkpoint's value."""
+    proto = shared_network(tmp_path)
+    model = jaxonnx.load(proto, weights=ORT / "plain.ckpt")
+    assert not {"shift", "more"} & model.params.keys()  # one tensor, as in the checkpoint
+    for tensor in proto.graph.initializer:
+        tensor.CopyFrom(onnx.numpy_helper.from_array(steps[f"at:{tensor.name}"], tensor.name))
+    session = onnxruntime.InferenceSession(proto.SerializeToString())
+    (expected,) = session.run(None, {"x": steps["x"]})
+    np.testing.assert_allclose(model(steps["x"]), expected, rtol=1e-5)
+    assert np.abs(steps["at:fc2.bias"]).max() > 1e-3
+    apart = jaxonnx.load(tmp_path / "shared.onnx").with_trainable([*TRAINED, "shift"])
+    step = jaxonnx.training.step(apart, LOSS, ADAM)
+    with pytest.raises(jaxonnx.TrainingError, match=r"'fc2.bias' and 'shift'.* tied='\.\*'"):
+        restore_checkpoint(step, ORT / "moments.ckpt")
+    tied = jaxonnx.load(tmp_path / "shared.onnx", weights=ORT / "moments.ckpt", tied=".*")
+    step = jaxonnx.training.step(tied.with_trainable(TRAINED), LOSS, ADAM)
+    state = restore_checkpoint(step, ORT / "moments.ckpt")
+    np.testing.assert_array_equal(step.view(state)["fc2.bias"], steps["at:fc2.bias"])
+
+
+@pytest.mark.parametrize("form", ["dict", "npz", "safetensors"])
+def test_weights_without_a_copy_are_named(tmp_path, steps, form):
+    proto = shared_network(tmp_path)
+    weights = {name: steps[f"at:{name}"] for name in TRAINED}
+    path = tmp_path / f"weights.{form}"
+    if form == "npz":
+        np.savez(path, **weights)
+    elif form == "safetensors":
+        safetensors = pytest.importorskip("safetensors.numpy")
+        safetensors.save_file(weights, path)
+    with pytest.warns(UserWarning, match=r"missing and keep .*: 'shift' \(of 'fc2.bias'\)"):
+        model = jaxonnx.load(proto, weights=weights if form == "dict" else path)
+    assert not np.asarray(model.params["shift"]).any()
+    whole = weights | {"shift": weights["fc2.bias"], "more": weights["fc2.bias"]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jaxonnx.load(proto, weights=whole)
+        jaxonnx.load(proto, weights=jaxonnx.load(proto).params)
+        jaxonnx.load(proto, weights={"fc2.bias": np.zeros(3, np.float32)})  # as before
 
 
 def test_what_cannot_be_restored():
