@@ -57,15 +57,19 @@ class StepArguments(OptimizerArguments, ModelArguments, total=False):
 
     It is the update of one batch of all their rows: the gradients of the losses are summed, and
     divided once by what counts in all these batches (tokens, weights of examples and classes).
-    Groups of batches continue across epochs. An incomplete group at the end of the run makes no
-    update. A step of the history is one batch, and so is a step of the schedule of `sparsity`,
-    whose phases are whole epochs."""
+    The batches that are left at the end of an epoch or of the run make an update of their own, of
+    all their rows, as in PyTorch Lightning and transformers: an epoch of 10 batches has three
+    updates with `accumulate=4`. A step of the history is one batch, and so is a step of the
+    schedule of `sparsity`, whose phases are whole epochs."""
     ema: Annotated[float | None, Argument(form="real", resume=True, needs_loss=True)]
     """The decay of an exponential moving average of the parameters, like 0.999.
 
-    It is between 0 and 1. The average starts at the initial weights. Validation and the resulting
-    model use the average; running statistics are those of training. With `sparsity`, the average is
-    masked with the current mask."""
+    It is between 0 and 1. The average starts at the initial weights. Validation, checkpoints and
+    the resulting model have the average. Running statistics, which follow the weights that are
+    trained, are recomputed for it from the training data (up to 200 batches) at the end of each
+    epoch. So they are for the weights at which `optax.contrib.schedule_free`, `optax.lookahead` and
+    `optax.contrib.sam` want the network evaluated; `statistics="batch"` keeps them. With
+    `sparsity`, the average is masked with the current mask."""
     precision: Annotated[
         Literal["bf16", "fp16"] | None, Argument(form="precision", resume=True, needs_loss=True)
     ]

@@ -25,7 +25,7 @@ from jaxonnx._arrays import to_host
 from jaxonnx.errors import ModelError
 
 MODEL = "model.onnx"
-FORMAT = 1
+FORMAT = 2
 """The number of the layout of a checkpoint: a change of what is stored raises it."""
 UNREADABLE = (
     AssertionError,
@@ -43,9 +43,7 @@ class Checkpoint(NamedTuple):
     """What a checkpoint says of a model."""
 
     tensors: dict[str, np.ndarray]
-    """Parameters, their average where the run takes one, and statistics by name."""
-    averaged: dict[str, np.ndarray]
-    """The parameters themselves where there is an average: zero where a mask hides them."""
+    """Parameters to evaluate (not those that are trained, where a run has both), and statistics."""
     adapters: dict[str, Any] | None
     """The metadata of adapters, where these are the parameters."""
 
@@ -122,10 +120,8 @@ def _read(orbax: Any, path: Path) -> Checkpoint:
     args = orbax.args.PyTreeRestore(restore_args=wanted)
     leaves = [*map(np.asarray, restore_item(orbax.PyTreeCheckpointHandler(), "leaves", args=args))]
     check(leaves, about["crc"])
-    tensors, averaged = (
-        {name: leaves[i] for name, i in about[kind].items()} for kind in ("tensors", "averaged")
-    )
-    return Checkpoint(tensors, averaged, about["adapters"])
+    tensors = {name: leaves[i] for name, i in about["tensors"].items()}
+    return Checkpoint(tensors, about["adapters"])
 
 
 def add_checksum(about: dict[str, Any]) -> dict[str, Any]:

@@ -139,11 +139,6 @@ def _checkpoint(
     if has(proto, SPARSITY):
         from jaxonnx._io import packed
 
-        # an average is taken over masks that change; what the mask hides now is zero
-        sparse = {} if packed.damage(proto) else packed.record(proto).weights
-        for name in sparse.keys() & stored.averaged.keys():
-            tensors[name] = np.array(tensors[name])
-            tensors[name][stored.averaged[name] == 0] = 0
         packed.keep_true(proto, tensors)
     return proto, tensors
 

@@ -158,11 +158,12 @@ class _Exporter:
     def finishes(self) -> bool:
         """Whether the file's tensors must be computed from the state (by `weights.onnx`).
 
-        They must with adapters, master weights in a wider type, or a moving average.
+        They must with adapters, master weights in a wider type, or second weights (an average).
         """
         types = {name: x.dtype for name, x in self._step.params.items()}
         wide = any(x.dtype != types.get(name, x.dtype) for name, x in self.state.params.items())
-        return self._step.model.program.adapts or wide or self.state.average is not None
+        second = self._step.has_second_weights(self.state)
+        return self._step.model.program.adapts or wide or second
 
     def start(self) -> dict[str, np.ndarray]:
         """Return the state to start from, by name."""

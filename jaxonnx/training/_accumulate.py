@@ -34,7 +34,8 @@ def accumulate(
     An update takes the gradients of the n losses of a batch: of the first one as `updates`, of the
     rest as the extra argument `others`. The extra argument `sums` [2, n] has the numerators and the
     denominators of the losses. `inner` gets the gradient of one batch of all rows, also as `grad`,
-    and its loss as `value`. Batches in which nothing counts make no update.
+    and its loss as `value`. Batches in which nothing counts make no update. With the extra argument
+    `ends` a batch ends its group, however many came before.
 
     Args:
       inner: an optimizer.
@@ -53,6 +54,7 @@ def accumulate(
 
     def update(updates, state, params=None, **extra):
         sums, others = extra.pop("sums"), extra.pop("others")
+        ends = (state.step + 1 == every) | extra.pop("ends", False)
 
         def add(total, gradient, count):
             return jax.tree.map(lambda t, g: t + count * g.astype(t.dtype), total, gradient)
@@ -67,7 +69,6 @@ def accumulate(
         gradient = jax.tree.map(divide, updates, *gradients)
         extra |= {"value": (sums[0] / divisors).sum(), "grad": gradient}
         moved, memory = inner.update(gradient, state.inner, params, **extra)
-        ends = state.step + 1 == every
         choose = partial(jnp.where, ends & (sums[1] > 0).any())
         moved = jax.tree.map(lambda x: choose(x, jnp.zeros_like(x)), moved)
         memory = jax.tree.map(choose, memory, state.inner)
@@ -76,3 +77,12 @@ def accumulate(
         return moved, new._replace(inner=memory)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def find_accumulation(memory: Any) -> AccumulationState | None:
+    """Return the state of `accumulate` within that of an optimizer."""
+
+    def is_one(node):
+        return isinstance(node, AccumulationState)
+
+    return next(filter(is_one, jax.tree.leaves(memory, is_leaf=is_one)), None)

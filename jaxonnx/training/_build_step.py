@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Unpack
 
-import optax
 from onnx import ModelProto
 
 from jaxonnx._arguments import (
@@ -25,6 +24,7 @@ from jaxonnx.quantization import record_of
 from jaxonnx.training import _objective as objective
 from jaxonnx.training._accumulate import accumulate
 from jaxonnx.training._class_weights import class_weights_by_index
+from jaxonnx.training._fit_optimizer import fit_to_step
 from jaxonnx.training._gradient_step import GradientStep
 from jaxonnx.training._head import complete_settings, with_heads
 from jaxonnx.training._losses import find_by_output
@@ -142,9 +142,11 @@ def _build_local_step(
     goal = objective.find(model, settings.loss, settings.metrics, weights, smoothing)
     goal = replace(goal, notes=(*notes, *frozen, *goal.notes))
     optimizer: Any = settings.optimizer
+    updates = None
     if is_planned(optimizer):
-        optimizer = optimizer(steps=_updates(settings, epochs, steps_per_epoch))
-    optimizer = optax.with_extra_args_support(optimizer)
+        updates = _updates(settings, epochs, steps_per_epoch)
+        optimizer = optimizer(steps=updates)
+    optimizer = fit_to_step(optimizer, model.params, settings.accumulate > 1)
     storage = WeightLayout(model.params, optimizer, platform, settings.master)
     if settings.accumulate > 1:
         divided = [name != "none" for name in goal.denominators]
@@ -162,7 +164,9 @@ def _build_local_step(
             model, optimizer, settings, epochs, steps_per_epoch, storage
         )
     goal = replace(goal, notes=(*goal.notes, *notes))
-    return GradientStep(model, goal, optimizer, storage, settings, structured)
+    step = GradientStep(model, goal, optimizer, storage, settings, structured)
+    step.updates = updates
+    return step
 
 
 def _check_file(model: Model) -> None:
@@ -191,17 +195,19 @@ def _master_note(narrow: Mapping[str, Any]) -> str:
 
 
 def _updates(settings: Settings, epochs: int | None, steps_per_epoch: int | None) -> int:
-    """Return the number of updates of a run."""
+    """Return the number of updates of a run, whose epochs end with one."""
     if steps_per_epoch is None and settings.max_steps is not None:
-        return max(1, settings.max_steps // settings.accumulate)
+        return math.ceil(settings.max_steps / settings.accumulate)
     if epochs is None or steps_per_epoch is None:
         raise TrainingError(
             "a schedule depends on the updates of the run, whose number is not known: "
             "pass arrays, or an iterable with a length (to step: epochs= and steps_per_epoch=), or "
             "an optimizer that knows them"
         )
-    steps = min(epochs * steps_per_epoch, settings.max_steps or math.inf)
-    return max(1, int(steps) // settings.accumulate)
+    steps = min(epochs * steps_per_epoch, settings.max_steps or epochs * steps_per_epoch)
+    whole, rest = divmod(steps, max(steps_per_epoch, 1))
+    in_epoch, last = (math.ceil(n / settings.accumulate) for n in (steps_per_epoch, rest))
+    return max(1, whole * in_epoch + last)
 
 
 def _check_file_algorithm(settings: Settings) -> None:

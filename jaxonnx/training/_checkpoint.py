@@ -72,7 +72,8 @@ class Checkpoints:
       folder: created if it does not exist.
       resume: continue the run in the folder; "anyway": with other data, too.
       settings: the arguments that a resumed run must share, by name; "data" holds the fingerprint
-        of the examples, or None if it is not known.
+        of the examples, or None if it is not known. "updates", those that a schedule is made for,
+        may differ.
       model: the model that is trained.
       frozen: arrays of the model that are not trained; a resumed run must have the same.
       processes: the processes of the run, each of which writes its shards.
@@ -188,18 +189,18 @@ class Checkpoints:
         """Store the run at its present step; the next steps may reuse the memory of the tree.
 
         Args:
-          tree: a `State` in the order of the file, and what else there is.
+          tree: a `State` in the order of the file, the best weights, and the parameters of the
+            model if they are not those of the state; None where there are none.
           score: greater is better; None does not compete for the best.
 
         Raises:
           NotWritten: this checkpoint or the one before it.
         """
         leaves = [_copy_for_writing(_data(x)) for x in jax.tree.leaves(tree)]
-        state, *_ = jax.tree.unflatten(jax.tree.structure(tree), range(len(leaves)))
+        state, _, params = jax.tree.unflatten(jax.tree.structure(tree), range(len(leaves)))
         about = {
             "leaves": _leaves(tree),
-            "tensors": {**state.state, **(state.average or state.params)},
-            "averaged": state.params if state.average else {},
+            "tensors": {**state.state, **(params or state.params)},
             "adapters": self._adapters,
             "fixed": self._frozen_checksums,
             "settings": self._settings,
@@ -276,7 +277,8 @@ class Checkpoints:
         return jax.tree.unflatten(structure, map(_like, restored["leaves"], leaves))
 
     def _compare(self, about: dict[str, Any], tree: Any) -> None:
-        settings = {name: x for name, x in self._settings.items() if name != "data"}
+        free = "data", "updates"
+        settings = {name: x for name, x in self._settings.items() if name not in free}
         for name, value in settings.items():
             before = about["settings"].get(name)
             if before != value:
@@ -298,6 +300,16 @@ class Checkpoints:
                 "trainable and optimizer, or another checkpoint_dir"
             )
         self._compare_data(about["settings"]["data"])
+        before, now = about["settings"]["updates"], self._settings["updates"]
+        rates = about["history"]["rates"][-1:]
+        if before != now and before is not None and now is not None:
+            rate = "".join(f", whose learning rate ended at {x:.3g}," for x in rates)
+            self.notes.append(
+                f"the schedule of the run in '{self.folder}' was made for {before:,} updates{rate} "
+                f"and that of this one is for {now:,}: the rate goes on where the new schedule has "
+                "it, which may be far away; schedule='constant' with a small learning_rate and "
+                "the saved model, in another checkpoint_dir, trains on without a jump"
+            )
 
     def _checksums(self, before: Sequence[str] = ()) -> list[str]:
         """Return a line for each fixed array: its name and checksum.

@@ -20,11 +20,22 @@ from jaxonnx.errors import TrainingError
 from jaxonnx.lowering import separate_heads
 from jaxonnx.model import Model, batch_norms, pool_batch
 from jaxonnx.quantization import MovingRanges
+from jaxonnx.training._accumulate import AccumulationState, find_accumulation
 from jaxonnx.training._objective import Objective
 from jaxonnx.training._precision import PRECISIONS, LossScale, round_products
 from jaxonnx.training._settings import Settings
-from jaxonnx.training._sparsity import masks, with_products
-from jaxonnx.training._step import SMALL, State, Step, as_batch, copy, finite, stays_finite
+from jaxonnx.training._sparsity import restore_phase, with_products
+from jaxonnx.training._step import (
+    SMALL,
+    State,
+    Step,
+    as_batch,
+    copy,
+    finite,
+    own_buffers,
+    stays_finite,
+)
+from jaxonnx.training._visible_params import evaluation_params, has_second_weights, visible_params
 from jaxonnx.training._weight_layout import WeightLayout
 from jaxonnx.views import CallView
 
@@ -68,7 +79,7 @@ class GradientStep(Step):
         names = running_statistics(model.graph)
         state = {name: x for name, x in model.state.items() if name in names}
         params, state = copy((self._storage.store(self._storage.widen(model.params)), state))
-        memory = jax.tree.map(jnp.asarray, self._memory(params))
+        memory = own_buffers(jax.tree.map(jnp.asarray, self._memory(params)), params)
         average = None
         if self.settings.ema is not None:
             average = {name: copy(_wide(x)) for name, x in params.items()}
@@ -115,9 +126,20 @@ class GradientStep(Step):
         good &= state.finite & ~empty
         sums = jnp.array([(mean * count, count) for mean, count in means]).T
 
+        def loss(params, *_):
+            return objective(params)[1][0]
+
+        def loss_gradient(params, *_):
+            (first, *_), _ = gradient(params)
+            return first if state.scale is None else jax.tree.map(state.scale.remove, first)
+
+        functions = {"value_fn": loss, "obj_fn": loss, "grad_fn": loss_gradient}
+
         def move(good=None):
             first, *others = gradients
-            extra = {"sums": sums, "others": others} if accumulates else {"value": value}
+            extra = (
+                {"sums": sums, "others": others} if accumulates else functions | {"value": value}
+            )
             return self._apply_update(state.replace(state=renewed), stay, first, extra, good)
 
         if self._storage.platform in SELECTING:
@@ -126,6 +148,36 @@ class GradientStep(Step):
             moved = jax.lax.cond(good, move, lambda: stay)
         report = jnp.stack([value, ((moved.taken > state.taken) | goes_on).astype(value.dtype)])
         return moved, report, sums
+
+    def flush(self, state: State) -> tuple[State, jax.Array]:
+        waiting = find_accumulation(state.optimizer)
+        if waiting is None:
+            return state, jnp.bool(True)
+        zeros = jax.tree.map(jnp.zeros_like, state.params)
+        sums = jnp.zeros_like(waiting.sums)
+        extra = {"sums": sums, "others": [zeros] * (sums.shape[1] - 1), "ends": True}
+
+        def clear(node):
+            if not isinstance(node, AccumulationState):
+                return node
+            zeros = jax.tree.map(jnp.zeros_like, node._replace(inner=()))
+            return zeros._replace(inner=node.inner)
+
+        def move():
+            memory = jax.tree.map(
+                clear, state.optimizer, is_leaf=lambda node: isinstance(node, AccumulationState)
+            )
+            goes_on = jnp.bool(self.settings.nan == "skip")
+            stay = state.replace(optimizer=memory, finite=goes_on)
+            moved = self._apply_update(state, stay, zeros, extra)
+            # the batches have been counted, by the phases of sparsity as well
+            counts = {"count": state.count, "taken": state.taken, "scale": state.scale}
+            counts["optimizer"] = restore_phase(moved.optimizer, state.optimizer)
+            return moved.replace(**counts), moved.taken > state.taken
+
+        return jax.lax.cond(
+            state.finite & (waiting.step > 0), move, lambda: (state, jnp.bool(True))
+        )
 
     def _reject_step(self, state: State, counts: Any, empty: Any) -> tuple[State, jax.Array]:
         """Return the state after a rejected step, and whether the rejection is expected.
@@ -191,9 +243,11 @@ class GradientStep(Step):
         params: Any = jax.tree.map(partial(keep, good), state.params, new)
         taken, average = state.taken + 1, state.average
         if self.settings.ema is not None:
-            # the parameters move once in `accumulate` steps, and so does their average
-            part = jnp.where(taken % self.settings.accumulate == 0, 1 - self.settings.ema, 0)
-            average: Any = optax.incremental_update(jax.tree.map(_wide, params), average, part)
+            # the parameters move with the last batch of a group, and so does their average
+            waiting, part = find_accumulation(memory), 1 - self.settings.ema
+            part = part if waiting is None else jnp.where(waiting.step == 0, part, 0)
+            seen = jax.tree.map(_wide, evaluation_params(params, memory))
+            average: Any = optax.incremental_update(seen, average, part)
         moved = state.replace(
             params={},
             optimizer=memory,
@@ -229,7 +283,7 @@ class GradientStep(Step):
     def evaluate(self, sums: Any, state: State, batch: Any, frozen: Any = None) -> Any:
         batch = self.as_batch(batch)
         frozen = self.frozen if frozen is None else frozen
-        params = self._storage.apply_params(self._read(_visible_params(state)))
+        params = self._storage.apply_params(self._read(visible_params(state)))
         tensors = {**self._read(frozen), **state.state}
         outputs = self._goal.model.apply(params, *batch.inputs, state=tensors)
         return self._goal.add(sums, outputs, batch)
@@ -237,7 +291,7 @@ class GradientStep(Step):
     def statistics(self, totals: Any, state: State, batch: Any, frozen: Any = None) -> Any:
         batch = self.as_batch(batch)
         frozen = self.frozen if frozen is None else frozen
-        params = self._storage.apply_params(self._read(_visible_params(state)))
+        params = self._storage.apply_params(self._read(visible_params(state)))
         key = jax.random.fold_in(jax.random.key(self.settings.seed), state.count)
 
         def renew(zeros):
@@ -249,8 +303,11 @@ class GradientStep(Step):
     def row(self, sums: Any) -> dict[str, float]:
         return self._goal.row(sums)
 
+    def has_second_weights(self, state: State) -> bool:
+        return has_second_weights(state)
+
     def view(self, state: State) -> dict[str, jax.Array]:
-        return self._storage.round(self._storage.view(_visible_params(state)))
+        return self._storage.round(self._storage.view(visible_params(state)))
 
     def to_model(self, params: Any, state: Any) -> Model:
         model = self.model.replace(params=params, state={**self.model.state, **state})
@@ -264,20 +321,6 @@ class GradientStep(Step):
 
     def columns(self, validated: bool) -> list[str]:
         return self._goal.columns(validated)
-
-
-def _visible_params(state: State) -> dict[str, jax.Array]:
-    """Return the parameters to validate and to save: the moving average, if there is one.
-
-    Sparse weights are averaged over masks that change; what the mask hides now is zero.
-    """
-    if state.average is None:
-        return state.params
-    shown = masks(state.optimizer)
-    return {
-        name: jnp.where(shown.get(name, True), x, 0).astype(state.params[name].dtype)
-        for name, x in state.average.items()
-    }
 
 
 @jax.jit

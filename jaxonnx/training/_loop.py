@@ -85,15 +85,21 @@ def run(
                     if is_due(reporter.step):  # not if steps were lost
                         count = examples.steps or snapshots.at.batch
                         ends = reporter.step == settings.max_steps
+                        if ends or snapshots.at.batch == examples.steps:
+                            state = snapshots.flush(state)
+                            state = snapshots.settle(state)
                         state = close(state, epoch + 1, count, ends)
                     if reporter.step == settings.max_steps:
                         break
                 else:
                     count, ends = snapshots.at.batch, epoch + 1 == epochs.stop
                     processes.close_epoch(epoch, count)
+                    before = snapshots.settle(state)
+                    state = snapshots.flush(before)
                     state = snapshots.settle(state)
                     snapshots.end_epoch(epoch)
-                    is_new = reporter.step > reporter.last_row_step
+                    # of a stream the last batch is known only now, after a row of its weights
+                    is_new = reporter.step > reporter.last_row_step or state is not before
                     if is_new and (ends or not settings.validate_every):
                         state = close(state, epoch + 1, count, ends)
             snapshots.finish(state)

@@ -64,6 +64,7 @@ class MeshStep(Step):
             n: jax.tree.map(_without_batch_axis, x) for n, x in lies.items() if _over_batch(x)
         }
         step.gather = self._gather
+        self.updates = step.updates
         self.notes = (*step.notes, *_idle(self._mesh, split.values()))
 
     @property
@@ -87,12 +88,14 @@ class MeshStep(Step):
     def advance(self, state: State, batch: Any, frozen: Any = None) -> tuple[State, Any, Any]:
         with self._use_auto_mesh():
             state, *seen = self._step.advance(state, self._split(batch), self._or_own(frozen))
-            placed = {
-                field.name: _constrain(getattr(state, field.name), getattr(self._state, field.name))
-                for field in fields(State)
-            }
-            state, seen = state.replace(**placed), _constrain(seen, self._whole)
+            state, seen = self._constrain_state(state), _constrain(seen, self._whole)
         return state, *map(_leave_auto, seen)
+
+    def flush(self, state: State) -> tuple[State, jax.Array]:
+        with self._use_auto_mesh():
+            state, finite = self._step.flush(state)
+            state, finite = self._constrain_state(state), _constrain(finite, self._whole)
+        return state, _leave_auto(finite)
 
     def evaluate(self, sums: Any, state: State, batch: Any, frozen: Any = None) -> Any:
         with self._use_auto_mesh():
@@ -122,6 +125,9 @@ class MeshStep(Step):
     def row(self, sums: Any) -> dict[str, float]:
         return self._step.row(sums)
 
+    def has_second_weights(self, state: State) -> bool:
+        return self._step.has_second_weights(state)
+
     def view(self, state: State) -> dict[str, jax.Array]:
         with self._use_auto_mesh():
             return self._put(self._step.view(state))
@@ -140,6 +146,14 @@ class MeshStep(Step):
 
     def columns(self, validated: bool) -> list[str]:
         return self._step.columns(validated)
+
+    def _constrain_state(self, state: State) -> State:
+        """Lay out a state within a step."""
+        placed = {
+            field.name: _constrain(getattr(state, field.name), getattr(self._state, field.name))
+            for field in fields(State)
+        }
+        return state.replace(**placed)
 
     def _by(self, spec: PartitionSpec) -> NamedSharding:
         return NamedSharding(self._mesh, spec)

@@ -111,6 +111,20 @@ class Reporter:
         """Wait for all steps and read their reports; return whether the run can go on."""
         return self._read(0)
 
+    def reject(self, what: str) -> None:
+        """Record a step that was not finite: as skipped, or as the end of the run.
+
+        Args:
+          what: is not finite, in words.
+        """
+        if self._skip:
+            self.history.events.append({"step": self.step, "event": SKIPPED, "why": what})
+            what = f"{what} in {_IN_A_ROW} steps one after the other, the last"
+        if not self._skip or self._skipped == _IN_A_ROW:
+            self.trouble = f"{what} at step {self.step}"
+            # without skip the steps that were started since change nothing
+            self._pending.clear()
+
     def go_back(self, to: int) -> None:
         """Record that the run continues from the weights of step `to`."""
         why, _, _ = (self.trouble or "").rpartition(" at step ")
@@ -163,20 +177,11 @@ class Reporter:
                 what = f"the loss, {value}, is not finite"
                 if np.isfinite(value):
                     what = "the gradient or the update is not finite"
-                self._not_finite(what)
+                self.reject(what)
             elif not sums[1].any():
                 why = "no example or label of the batch counts"
                 self.history.events.append({"step": self.step, "event": SKIPPED, "why": why})
         return self.trouble is None
-
-    def _not_finite(self, what: str) -> None:
-        if self._skip:
-            self.history.events.append({"step": self.step, "event": SKIPPED, "why": what})
-            what = f"{what} in {_IN_A_ROW} steps one after the other, the last"
-        if not self._skip or self._skipped == _IN_A_ROW:
-            self.trouble = f"{what} at step {self.step}"
-            # without skip the steps that were started since change nothing
-            self._pending.clear()
 
     def _log(self, metrics: dict[str, Any]) -> None:
         for hook in self._hooks:

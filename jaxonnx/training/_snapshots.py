@@ -10,6 +10,7 @@ from jaxonnx._mesh.processes import Processes
 from jaxonnx._text import format_count
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model
+from jaxonnx.training._accumulate import find_accumulation
 from jaxonnx.training._checkpoint import Checkpoints, NotWritten, Position
 from jaxonnx.training._history import ROLLED_BACK, SKIPPED
 from jaxonnx.training._reporter import Reporter
@@ -61,7 +62,11 @@ class Snapshots:
         """To be entered, and left at the end of the run."""
         if settings.checkpoint_dir is not None:
             same = {**settings.resumable, "batch_size": examples.size}
-            same |= {"preprocess": examples.resumable, "data": examples.identity}
+            same |= {
+                "updates": step.updates,
+                "preprocess": examples.resumable,
+                "data": examples.identity,
+            }
             tensors = {**step.model.params, **step.model.state}
             learned = {*state.params, *state.state}
             frozen = {name: x for name, x in tensors.items() if name not in learned}
@@ -76,8 +81,8 @@ class Snapshots:
         phase, history = sparse_numbers(state.optimizer).get("phase"), self._record.history
         notes = [*self._step.notes]
         if self.checkpoints is not None:
-            tree = self._step.to_file(state), self._best
-            self.at, (state, self._best), history = self.checkpoints.restore(tree)
+            tree = self._tree(state)
+            self.at, (state, self._best, _), history = self.checkpoints.restore(tree)
             state = self._step.from_file(state)
             notes += self.checkpoints.notes
         history.phase = history.phase if history.epochs else phase
@@ -101,6 +106,16 @@ class Snapshots:
         """
         self.at = self.at._replace(batch=self.at.batch + 1)
         return state if self._record.add(report) else self.settle(state)
+
+    def flush(self, state: State) -> State:
+        """Make the update of batches that wait for others (`accumulate`); `settle` checks it."""
+        waiting = find_accumulation(state.optimizer)
+        if waiting is None or not int(waiting.step):
+            return state
+        state, finite = jax.jit(self._step.flush, donate_argnums=0)(state)
+        if not finite:
+            self._record.reject("the update of the last batches is not finite")
+        return state
 
     def end_epoch(self, epoch: int) -> None:
         """Go to the first batch of the next epoch."""
@@ -127,6 +142,12 @@ class Snapshots:
             return self._save(state, self._monitor.score(row))
         return state
 
+    def _tree(self, state: State) -> tuple[State, Any, Any]:
+        """Return all arrays of a checkpoint: the state, the best weights, and those of the model
+        where they are not in the state."""
+        others = self._step.view(state) if self._step.has_second_weights(state) else None
+        return self._step.to_file(state), self._best, others
+
     def _copy_weights(self, state: State) -> Any:
         return copy((self._step.view(state), state.state))
 
@@ -150,9 +171,8 @@ class Snapshots:
         if self.checkpoints is not None:
             self._record.call_hooks("flush")
             try:
-                tree = self._step.to_file(state), self._best
                 at = self.at._replace(sums=self._record.sums.tolist())
-                self.checkpoints.save(at, tree, self._record.history, score)
+                self.checkpoints.save(at, self._tree(state), self._record.history, score)
             except NotWritten as error:
                 raise self._note_lost(error) from error
         return state

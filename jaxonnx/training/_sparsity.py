@@ -193,6 +193,14 @@ def _phases(memory: Any) -> list[Any]:
     return [x for x in leaves if isinstance(x, sparse.ThreePhaseState)]
 
 
+def restore_phase(memory: Any, before: Any) -> Any:
+    """Return a state of an optimizer whose phases have counted no step since another state."""
+    if not is_sparse(memory):
+        return memory
+    (phases,) = _phases(before)
+    return memory._replace(count=phases.count, phase=phases.phase)
+
+
 def masks(memory: Any) -> dict[str, jax.Array]:
     """Return the present masks by name, from the state of an optimizer; none where it is dense."""
     from jaxonnx import sparse

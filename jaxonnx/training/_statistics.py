@@ -1,4 +1,8 @@
-"""Recompute running statistics from training data, where moving averages have not converged."""
+"""Recompute running statistics from training data, where moving averages are not of the weights.
+
+They have not converged, or they follow the weights that are trained, and others are validated and
+returned.
+"""
 
 import warnings
 from collections.abc import Iterator
@@ -29,14 +33,15 @@ class Statistics:
     ):
         norms = [n for n in batch_norms(step.model) if {*n[:2]} <= state.state.keys()]
         self._norms = [] if settings.statistics == "batch" else norms
-        self._always = settings.statistics == "recompute"
+        self._others = step.has_second_weights(state)
+        self._always = self._others or settings.statistics == "recompute"
         self._step, self._examples, self._interrupt = step, examples, interrupt
         self._add = jax.jit(step.statistics)
         self._batches = self._steps = 0
         self._left = False
 
     def renew(self, state: State, epoch: int, steps: int, batches: int) -> State:
-        """Return the state with statistics of the its weights, if averages have not settled.
+        """Return the state with statistics of its weights, if averages are not of these.
 
         Args:
           steps: those of the run until now.
@@ -71,21 +76,26 @@ class Statistics:
           whole: whether the result has the weights of the end of an epoch.
         """
         count = format_count(len(self._norms), "BatchNormalization")
-        why = "running averages with momentum {:.4g} do not converge in {}"
         slowest = max((norm.momentum for norm in self._norms), default=0)
+
+        def why(steps):
+            if self._others:
+                return "the weights that were trained are not those of the model"
+            done = format_count(steps, "step")
+            return f"running averages with momentum {slowest:.4g} do not converge in {done}"
+
         if self._are_unsettled(steps) and (self._left or not whole):
-            why = why.format(slowest, format_count(steps, "step"))
             yield (
-                f"the running statistics of {count} are moving averages, and {why}: "
+                f"the running statistics of {count} are moving averages, and {why(steps)}: "
                 "result.model.recompute_statistics(data) computes them from the data"
             )
         elif self._batches and whole:
-            why = why.format(slowest, format_count(self._steps, "step"))
-            why = "statistics='recompute'" if self._always else why
+            plain = self._always and not self._others
+            reason = "statistics='recompute'" if plain else why(self._steps)
             yield (
                 f"the running statistics of {count} were recomputed from "
                 f"{self._batches:,} batch{'es' * (self._batches > 1)} of the training data with "
-                f"the final weights: {why}"
+                f"the final weights: {reason}"
             )
 
 

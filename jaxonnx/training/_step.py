@@ -76,6 +76,7 @@ class Step(ABC):
         are large, pass them as an argument of what you compile, or they become constants in it.
         `jit` does.
       notes: what is trained otherwise than the file says.
+      updates: those that its schedule is made for, where the optimizer asked for them.
       gather: what a mesh does with tensors before the model reads them, within a program.
     """
 
@@ -83,6 +84,7 @@ class Step(ABC):
     settings: Settings
     frozen: dict[str, Any]
     notes: tuple[str, ...]
+    updates: int | None = None
     gather: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
 
     def jit(self) -> CompiledStep:
@@ -128,6 +130,14 @@ class Step(ABC):
 
         There is one loss for all terms with the same denominator; most objectives have one.
         """
+
+    def flush(self, state: State) -> tuple[State, jax.Array]:
+        """Return the state after an update of the batches that wait for others (`accumulate`), and
+        whether it is finite.
+
+        `train` calls it at the end of an epoch. Where no batches wait, the state stays as it is.
+        """
+        return state, jnp.bool(True)
 
     @abstractmethod
     def check(self, batch: Any) -> Any:
@@ -175,8 +185,16 @@ class Step(ABC):
     def view(self, state: State) -> dict[str, jax.Array]:
         """Return the parameters to validate and to save, in the order of the file.
 
-        These are the averages where there are any.
+        These are the averages of `ema`, or the weights at which the optimizer wants the network to
+        be evaluated (`optax.contrib.schedule_free_eval_params`, the slow ones of `optax.lookahead`,
+        those before an adversarial step of `optax.contrib.sam`), where there are any
+        (`has_second_weights`). Running statistics are those of `State.params`: in a loop of your
+        own, `Model.recompute_statistics` makes them fit.
         """
+
+    def has_second_weights(self, state: State) -> bool:
+        """Check whether the parameters of `view` may be others than those that are trained."""
+        return False
 
     @abstractmethod
     def to_model(self, params: Any, state: Any) -> Model:
@@ -299,3 +317,33 @@ def copy(tree: Any) -> Any:
         return jax.device_put(x, may_alias=False)  # without a program for each shape
 
     return jax.tree.map(copy_leaf, tree)
+
+
+def own_buffers(tree: Any, others: Any) -> Any:
+    """Copy the leaves of a tree that share memory with others or with each other.
+
+    So all of them may be donated.
+    """
+    taken = {_address(x) for x in jax.tree.leaves(others)}
+
+    def own(x):
+        address = _address(x)
+        if address in taken:
+            return copy(x)
+        taken.add(address)
+        return x
+
+    return jax.tree.map(own, tree)
+
+
+def _address(x: Any) -> Any:
+    """Return where an array lies in memory; of a traced one its identity."""
+    if isinstance(x, Tracer):
+        return id(x)
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    part = x.addressable_data(0)
+    try:
+        return part.unsafe_buffer_pointer(), part.device
+    except jax.errors.JaxRuntimeError:  # a platform without pointers
+        return id(x)

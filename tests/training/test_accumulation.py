@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -318,13 +319,107 @@ def test_a_run_resumes_in_the_middle_of_an_update_and_of_an_epoch(tmp_path):
     with pytest.raises(ConnectionError):
         jaxonnx.train(words(), data, **settings, **kept)
     latest = max(int(path.name) for path in tmp_path.iterdir() if path.name.isdigit())
-    assert latest == 5  # an epoch and a batch; an update and two of the three batches of another
+    assert latest == 5  # an epoch, and one of the three batches of an update
     stops.clear()
     again = jaxonnx.train(words(), data, **settings, **kept)
     assert same(whole, again)
     assert again.history.losses == whole.history.losses
     ends = [[row["loss"] for row in x.history.epochs] for x in (whole, again)]
     assert ends[0] == ends[1]
+
+
+def test_batches_that_are_left_make_an_update_at_the_end_of_an_epoch():
+    """Five batches: groups of two, two and one in each epoch, as of batches of these rows."""
+    x, y = examples(20)
+    weight = np.resize(UNEQUAL, 20)
+
+    def batches(size):
+        ends = [*range(0, 20, size), 20]
+        rows = [slice(a, b) for a, b in pairwise(ends)]
+        return [(x[r], y[r], weight[r]) for r in rows]
+
+    settings = {"optimizer": optax.adam(0.05), "epochs": 2}
+    parts = train(data=batches(4), accumulate=2, **settings)
+    whole = train(data=batches(8), **settings)
+    close(parts, whole)
+    assert len(parts.history.losses) == 10
+
+
+@pytest.mark.parametrize(
+    ("batches", "group", "settings", "updates"),
+    [
+        (3, 4, {}, 1),
+        (7, 4, {"epochs": 2}, 4),
+        (7, 4, {"max_steps": 9}, 3),
+        (4, 2, {"max_steps": 3}, 2),
+        (1, 8, {"epochs": 3}, 3),
+        (5, 3, {"epochs": 2, "sparsity": {"dense": 1, "dynamic": 1}}, 4),
+    ],
+)
+def test_a_schedule_has_a_rate_for_each_update(batches, group, settings, updates):
+    """The last update of a line to zero has the last of its rates."""
+    settings = {"optimizer": "sgd", "learning_rate": 0.4, "schedule": "linear"} | settings
+    result = train(data=[examples(8)] * batches, accumulate=group, **settings)
+    rates = list(dict.fromkeys(result.history.rates))
+    np.testing.assert_allclose(rates, 0.4 * (1 - np.arange(len(rates)) / updates), rtol=1e-5)
+    assert len(rates) in (updates, updates - 1)  # the last one comes after the last batch
+    assert all(result.changes.values())
+    for row in result.history.epochs:
+        if "phase" in row:
+            assert row["phase"] == {1: 2, 2: 3}[row["epoch"]]
+
+
+def test_an_average_counts_the_update_of_what_is_left():
+    batches = [examples(8, seed) for seed in range(3)]
+    settings = {"data": batches, "optimizer": optax.sgd(0.5), "accumulate": 2}
+    trail = [weights(train(max_steps=n, **settings)) for n in (2, 3)]
+    average = weights(train(ema=0.5, **settings))
+    for name, x in jaxonnx.load(mlp()).params.items():
+        expected = x / 4 + trail[0][name] / 4 + trail[1][name] / 2
+        np.testing.assert_allclose(average[name], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_last_row_has_the_weights_after_the_last_update(stream):
+    """Also where a row within the epoch was due after its last batch."""
+    batches = [examples(8, seed) for seed in range(3)]
+    settings = {"optimizer": optax.sgd(0.5), "accumulate": 2, "validation": examples()}
+    data = (lambda epoch: iter(batches)) if stream else batches
+    result = train(data=data, validate_every=3, epochs=2, **settings)
+    loss = jaxonnx.evaluate(result.model, examples(), loss=LABELS)["loss"]
+    np.testing.assert_allclose(result.history.epochs[-1]["validation_loss"], loss, rtol=1e-6)
+    assert same(result, train(data=data, epochs=2, **settings))
+
+
+def test_a_loop_of_ones_own_flushes():
+    own = step(mlp(), LABELS, optax.sgd(0.5), accumulate=4)
+    alone = step(mlp(), LABELS, optax.sgd(0.5))
+    state, _ = own.update(own.init(), examples(8))
+    flushed, finite = own.flush(state)
+    expected, _ = alone.update(alone.init(), examples(8))
+    assert finite
+    for name, value in alone.view(expected).items():
+        np.testing.assert_allclose(own.view(flushed)[name], value, rtol=1e-5, atol=1e-7)
+    again, _ = own.flush(flushed)
+    jax.tree.map(np.testing.assert_array_equal, again, flushed)
+    jax.tree.map(np.testing.assert_array_equal, alone.flush(expected)[0], expected)
+
+
+@pytest.mark.parametrize("nan", ["stop", "skip", "rollback"])
+def test_a_last_update_that_is_not_finite_is_treated_as_a_step(nan):
+    """The second update of each epoch has an infinite rate."""
+    rule = optax.sgd(lambda count: jnp.where(count % 2 == 1, jnp.inf, 0.1))
+    settings = {"data": [examples(8)] * 3, "optimizer": rule, "accumulate": 2}
+    one = train(**settings | {"data": [examples(8)] * 2})
+    if nan == "skip":
+        result = train(**settings, nan=nan)
+        (event,) = result.history.events
+        assert event["why"] == "the update of the last batches is not finite"
+    else:
+        with pytest.warns(UserWarning, match="the update of the last batches is not finite"):
+            result = train(**settings, nan=nan, epochs=5)
+    if nan != "rollback":  # which goes back to the weights of the start
+        assert same(result, one)
 
 
 MESH = """
@@ -338,6 +433,13 @@ one = {"input_ids": ids}, labels, OF_EXAMPLES
 targets = {"logits": labels, "hidden": np.full((4, 15, 6), 0.5, np.float32)}
 two = {"input_ids": ids}, targets, OF_EXAMPLES
 both = {"logits": "causal_lm", "hidden": "squared_error"}
+many = {"input_ids": np.tile(ids, (3, 1))}, np.tile(labels, (3, 1)), np.tile(OF_EXAMPLES, 3)
+rest = [(jax.tree.map(lambda x: x[i : i + 4], many)) for i in (0, 4, 8)]
+for settings in ({"accumulate": 2, "mesh": jax.make_mesh((4,), ("data",))}, {"accumulate": 2}):
+    left = jaxonnx.train(words(), rest, loss="causal_lm", optimizer=optax.adam(0.05), **settings)
+    whole = left if "mesh" in settings else whole
+for name, value in weights(whole).items():
+    np.testing.assert_allclose(weights(left)[name], value, rtol=1e-4, atol=1e-5)
 for sharding in ("data", "fsdp"):
     for make, data, loss in ((words, one, "causal_lm"), (two_outputs, two, both)):
         settings = {"loss": loss, "optimizer": optax.adam(0.05), "epochs": 2}

@@ -248,11 +248,11 @@ def test_another_optimizer_is_named(tmp_path):
 
 def test_checkpoints_of_another_format_give_way(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoints, "FORMAT", 2)
+        patch.setattr(checkpoints, "FORMAT", 3)
         train(epochs=2, checkpoint_dir=tmp_path)
     with (
-        pytest.warns(UserWarning, match="of step 5 .*format is 2; this jaxonnx reads 1"),
-        pytest.warns(UserWarning, match="of step 10 .*format is 2"),
+        pytest.warns(UserWarning, match="of step 5 .*format is 3; this jaxonnx reads 2"),
+        pytest.warns(UserWarning, match="of step 10 .*format is 3"),
         pytest.raises(jaxonnx.TrainingError, match=r"no checkpoint in .* can be read"),
     ):
         train(epochs=2, checkpoint_dir=tmp_path, resume=True)

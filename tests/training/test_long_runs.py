@@ -225,7 +225,7 @@ def test_the_average_is_what_is_validated_and_given(accumulate):
 
         return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
-    data = examples()
+    data = examples(32)
     result = train(
         data=data,
         epochs=2,

@@ -103,7 +103,21 @@ def test_updates_are_counted_with_accumulate_and_in_a_step():
 
     assert not train(optimizer=make, epochs=2, accumulate=3).history.rates
     jaxonnx.training.step(mlp(), LABELS, make, epochs=3, steps_per_epoch=4)
-    assert asked == [3, 12]
+    assert asked == [4, 12]
+
+
+def test_more_epochs_are_another_schedule(tmp_path):
+    """A cosine over ten updates is at half its rate where that over five was at zero."""
+    settings = {"optimizer": "sgd", "schedule": "cosine", "checkpoint_dir": tmp_path}
+    train(**settings)
+    same = train(**settings, resume=True)
+    assert not any("schedule" in note for note in same.history.notes)
+    result = train(**settings, resume=True, epochs=2)
+    (note,) = (note for note in result.history.notes if "schedule" in note)
+    assert "was made for 5 updates, whose learning rate ended at 9.55e-05, and" in note
+    assert "this one is for 10" in note
+    rates = result.history.rates[4:6]
+    np.testing.assert_allclose(rates, [9.55e-5, 5e-4], rtol=1e-3)
 
 
 def test_a_rate_that_the_user_injects_is_seen():
