@@ -96,6 +96,13 @@ def as_pair(
         lengths = ", ".join(f"{n} {count}" for n, count in counts.items())
         usual = Counter(counts.values()).most_common(1)[0][0]
         odd = next(n for n, count in counts.items() if count != usual)
+        if states := _find_states(counts, dict(named)):
+            names = ", ".join(name.removeprefix("input ") for name in states)
+            raise TrainingError(
+                f"{what} has different numbers of examples: {lengths}. {names}: the examples are "
+                "along axis 1, as in states of recurrent layers. Without them in the data the "
+                "states start at zeros; jaxonnx.training.step takes batches with them"
+            )
         raise TrainingError(
             f"{what} has different numbers of examples: {lengths}"
             + (f"; {_without_examples(odd)}" if odd.startswith("input") else "")
@@ -103,6 +110,21 @@ def as_pair(
     if not all(counts.values()):
         raise TrainingError(f"{what} has no examples")
     return inputs, targets
+
+
+def _find_states(counts: Mapping[str, int], arrays: Mapping[str, Any]) -> list[str]:
+    """Return inputs with the examples along axis 1, as recurrent states: [layers, batch, size].
+
+    Args:
+      counts: the lengths of inputs and targets by name, which differ.
+    """
+    for size in {*counts.values()}:
+        odd = [name for name, count in counts.items() if count != size]
+        shapes = [np.shape(arrays[n]) for n in odd if not isinstance(arrays[n], Ragged)]
+        of_inputs = all(name.startswith("input") for name in odd)
+        if of_inputs and len(shapes) == len(odd) and all(s[1:2] == (size,) for s in shapes):
+            return odd
+    return []
 
 
 def _check_rows(value: Value, array: Any, what: str, negative: bool) -> None:

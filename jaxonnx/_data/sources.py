@@ -185,7 +185,14 @@ def rename_columns(data: Any, names: Names | None, what: str) -> Any:
 
 def size_of_batches(inputs: Sequence[Value], wanted: int | None) -> int:
     """Return the batch size: that of the file if fixed, else `wanted`, else 32."""
-    fixed = [value.shape[0] for value in inputs if value.shape and not value.whole]
+    firsts = {value.shape[0] for value in inputs if value.shape and not value.whole}
+    firsts = {size for size in firsts if isinstance(size, str)}
+    fixed = [
+        value.shape[0]
+        for value in inputs
+        # an axis of examples may come later: recurrent states are [layers, batch, size]
+        if value.shape and not value.whole and firsts.isdisjoint(value.shape[1:])
+    ]
     size = next((size for size in fixed if isinstance(size, int)), None)
     if size is None:
         return 32 if wanted is None else wanted

@@ -22,7 +22,7 @@ from jaxonnx._step_files import web as _web
 from jaxonnx._step_files.load import FORMAT
 from jaxonnx.errors import InputError, TrainingError
 from jaxonnx.lora import Adapters, file_tensors, writes_apart
-from jaxonnx.model import Model, as_model
+from jaxonnx.model import Model, as_model, start_at_zeros
 from jaxonnx.onnx_out import OPSET, known_tensor, reads, split_into_blocks, split_state, write_model
 from jaxonnx.training import Batch, Settings, State, Step, as_batch, build_step, with_heads
 
@@ -105,7 +105,7 @@ def export_step(
         )
     require_choice("init", init, ("onnx", "safetensors", "npz"))
     chosen = Settings(loss=loss, optimizer=optimizer, epochs=epochs, **settings)
-    model = with_heads(as_model(model), chosen)
+    model, _ = start_at_zeros(with_heads(as_model(model), chosen), batch)
     step = build_step(model, chosen, epochs, steps_per_epoch, platform="onnx")
     exporter = _Exporter(step, batch, opset)
     web = web if web is None else as_batch(web, step.model)  # refused before all is written

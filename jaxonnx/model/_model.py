@@ -40,6 +40,7 @@ from jaxonnx.model._call_arguments import (
 )
 from jaxonnx.model._generate import Generator, generate
 from jaxonnx.model._predict import predictions, read_inputs
+from jaxonnx.model._recurrent_states import inputs_alone, start_at_zeros
 from jaxonnx.model._reinitialize import Initializer
 from jaxonnx.model._sampling import Sampling
 from jaxonnx.model._save import AdapterForm, merge, save, to_proto
@@ -211,8 +212,9 @@ class Model(Network, Rendered):
         Args:
           data: inputs in any form that `jaxonnx.train` accepts: arrays, a tuple or dict of arrays,
             the path of an .npz or .jsonl file, a Hugging Face Dataset, or an iterable of batches.
-            Targets are ignored. Or images: a path, a list of paths, or a folder, which is searched
-            recursively, in sorted order.
+            Targets are ignored. Recurrent states that it lacks start at zeros, and outputs that
+            continue them are left out. Or images: a path, a list of paths, or a folder, which is
+            searched recursively, in sorted order.
           batch_size: the number of examples per batch; defaults to 32, or to the batch size that
             the file fixes. Ignored for iterables.
           pad: as in `jaxonnx.train`, for sequences of unequal length.
@@ -234,6 +236,7 @@ class Model(Network, Rendered):
         """
         check_arguments(Model.predict, locals())
         net = self.with_fixed_inputs({} if fixed is None else fixed)
+        net, _ = start_at_zeros(net, inputs_alone(net, data))
         net = net.with_batch_axis() if lacks_batch_axis(data, net.inputs) else net
         data = list_folder(data, net, preprocess)
         return predictions(net, net, data, batch_size, Padding.of(pad, length_buckets), progress)
@@ -428,9 +431,10 @@ class Model(Network, Rendered):
         """
         check_arguments(Model.recompute_statistics, locals())
         data = list_folder(data, self, preprocess)
-        examples = read_inputs(self, data, batch_size, Padding.of(pad, length_buckets))
+        net, _ = start_at_zeros(self, inputs_alone(self, data))
+        examples = read_inputs(net, data, batch_size, Padding.of(pad, length_buckets))
         batches = (batch.inputs for batch in islice(examples.batches(0), MOST))
-        state = recompute(self.with_statistics("batch"), batches, rng)
+        state = recompute(net.with_statistics("batch"), batches, rng)
         return self.replace(state=state)
 
     # Models with another graph, or with other inputs and outputs.

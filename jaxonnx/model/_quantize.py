@@ -22,6 +22,7 @@ from jaxonnx.model._convert import raise_opset
 from jaxonnx.model._load import as_model
 from jaxonnx.model._model import Model
 from jaxonnx.model._predict import hide_caches, read_inputs
+from jaxonnx.model._recurrent_states import add_states, inputs_alone, start_at_zeros
 from jaxonnx.quantization import (
     Bound,
     Quantization,
@@ -111,7 +112,8 @@ def read_examples(
         data, _, padding, *_ = read_texts(data, None, net, preprocess, PLAIN)
     else:
         data = list_folder(data, net, preprocess)
-    return net, read_inputs(net, data, batch_size, padding)
+    started, _ = start_at_zeros(net, inputs_alone(net, data))
+    return net, add_states(net, started, read_inputs(started, data, batch_size, padding))
 
 
 def insert_rounding(

@@ -1,23 +1,15 @@
 """Fit a model to the data: fixed inputs, a batch axis, an open batch size, whole sequences."""
 
 import warnings
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from jaxonnx._data.sources import lacks_batch_axis
-from jaxonnx._graph.caches import find_states
-from jaxonnx._graph.values import list_values
-from jaxonnx._rewrite.network import enter
-from jaxonnx._text import list_some
 from jaxonnx.errors import InputError, TrainingError
-from jaxonnx.model import Model, batch_norms, with_any_batch, with_whole_inputs
+from jaxonnx.model import Model, batch_norms, start_at_zeros, with_any_batch, with_whole_inputs
 from jaxonnx.training._head import has_own_algorithm
 from jaxonnx.training._sequences import read_whole_sequences
 from jaxonnx.training._settings import Settings
-from jaxonnx.views import Outputs
 
 
 def fit_to_data(model: Model, settings: Settings, data: Any) -> tuple[Model, list[str]]:
@@ -46,7 +38,7 @@ def _fit_batch_axis(model: Model, settings: Settings, data: Any) -> tuple[Model,
     """Return a model with the inputs and the batch axis of the data, and notes."""
     model = with_whole_inputs(model, settings.batching) if settings.batching else model
     model = model.with_fixed_inputs(settings.fixed or {})
-    model, notes = _start_at_zeros(model, data)
+    model, notes = start_at_zeros(model, data)
     if not lacks_batch_axis(data, model.inputs):
         return model, notes
     if settings.statistics != "frozen" and batch_norms(model):
@@ -58,45 +50,6 @@ def _fit_batch_axis(model: Model, settings: Settings, data: Any) -> tuple[Model,
         *notes,
         "the file takes one example, without a batch: batches are mapped over it (jax.vmap), and "
         "the saved file takes one example as before",
-    ]
-
-
-def _start_at_zeros(model: Model, data: Any) -> tuple[Model, list[str]]:
-    """Return a model whose recurrent states start at zeros if the data lacks them, and notes.
-
-    The outputs that continue the states are left out.
-
-    Raises:
-      TrainingError: the first axis of the sequences is not the batch, which the states have.
-    """
-    states = find_states(model.graph, model.inputs)
-    x = data[0] if isinstance(data, tuple) and len(data) in (2, 3) else data
-    count = len(x) if isinstance(x, tuple) else int(hasattr(x, "shape"))
-    lacks = count == len(model.inputs) - len(states)
-    if isinstance(x, Mapping):
-        lacks = states.keys().isdisjoint(x)
-    if not states or not lacks:
-        return model, []
-    values = [v for v in model.inputs if v.name in states]
-    sizes = {n for v in values for n in v.shape or ()}
-    started = model.with_fixed_inputs(
-        {
-            v.name: np.zeros([n for n in v.shape or () if isinstance(n, int)], v.dtype)
-            for v in values
-        }
-    )
-    outputs = {*model.graph.outputs} - {*states.values()}
-    started = enter(started, Outputs.among(started.graph, outputs))
-    first, *_ = started.inputs
-    batch = (first.shape or (1,))[0]
-    if not (isinstance(batch, int) or batch in sizes or lacks_batch_axis(data, started.inputs)):
-        raise TrainingError(
-            f"the first axis of input {first} is not the batch, as the states "
-            f"{list_values(values)} show: pass examples with one more axis in front of these"
-        )
-    return started, [
-        f"the data lacks the states {list_some(states, '')}: they are zeros at the start of each "
-        "example. The saved file has them as before"
     ]
 
 

@@ -16,7 +16,8 @@ from jax.core import Tracer
 from jaxonnx._data.batches import Batch
 from jaxonnx._data.inputs_and_targets import count_examples, split_inputs, split_weights
 from jaxonnx._data.ragged import derived_inputs, with_derived
-from jaxonnx.model import Model
+from jaxonnx.errors import TrainingError
+from jaxonnx.model import Model, start_at_zeros
 from jaxonnx.training._precision import LossScale
 from jaxonnx.training._settings import Settings
 
@@ -247,6 +248,14 @@ def as_batch(batch: Any, model: Model, derive_targets: Callable[[Any], Any] | No
         return batch
     names = [value.name for value in model.inputs]
     batch, weight = split_weights(batch, names, target_names(model))
+    started, _ = start_at_zeros(model, batch)
+    if started is not model:
+        states = ", ".join(name for name in names if name not in {v.name for v in started.inputs})
+        raise TrainingError(
+            f"the batch lacks the states {states}: pass them (with the examples along their axis "
+            "of the batch), or make the step of a model in which they start at zeros: "
+            "model.with_fixed_inputs({name: np.zeros(...)}), without the axis of the batch"
+        )
     x, y = split_inputs(batch, names, "the batch", derived_inputs(model.inputs))
     x = with_derived(x, model.inputs)
     if derive_targets is not None and not jax.tree.leaves(y):

@@ -284,6 +284,43 @@ def test_states_start_at_zeros(name):
     assert slope == pytest.approx((ends[0] - ends[1]) / 2e-2, rel=1e-2, abs=1e-4)
 
 
+def test_all_functions_start_states_at_zeros(tmp_path):
+    """As onnxruntime does with zeros: the states' first axis is of layers, not of examples."""
+    proto = recurrent(*RECURRENT["batch first"][:3])
+    model, sgd = jaxonnx.load(proto), optax.sgd(0.1)
+    session = onnxruntime.InferenceSession(proto.SerializeToString())
+    zeros = np.zeros((1, 6, 4), np.float32)
+    (y,) = session.run(["y"], {"x": X, "h": zeros, "c": zeros})
+    np.testing.assert_allclose(model.predict(X), y, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(model.predict({"x": X}, batch_size=4), y, rtol=1e-5, atol=1e-6)
+    small = jaxonnx.quantize(model, X, batch_size=3)
+    assert [value.name for value in small.inputs] == ["x", "h", "c"]
+    found = onnxruntime.InferenceSession(small.to_onnx().SerializeToString()).run(
+        ["y"], {"x": X, "h": zeros, "c": zeros}
+    )[0]
+    assert 0 < np.abs(found - y).max() < 0.1 * np.abs(y).max()
+    assert jaxonnx.sensitivity(model, X, types=["int8"], activations=[]).errors
+    manifest = jaxonnx.export_step(model, tmp_path, (X, TARGETS), "squared_error", sgd)
+    run = onnxruntime.InferenceSession(tmp_path / "step.onnx").run
+    init = onnxruntime.InferenceSession(tmp_path / "init.onnx")
+    state = dict(zip(manifest["step"]["state"], init.run(None, {}), strict=True))
+    batch = dict(zip(manifest["step"]["batch"], (X, TARGETS, np.ones(6, np.float32)), strict=True))
+    (loss,) = run([manifest["step"]["loss"]], state | batch)
+    np.testing.assert_allclose(loss, np.square(y - TARGETS).mean(), rtol=1e-5)
+    step = jaxonnx.training.step(model, {"y": "squared_error"}, sgd)
+    with pytest.raises(jaxonnx.TrainingError, match="the batch lacks the states h, c: pass them"):
+        step.update(step.init(), (X, {"y": TARGETS}))
+    both = {"x": X, "h": zeros, "c": zeros}
+    _, (whole, _) = step.update(step.init(), (both, {"y": TARGETS}))
+    np.testing.assert_allclose(whole, loss, rtol=1e-5)
+    for call in (model.predict, lambda data: jaxonnx.quantize(model, data)):
+        with pytest.raises(jaxonnx.TrainingError, match="'h', 'c': the examples are along axis 1"):
+            call(both)
+    open_sizes = jaxonnx.load(recurrent("b, t, 5", "layers, b, 4", FIRST))
+    with pytest.raises(jaxonnx.TrainingError, match=r"state h: .*layers.* not all known"):
+        open_sizes.predict(X)
+
+
 def test_states_and_sequences_that_do_not_fit():
     loss = {"loss": "squared_error", **SGD}
     steps_first = jaxonnx.load(recurrent(*RECURRENT["steps first"][:3]))
