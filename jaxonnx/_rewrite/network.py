@@ -160,6 +160,12 @@ def refuse_change(model: Network, what: str) -> None:
         )
 
 
+def bind_file(proto: ModelProto, tensors: Mapping[str, Any]) -> Graph:
+    """Return the graph of a file with these tensors, without views."""
+    graph = fuse_integer_products(bind(proto, proto.graph, tensors.keys()), tensors)
+    return pass_rounding(graph, tensors)
+
+
 def with_file(
     model: N,
     proto: ModelProto,
@@ -188,8 +194,7 @@ def with_file(
         )
     ]
     tensors = {n: x for group in groups for n, x in group.items() if n not in after - before}
-    graph = fuse_integer_products(bind(proto, proto.graph, tensors.keys()), tensors)
-    graph = pass_rounding(graph, tensors)
+    graph = bind_file(proto, tensors)
     read = {*graph_tensors(graph)}
     new_params, new_state, constants = (
         {name: value for name, value in group.items() if name in read} for group in groups

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,6 +29,7 @@ from jaxonnx._rewrite.head import Classes
 from jaxonnx._rewrite.network import Network, enter, leave
 from jaxonnx._run.call_form import CallForm, prepare_calls
 from jaxonnx._run.failures import FOREIGN
+from jaxonnx._run.program import Program
 from jaxonnx._text import Rendered, format_count
 from jaxonnx.errors import Error, InputError
 from jaxonnx.model import _transforms as transforms
@@ -76,6 +77,13 @@ class Model(Network, Rendered):
       params: the arrays that training changes, by tensor name.
       state: running statistics and other tensors that are not trained, by tensor name.
     """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle file, tensors and views; the graph is bound again, and compiled when called."""
+        values = {field.name: getattr(self, field.name) for field in fields(Network)}
+        about = {f.name: getattr(self.program, f.name) for f in fields(self.program)}
+        del values["program"], about["base"]
+        return _unpickle, (values, about)
 
     @cached_property
     def training(self) -> Training:
@@ -810,3 +818,10 @@ class Model(Network, Rendered):
 
 def _unpack_single(outputs: tuple) -> Any:
     return outputs[0] if len(outputs) == 1 else outputs
+
+
+def _unpickle(values: dict[str, Any], about: dict[str, Any]) -> Model:
+    """Return the model whose fields, and those of its program, `Model.__reduce__` listed."""
+    tensors = {**about["constants"], **values["state"], **values["params"]}
+    base = network.bind_file(values["proto"], tensors)
+    return Model(**values, program=Program(base, **about))
