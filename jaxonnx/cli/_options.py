@@ -52,6 +52,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             _check_flags(command, arguments[1:], actions)
             if (path := _config(arguments)) is not None:
                 _configure(command, actions, path)
+            if "dry-run" in actions:
+                writes_nothing = "--dry-run" in arguments or actions["dry-run"].default
+                actions["output"].required &= not writes_nothing
     return parser.parse_args(arguments)
 
 

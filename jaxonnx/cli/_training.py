@@ -40,7 +40,8 @@ def train(options: argparse.Namespace, sparsity: Mapping[str, Any] | None = None
 
     first = _connect_processes(options)
     model = reading.read(options)
-    _check_output(options.output, model)
+    if options.output is not None:  # else --dry-run
+        _check_output(options.output, model)
     _check_report(options.report)
     path = reading.examples(options)
     settings = _settings(options, model, path, sparsity)
@@ -272,8 +273,9 @@ def _explain(
         where = () if options.distributed == "auto" else options.distributed
         lines.insert(0, f"jax.distributed.initialize({', '.join(map(repr, where))})")
         lines.append("# in process 0 alone:")
-    call = "result.save" if _has_folder(options.output, model) else "result.model.save"
-    lines.append(f"{call}({explain.source(options.output)})")
+    if options.output is not None:
+        call = "result.save" if _has_folder(options.output, model) else "result.model.save"
+        lines.append(f"{call}({explain.source(options.output)})")
     if "lora" in settings and options.adapters is not None:
         lines.append(f"result.lora.save({explain.source(options.adapters)})")
     if options.report is not None:

@@ -146,5 +146,9 @@ def test_the_command_shows_the_same(tmp_path, monkeypatch, capsys):
     for name, value in json.loads(json.dumps(asdict(wanted))).items():
         if name not in ("seconds", "compilation", "notes"):
             assert told[name] == value, name
-    assert main([*line, "--dry-run"]) == 0
+    at = line.index("-o")
+    assert main([*line[:at], *line[at + 2 :], "--dry-run"]) == 0
     assert "⟦ of lists<|im_end|>⟧" in capsys.readouterr().out
+    with pytest.raises(SystemExit):  # a run writes its model
+        main([*line[:at], *line[at + 2 :]])
+    assert "required: -o" in capsys.readouterr().err
