@@ -29,8 +29,13 @@ def import_step(
     """Return a model with the weights of a training state from another runtime.
 
     The state is what the graphs of `export_step` compute. Adapters are merged into their weights,
-    except that those of weights in few bits stay beside them. If the step has a moving average,
-    the model gets it, as after `train`.
+    except that those of weights in few bits stay beside them. If the step has other weights to
+    evaluate than those it trains (a moving average, those of `optax.contrib.schedule_free`), the
+    model gets them, as after `train`; its running statistics are those of training then, and
+    `Model.recompute_statistics` makes them fit.
+
+    Of a step that the file carries itself (`training_info`) the model gets all variables, so that
+    training goes on.
 
     Args:
       model: the model that the step was exported from: a Model, or what `jaxonnx.load` takes.
@@ -68,6 +73,8 @@ def import_step(
     if graph is not None:
         values = _finish_tensors(path, graph, values)
     model = as_model(model)
+    if model.proto.training_info and {*model.training.variables} == {*values}:
+        return load(model.training.to_onnx(values))
     if graph is not None and graph.get("adapters") is not None:
         with wrap_errors(f"'{path}' is damaged: 'adapters' are none; export again", InputError):
             adapters = Adapters.read(graph["adapters"], values)

@@ -76,10 +76,12 @@ class TrainingInfoStep(Step):
 
     def sums(self, batch: Any, shapes: Any = None) -> Any:
         shapes, dtype = self.check(batch) if shapes is None else shapes
-        return np.zeros((), dtype), np.int32(0), self._goal.start(shapes, self._metric_batch(batch))
+        loss = np.zeros((), dtype), np.zeros((), dtype)
+        return {"loss 0": loss} | self._goal.start(shapes, self._metric_batch(batch))
 
     def evaluate(self, sums: Any, state: State, batch: Any, frozen: Any = None) -> Any:
-        total, count, measures = sums
+        measures = {**sums}
+        total, count = measures.pop("loss 0")
         # a step whose new state is dropped: the file's own loss at these weights
         _, outputs = self._training.step(state.params, self._values(batch))
         if self._goal.measures:
@@ -88,10 +90,11 @@ class TrainingInfoStep(Step):
             values = self._training.inference(state.params, inputs)
             values = tuple(values[name] for name in self._goal.names)
             measures = self._goal.add(measures, values, batch)
-        return total + self._loss(outputs), count + 1, measures
+        return {"loss 0": (total + self._loss(outputs), count + 1)} | measures
 
     def row(self, sums: Any) -> dict[str, float]:
-        total, count, measures = sums
+        measures = {**sums}
+        total, count = measures.pop("loss 0")
         return {"validation_loss": float(total) / float(count)} | self._goal.row(measures)
 
     def view(self, state: State) -> dict[str, jax.Array]:

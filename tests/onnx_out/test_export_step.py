@@ -70,6 +70,7 @@ SETTINGS = {
     "adafactor": {"optimizer": optax.adafactor(1e-2, min_dim_size_to_factor=4)},
     "accumulate": {"accumulate": 3},
     "ema": {"ema": 0.9},
+    "schedule-free": {"optimizer": optax.contrib.schedule_free_adamw(1e-2)},
     "lora": {"lora": jaxonnx.LoRA(rank=2)},
     "frozen": {"trainable": "w2|b2"},
     "sparse": {"sparsity": "2:4", "epochs": STEPS},
@@ -98,6 +99,38 @@ def test_accumulated_batches_are_weighed_by_what_counts_in_them(tmp_path):
     whole = jaxonnx.train(mlp(), (x, y, weight), loss=LABELS, optimizer=optax.sgd(0.5))
     for name, value in whole.model.params.items():
         np.testing.assert_allclose(values[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_a_file_exports_the_step_that_it_carries(tmp_path):
+    """The trajectory of `train`, and a model from which training goes on."""
+    rule = jaxonnx.optim.adam(1e-2)
+    file = jaxonnx.add_training(mlp(), loss=LABELS, optimizer=rule)
+    x, y = examples(16)
+    manifest = jaxonnx.export_step(file, tmp_path, (x, y))
+    session, evaluation, init = sessions(tmp_path)
+    values, losses = run(init, {}), []
+    batch = dict(
+        zip(
+            manifest["step"]["batch"], (x, y.astype(np.int32), np.ones(16, np.float32)), strict=True
+        )
+    )
+    for _ in range(4):
+        found = run(session, values | batch)
+        values = {name: found[new] for name, new in manifest["step"]["state"].items()}
+        losses.append(found[manifest["step"]["loss"]])
+    result = jaxonnx.train(file, (x, y), epochs=4, batch_size=16)
+    np.testing.assert_allclose(losses, result.history.losses, rtol=1e-5)
+    for name, value in result.model.training.state.items():
+        np.testing.assert_allclose(values[name], value, rtol=1e-4, atol=1e-6)
+    names = {name: values[name] for name in manifest["evaluate"]["state"]}
+    sums = run(evaluation, names | batch)
+    total, count = (sums[name] for name in manifest["evaluate"]["sums"]["loss"])
+    np.testing.assert_allclose(
+        total / count, jaxonnx.evaluate(result.model, (x, y), loss=LABELS)["loss"], rtol=1e-4
+    )
+    back = jaxonnx.import_step(file, tmp_path, values)
+    for name, value in back.training.state.items():
+        np.testing.assert_array_equal(value, values[name])
 
 
 @pytest.mark.deep
