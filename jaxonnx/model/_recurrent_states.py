@@ -48,14 +48,14 @@ def start_at_zeros(model: M, data: Any) -> tuple[M, list[str]]:
     sizes = {n for v in values for n in v.shape or ()}
     fixed = {}
     for v in values:
-        known = [n for n in v.shape or () if isinstance(n, int)]
-        if len(known) < len(v.shape or ()) - 1:
+        lengths = [n for n in v.shape or () if isinstance(n, int)]
+        if len(lengths) < len(v.shape or ()) - 1:
             raise TrainingError(
                 f"the data lacks the state {v}, whose sizes are not all known, so that it cannot "
                 f"start at zeros: fixed={{{v.name!r}: np.zeros(...)}}, with the batch size among "
                 "its sizes, does"
             )
-        fixed[v.name] = np.zeros(known, v.dtype)
+        fixed[v.name] = np.zeros(lengths, v.dtype)
     started = with_fixed_inputs(model, fixed)
     outputs = {*model.graph.outputs} - {*states.values()}
     started = enter(started, Outputs.among(started.graph, outputs))
@@ -90,8 +90,8 @@ def add_states(model: Network, started: Network, source: Source) -> Source:
     names = [value.name for value in started.inputs]
 
     def add(key: Any, epoch: Any, number: Any, batch: Batch) -> Batch:
-        given = dict(zip(names, batch.inputs, strict=True))
-        given |= {name: x.repeat(given) for name, x in fixed.values.items() if name not in given}
-        return batch._replace(inputs=tuple(given[value.name] for value in model.inputs))
+        inputs = dict(zip(names, batch.inputs, strict=True))
+        inputs |= {name: x.repeat(inputs) for name, x in fixed.values.items() if name not in inputs}
+        return batch._replace(inputs=tuple(inputs[value.name] for value in model.inputs))
 
     return Augmented(source, add, jax.random.key(0))

@@ -59,17 +59,18 @@ def evaluation_params(params: Mapping[str, Any], memory: Any) -> dict[str, Any]:
     """
     params = {**params}
     for state in _states(memory):
-        match state:
-            case ScheduleFreeState(z=z):
-                names = _names_of(z)
-                inner = {name: params[name] for name in names}
-                part = state._replace(z={name: z[name] for name in names})
-                params |= schedule_free_eval_params(part, inner)
-            case SAMState(cache=cache):
-                is_synced = state.steps_since_sync == 0
-                params |= {n: jnp.where(is_synced, params[n], cache[n]) for n in _names_of(cache)}
-            case SlowWeights(slow=slow):
-                params |= slow
+        if isinstance(state, ScheduleFreeState):
+            z: Any = state.z
+            names = _names_of(z)
+            part = state._replace(z={name: z[name] for name in names})
+            x: Any = schedule_free_eval_params(part, {name: params[name] for name in names})
+            params |= x
+        elif isinstance(state, SAMState):
+            synced: Any = state.cache
+            is_synced = state.steps_since_sync == 0
+            params |= {n: jnp.where(is_synced, params[n], synced[n]) for n in _names_of(synced)}
+        else:
+            params |= state.slow
         params = evaluation_params(params, tuple(state))
     return params
 
@@ -100,12 +101,14 @@ def keep_slow_weights(
 ) -> optax.GradientTransformationExtraArgs:
     """Wrap `optax.lookahead`, which takes two sets of parameters, to take the fast one."""
 
-    def init(params):
+    def init(params: Any):
         return SlowWeights(params, inner.init(optax.LookaheadParams(params, params)))
 
-    def update(updates, state, params=None, **extra):
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any):
         both = optax.LookaheadParams(params, state.slow)
-        updates, memory = inner.update(updates, state.inner, both, **extra)
-        return updates.fast, SlowWeights(optax.apply_updates(state.slow, updates.slow), memory)
+        moved: Any
+        moved, memory = inner.update(updates, state.inner, both, **extra)
+        slow: Any = optax.apply_updates(state.slow, moved.slow)
+        return moved.fast, SlowWeights(slow, memory)
 
     return optax.GradientTransformationExtraArgs(init, update)
