@@ -150,9 +150,19 @@ class Tokenizer:
 
     @functools.cached_property
     def special(self) -> dict[str, str]:
-        """The special tokens by their roles, like "eos_token"."""
+        """The special tokens by their roles, like "eos_token".
+
+        As in transformers, a model's own ones count (`extra_special_tokens`), and for folders of
+        older versions, whose tokenizer_config.json lists no tokens, special_tokens_map.json.
+        """
+        settings = dict(self._settings)
+        if "added_tokens_decoder" not in settings:
+            settings |= self.folder.read_json("special_tokens_map.json")
+        for key in ("extra_special_tokens", "model_specific_special_tokens"):
+            if isinstance(added := settings.get(key), Mapping):
+                settings |= added
         tokens = {}
-        for name, value in self._settings.items():
+        for name, value in settings.items():
             text = value.get("content") if isinstance(value, Mapping) else value
             if name.endswith("_token") and isinstance(text, str):
                 tokens[name] = text

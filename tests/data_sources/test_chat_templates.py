@@ -332,3 +332,22 @@ def test_calls_that_are_no_objects_are_refused(write):
     with pytest.raises(jaxonnx.TrainingError, match="tools must be objects"):
         write("{{ tools }}").apply_chat_template([USER], tools=[print])
     np.testing.assert_equal(tokenizer.apply_chat_template([USER]).ndim, 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "mapped", "expected"),
+    [
+        ({"eos_token": "b", "extra_special_tokens": {"image_token": "i"}}, {}, "|b|i"),
+        ({}, {"eos_token": {"content": "b", "special": True}, "bos_token": "a"}, "a|b|"),
+        ({"eos_token": "c"}, {"eos_token": "b"}, "|b|"),
+        ({"added_tokens_decoder": {}}, {"eos_token": "b"}, "||"),
+    ],
+)
+def test_templates_read_special_tokens(write, settings, mapped, expected):
+    """From the files that transformers reads them from."""
+    template = "{{ bos_token }}|{{ eos_token }}|{{ image_token }}"
+    files = {
+        "tokenizer_config.json": json.dumps({**settings, "chat_template": template}),
+        "special_tokens_map.json": json.dumps(mapped),
+    }
+    assert write(files=files).apply_chat_template([USER], tokenize=False) == expected
