@@ -98,7 +98,7 @@ class Result:
         elif form == "peft":
             if self.lora is None:
                 raise InputError("form='peft': the run has trained no adapters (lora=)")
-            self.lora.save(f"{target}/", base_model=base_model, **options)
+            self.lora.save(f"{target}/", self.model, base_model=base_model, **options)
         elif self.model.folder is not None:
             self.model.save(f"{target}/", **options)
         else:
