@@ -45,14 +45,16 @@ class DataArguments(TypedDict, total=False):
         Argument(
             form="fills",
             resume=True,
-            words="The value that pads an input (default: 0)",
+            words="The value that pads an input (default: the padding token of the folder, or 0)",
         ),
     ]
     """Values that pad sequences of unequal length, by input name, like {"input_ids": 1}.
 
-    The default is 0. Targets have an entry of their own, by their name ("y", "targets" or "labels"
-    if the data has one of these). Labels are padded with the `ignore_index` of the loss by default,
-    or with -100."""
+    The default for tokens is the padding token of the model's folder, else 0, and 0 for other
+    inputs. If padding changes the outputs of a text, the data are refused; with a value for its
+    tokens here, this is a warning. Targets have an entry of their own, by their name ("y",
+    "targets" or "labels" if the data has one of these). Labels are padded with the `ignore_index`
+    of the loss by default, or with -100."""
     length_buckets: Annotated[
         int | Sequence[int] | None,
         Argument(form="widths", resume=True, words="The widths that sequences are padded to"),

@@ -53,15 +53,40 @@ def vocabulary(model: Network) -> int | None:
     return shape[-1] if shape and isinstance(shape[-1], int) else None
 
 
+def read_padding_token(folder: ModelFolder) -> int | None:
+    """Return the padding token of a model, if the files beside it name one.
+
+    `config.json` comes first: exporters write its `pad_token_id` into the graphs of decoders that
+    classify, which find the last token of a text by it.
+    """
+    config, genai = folder.read_json("config.json"), folder.read_json(GENAI).get("model", {})
+    text = config.get("text_config")
+    generation = folder.read_json("generation_config.json")
+    for source in (config, text if isinstance(text, Mapping) else {}, generation, genai):
+        token = source.get("pad_token_id")
+        if isinstance(token, int) and token >= 0:
+            return token
+    named = folder.read_json("tokenizer_config.json").get("pad_token")
+    content = named.get("content") if isinstance(named, Mapping) else named
+    if content is None:
+        return None
+    tokenizer = folder.read_json("tokenizer.json")
+    added = tokenizer.get("added_tokens") or ()
+    listed = next((token["id"] for token in added if token["content"] == content), None)
+    words = (tokenizer.get("model") or {}).get("vocab")
+    return words.get(content) if listed is None and isinstance(words, Mapping) else listed
+
+
 def decoder_numbers(folder: ModelFolder) -> tuple[int | None, int]:
     """Return the start token of an encoder-decoder, if the files give it, and the padding token.
 
     onnxruntime-genai's folders have the start token of Whisper in the tokenizer alone.
     """
-    names = "decoder_start_token_id", "pad_token_id"
     files = [folder.read_json(name) for name in ("generation_config.json", "config.json")]
     files.append(folder.read_json(GENAI).get("model", {}))
-    start, fill = (next((f[n] for f in files if isinstance(f.get(n), int)), None) for n in names)
+    name = "decoder_start_token_id"
+    start = next((f[name] for f in files if isinstance(f.get(name), int)), None)
+    fill = read_padding_token(folder)
     if start is None:
         added = folder.read_json("tokenizer.json").get("added_tokens", ())
         start = next((token["id"] for token in added if token["content"] == _TRANSCRIPT), None)

@@ -37,6 +37,8 @@ _POSITIONS = re.compile(r"(?P<side>(.*[._])?)position_ids(\.\d+)?")
 """Inputs with the position of each token in its example, from 0."""
 _TYPES = re.compile(r"(?P<side>(.*[._])?)token_type_ids(\.\d+)?")
 """Inputs with the number of the segment that each token belongs to."""
+_TOKENS = re.compile(r"(.*[._])?(decoder_)?input_ids(\.\d+)?")
+"""Inputs of tokens, as Hugging Face names them."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +165,21 @@ def derived_inputs(inputs: Sequence[Value]) -> list[str]:
     return derived if len(derived) < len(inputs) else []
 
 
+def token_inputs(inputs: Sequence[Value]) -> list[str]:
+    """Return the inputs of tokens: those that are called so, or else the only one of integers."""
+    if named := [value.name for value in inputs if _TOKENS.fullmatch(value.name)]:
+        return named
+    spare = derived_inputs(inputs)
+    kinds = [(v.name, v.dtype) for v in inputs if v.name not in spare and _rank(v) in (None, 2)]
+    integers = [name for name, kind in kinds if kind is not None and kind.kind in "iu"]
+    return integers if len(integers) == 1 else []
+
+
+def segment_input(inputs: Sequence[Value]) -> str | None:
+    """Return the input with the segment of each token, if there is one."""
+    return next((v.name for v in inputs if _TYPES.fullmatch(v.name)), None)
+
+
 def masks_and_positions(inputs: Sequence[Value]) -> tuple[list[Value], list[str]]:
     """Return the attention masks among the inputs, and the names of the inputs of positions."""
     masks = [value for value in inputs if _MASK.fullmatch(value.name)]
@@ -277,6 +294,10 @@ class Padding:
     """The number of consecutive examples that a loss reads together, such as pairs."""
     shift: Callable[[Any], Any] | None = None
     """A function of the labels that returns the decoder's tokens, if data may omit these."""
+    token: int = 0
+    """The padding value of inputs of tokens that have none in `pad`."""
+    check: Callable[[Columns, str], None] | None = None
+    """Checks, before columns are padded, that padding does not change what the model computes."""
 
     @classmethod
     def of(cls, pad: Any, length_buckets: Any, **settings: Any) -> Self:
@@ -341,7 +362,10 @@ class Padding:
             longest = longest if whole else max(_LEAST, 1 << (longest - 1).bit_length())
             widths = *(2**n for n in range(3, longest.bit_length()) if 2**n < longest), longest
         each = np.array(widths)[np.searchsorted(widths, lengths)]
-        return Columns(columns, self._fills(columns, values, what), lengths, each)
+        padded = Columns(columns, self._fills(columns, values, what), lengths, each)
+        if self.check is not None:
+            self.check(padded, what)
+        return padded
 
     def _check_names(self, targets: Any, values: Sequence[Value]) -> None:
         named = [*targets] if isinstance(targets, Mapping) else [*_TARGETS]
@@ -358,7 +382,9 @@ class Padding:
           TrainingError: a target that is not labels has no padding value, or a value is not of
             its column's dtype.
         """
-        inputs = [self.pad.get(value.name, 0) for value in values]
+        tokens = token_inputs(values)
+        usual = (self.token if value.name in tokens else 0 for value in values)
+        inputs = [self.pad.get(v.name, fill) for v, fill in zip(values, usual, strict=True)]
 
         def of_target(path: Any, target: Any) -> Any:
             names = [path[0].key] if path and hasattr(path[0], "key") else _TARGETS

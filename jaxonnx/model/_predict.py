@@ -11,6 +11,7 @@ import numpy as np
 from jaxonnx._data.batches import Batch, Padded, Source, prefetch
 from jaxonnx._data.images.batches import Pictures
 from jaxonnx._data.images.folder import Folder
+from jaxonnx._data.padding import fit_padding
 from jaxonnx._data.ragged import Padding
 from jaxonnx._data.sources import check_size, examples_of, size_of_batches
 from jaxonnx._graph.values import Value
@@ -65,6 +66,7 @@ def read_inputs(model: Network, data: Any, size: int | None, padding: Padding) -
     """Return the inputs of all examples, in their order."""
     if isinstance(data, Folder):
         return Pictures.of(data, size_of_batches(model.inputs, size), strict=True)
+    padding = fit_padding(padding, model)
     examples = examples_of(data, model.inputs, size, None, "data", False, padding)
     check_size(examples, size)
     return examples

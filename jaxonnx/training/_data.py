@@ -11,6 +11,7 @@ from jaxonnx._data.augmented import add_image_augmentation
 from jaxonnx._data.batches import Examples, Source
 from jaxonnx._data.images.batches import Pictures
 from jaxonnx._data.images.folder import Folder, find_folders
+from jaxonnx._data.padding import fit_padding
 from jaxonnx._data.ragged import IGNORED, PLAIN, Padding
 from jaxonnx._data.rows import JUDGEMENT, SHAPES, Rows, check_shape, choose_splits, open_rows
 from jaxonnx._data.sources import check_size, examples_of, rename_columns, size_of_batches
@@ -90,6 +91,7 @@ def read_data(model: Model, settings: Settings, data: Any, *, training: bool = T
         data, validation, model = find_folders(data, validation, model, preprocess, training)
     if training and validation is None and settings.metrics is not None:
         raise TrainingError("metrics are computed on validation data: pass validation= as well")
+    padding = fit_padding(padding, model)
     size, targets = settings.batch_size, target_names(model)
     examples, held_out = sources(data, validation, model.inputs, size, seed, padding, targets)
     if training and settings.steps_per_epoch is not None:

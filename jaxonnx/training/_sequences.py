@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxonnx._data.language_models import decoder_numbers, token_input, vocabulary
+from jaxonnx._data.padding import CLOSE
 from jaxonnx._data.ragged import DECODER_TOKENS, Padding, Ragged, masks_and_positions
 from jaxonnx._rewrite.network import enter
 from jaxonnx.errors import TrainingError
@@ -69,16 +70,12 @@ def take_packed_rows(model: Model) -> Model:
             f"nor positions beside a mask of queries and keys; {way_out}"
         )
     changed = enter(model, packing)
-    if (distance := _leak(changed, packing)) > _CLOSE[model.outputs[0].dtype == np.float32]:
+    if (distance := _leak(changed, packing)) > CLOSE[model.outputs[0].dtype == np.float32]:
         raise TrainingError(
             "the file cannot tell the texts of a row apart: its logits of one text differ by "
             f"{distance:.1%} behind another one; {way_out}"
         )
     return changed
-
-
-_CLOSE = {True: 1e-4, False: 2e-2}
-"""Differences of logits that are rounding, of the greatest one: in float32, and in fewer bits."""
 
 
 def _leak(model: Model, packing: PackedRows) -> float:
