@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +26,8 @@ VARIABLES = "tools", "documents", "chat_template_kwargs"
 """Columns for the chat template."""
 JUDGEMENT = "label"
 """The column that says whether an answer is desirable."""
+LABELS = "label", "labels"
+"""Columns with the class of a text, or its score."""
 _OTHER = "other completion"
 """The column of an answer to another prompt, which `add_other_answers` adds."""
 _SHARE_GPT = {"from": "role", "value": "content", "human": "user", "gpt": "assistant"}
@@ -272,6 +274,33 @@ SHAPES = (
 """The shapes of rows. If several fit, the first is meant; for a loss of pairs, the last."""
 
 
+def _read_scored(*columns: str) -> Shape:
+    """Return the shape of texts that are scored together."""
+    texts = ", ".join(f'"{name}": "..."' for name in columns)
+    return Shape(
+        columns,
+        LABELS,
+        lambda row, names: Texts("", tuple(row[name] for name in columns)),
+        f'{{{texts}, "label": 1}} (for a model with one row of outputs for each text)',
+    )
+
+
+SCORED = (
+    _read_scored("text", "text_pair"),
+    _read_scored("sentence1", "sentence2"),
+    _read_scored("premise", "hypothesis"),
+    _read_scored("question1", "question2"),
+    _read_scored("question", "sentence"),
+    _read_scored("question", "answer"),
+    _read_scored("query", "passage"),
+    _read_scored("query", "document"),
+    _read_scored("text1", "text2"),
+    _read_scored("text"),
+    _read_scored("sentence"),
+)
+"""The shapes of rows for models that score texts, the two of a pair in their order."""
+
+
 @dataclass(frozen=True)
 class Rows:
     """Data as rows.
@@ -284,6 +313,7 @@ class Rows:
       is_stream: whether rows are read as they are needed.
       is_spent: whether they can be read only once.
       fills_gaps: whether they are Arrow's, whose structs have None for what a row lacks.
+      classes: the names of the classes of columns that have such, as datasets' ClassLabel.
       convert: returns the columns of some rows, and the padding of their sequences.
     """
 
@@ -294,6 +324,7 @@ class Rows:
     is_stream: bool = False
     is_spent: bool = False
     fills_gaps: bool = False
+    classes: Mapping[str, Sequence[str]] = field(default_factory=dict)
     convert: Callable[[Iterable[Row], Padding], tuple[dict[str, Any], Padding]] = (
         lambda rows, padding: (to_columns(rows), padding)
     )
@@ -318,10 +349,16 @@ class Rows:
         shape = self.find_shape()
         return shape is not None and shape.read(self.rename(self.first), self.names).is_chat
 
-    def find_shape(self, pairs: bool = False) -> Shape | None:
-        """Return the shape of the first row, if it is in the table."""
+    def find_shape(self, pairs: bool = False, scores: bool = False) -> Shape | None:
+        """Return the shape of the first row, if it is in the tables.
+
+        Args:
+          pairs: whether a loss of pairs is to read it.
+          scores: whether a model that scores texts is; other models take the shapes of these last.
+        """
         row = self.rename(self.first)
-        return next((shape for shape in SHAPES[:: -1 if pairs else 1] if shape.fits(row)), None)
+        shapes = SCORED if scores else (*SHAPES[:: -1 if pairs else 1], *SCORED)
+        return next((shape for shape in shapes if shape.fits(row)), None)
 
 
 def is_dataset(data: Any) -> bool:
@@ -370,9 +407,12 @@ def _find_rows(data: Any, what: str, names: Names) -> Rows | None:
         from_arrow = Path(data).suffix == ".parquet"
         folder = Path(data).parent
         return Rows(lambda _: iterate_rows(data), first, names, folder, fills_gaps=from_arrow)
+    features = getattr(data, "features", None)
+    features = features if isinstance(features, Mapping) else {}
+    classes = {names.get(n, n): f.names for n, f in features.items() if hasattr(f, "names")}
     if (isinstance(data, list) or is_dataset(data)) and len(data):
         named = lambda _: ((f"example {i} of {what}", data[i]) for i in range(len(data)))  # noqa: E731
-        return Rows(named, data[0], names, fills_gaps=is_dataset(data))
+        return Rows(named, data[0], names, fills_gaps=is_dataset(data), classes=classes)
     if not (is_streamed(data) or isinstance(data, Begun)):
         return None
 
@@ -383,7 +423,8 @@ def _find_rows(data: Any, what: str, names: Names) -> Rows | None:
 
     once = isinstance(data, Begun)
     first = data.first if once else next(iter(data), None)
-    return Rows(iterate, first, names, is_stream=True, is_spent=once, fills_gaps=is_streamed(data))
+    more: Any = {"fills_gaps": is_streamed(data), "classes": classes}
+    return Rows(iterate, first, names, is_stream=True, is_spent=once, **more)
 
 
 def check_shape(data: Any, what: str, inputs: Sequence[str]) -> None:
@@ -399,7 +440,12 @@ def check_shape(data: Any, what: str, inputs: Sequence[str]) -> None:
         values = ", ".join(f"{name!r}: {row[name]!r:.40}" for name in shape.columns)
         raise TrainingError(f"{what} begins with {{{values}}}, and rows are like {shape.example}")
     if _guess_names(row):
-        raise TrainingError(f"{what} has rows of an unknown shape: {_describe_shapes(row)}")
+        raise unknown_shape(what, row)
+
+
+def unknown_shape(what: str, row: Mapping[str, Any]) -> TrainingError:
+    """Return the error for rows whose shape the model does not take."""
+    return TrainingError(f"{what} has rows of an unknown shape: {_describe_shapes(row)}")
 
 
 def choose_splits(data: Any, validation: Any) -> tuple[Any, Any, list[str]]:
@@ -438,7 +484,7 @@ def check_columns(columns: Any) -> None:
 
 def _describe_shapes(row: Mapping[str, Any]) -> str:
     """Describe, for an error, the shapes of rows and how a row gets one of them."""
-    shapes = "".join(f"\n  {shape.example}" for shape in SHAPES)
+    shapes = "".join(f"\n  {shape.example}" for shape in (*SHAPES, SCORED[0], SCORED[-2]))
     names = _guess_names(row)
     shown = {new: _shorten(row[name]) for name, new in names.items() if name in row}
     way = f"\ncolumns={names} reads this row as {shown}" if names else ""

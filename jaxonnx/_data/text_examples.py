@@ -143,7 +143,12 @@ class Reader:
         assert shape is not None
         ids, labels, weights, judged, images = [], [], [], [], []
         for where, row in add_other_answers(rows, self.answer) if shape.is_judged else rows:
-            weight = self._read_weight(where, row)
+            weight = read_weight(where, row)
+            if self.settings.pack and weight != 1:
+                raise TrainingError(
+                    f"{where} has the weight {weight:g}, and preprocess={{'pack': True}} joins "
+                    "texts to rows with one weight: leave out one of the two"
+                )
             examples, pixels = self._read_row(where, row, shape, data)
             images += [pixels] * len(examples)
             ids += [pair[0] for pair in examples]
@@ -226,20 +231,6 @@ class Reader:
             raise TrainingError(
                 "preprocess={'long': 'split'} splits texts, but not pairs of answers"
             )
-
-    def _read_weight(self, where: str, row: Mapping[str, Any]) -> float:
-        weight = 1 if row.get(KEY) is None else row[KEY]
-        if isinstance(weight, str):  # a cell of a .csv file
-            with suppress(ValueError):
-                weight = float(weight)
-        fits = isinstance(weight, int | float | np.number) and 0 <= weight < np.inf
-        require(f"{where}: weight", weight, fits, "a number of at least 0", TrainingError)
-        if self.settings.pack and weight != 1:
-            raise TrainingError(
-                f"{where} has the weight {weight}, and preprocess={{'pack': True}} joins texts to "
-                "rows with one weight: leave out one of the two"
-            )
-        return float(weight)
 
     def _encode_pair(self, where: str, texts: Texts) -> Iterator[_Example]:
         """Yield the tokens of a prompt, and those of its completion with the end token."""
@@ -458,6 +449,17 @@ class Reader:
             ),
         )
         return [text for applies, text in notes if applies]
+
+
+def read_weight(where: str, row: Mapping[str, Any]) -> float:
+    """Return the weight of a row, which is 1 by default."""
+    weight = 1 if row.get(KEY) is None else row[KEY]
+    if isinstance(weight, str):  # a cell of a .csv file
+        with suppress(ValueError):
+            weight = float(weight)
+    fits = isinstance(weight, int | float | np.number) and 0 <= weight < np.inf
+    require(f"{where}: weight", weight, fits, "a number of at least 0", TrainingError)
+    return float(weight)
 
 
 # Pack short texts into rows of nearly equal length.

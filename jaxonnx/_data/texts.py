@@ -11,9 +11,10 @@ import numpy as np
 
 from jaxonnx._data.files import Row
 from jaxonnx._data.images.messages import ImageReader
+from jaxonnx._data.labeled_texts import LabelReader, scores_texts
 from jaxonnx._data.language_models import context_length, token_input, vocabulary
 from jaxonnx._data.ragged import DECODER_TOKENS, Padding
-from jaxonnx._data.rows import Rows, open_rows
+from jaxonnx._data.rows import SCORED, Rows, open_rows, unknown_shape
 from jaxonnx._data.text_examples import Reader, TextSettings
 from jaxonnx._data.tokenizer import Tokenizer
 from jaxonnx._rewrite.network import Network
@@ -73,24 +74,8 @@ def read_texts(
         )
     settings = TextSettings.of(preprocess)
     tokenizer = Tokenizer(model.folder)
-    images = ImageReader.of(model, tokenizer)
-    if images is not None and settings.pack:
-        raise TrainingError(
-            "preprocess={'pack': True} joins texts to rows, and a vision-language model has the "
-            "images of a row apart: leave it out"
-        )
-    reader = Reader(
-        tokenizer,
-        settings,
-        _limit(model, settings),
-        vocabulary(model),
-        padding.ignored if isinstance(padding.ignored, int) else -100,
-        token_input(model),
-        pairs=_takes_pairs(model, settings),
-        group=padding.group,
-        images=images,
-        packing=model.program.find(PackedRows) if settings.pack else None,
-    )
+    reader = _label_reader(texts, model, tokenizer, settings)
+    reader = reader or _token_reader(texts, model, tokenizer, settings, padding)
     for name, rows in texts.items():
         if rows.is_stream:
             read[name] = replace(rows, convert=partial(_convert_part, reader, rows, name))
@@ -106,8 +91,50 @@ def read_texts(
     return ReadTexts(read["data"], read["validation"], padding, reader.notes, reader.long)
 
 
+def _label_reader(
+    texts: Mapping[str, Rows], model: Network, tokenizer: Tokenizer, settings: TextSettings
+) -> LabelReader | None:
+    """Return a reader of texts with labels, if the model scores texts and the rows have such."""
+    if not scores_texts(model) or not all(r.find_shape(scores=True) for r in texts.values()):
+        return None
+    tokens = token_input(model)
+    return LabelReader(tokenizer, model, settings, _limit(model, settings), tokens)
+
+
+def _token_reader(
+    texts: Mapping[str, Rows],
+    model: Network,
+    tokenizer: Tokenizer,
+    settings: TextSettings,
+    padding: Padding,
+) -> Reader:
+    """Return a reader of texts whose labels are tokens."""
+    assert model.folder is not None
+    for name, rows in texts.items():
+        if rows.find_shape() in SCORED:
+            raise unknown_shape(name, rows.rename(rows.first))
+    images = ImageReader.of(model, tokenizer)
+    if images is not None and settings.pack:
+        raise TrainingError(
+            "preprocess={'pack': True} joins texts to rows, and a vision-language model has the "
+            "images of a row apart: leave it out"
+        )
+    return Reader(
+        tokenizer,
+        settings,
+        _limit(model, settings),
+        vocabulary(model),
+        padding.ignored if isinstance(padding.ignored, int) else -100,
+        token_input(model),
+        pairs=_takes_pairs(model, settings),
+        group=padding.group,
+        images=images,
+        packing=model.program.find(PackedRows) if settings.pack else None,
+    )
+
+
 def _convert_part(
-    reader: Reader, data: Rows, name: str, rows: Iterable[Row], padding: Padding
+    reader: Reader | LabelReader, data: Rows, name: str, rows: Iterable[Row], padding: Padding
 ) -> tuple[dict[str, list[Any]], Padding]:
     """Convert some rows of a stream to columns; choose widths of batches by the first ones."""
     columns = reader.read(data, rows, name)
@@ -145,11 +172,13 @@ def _limit(model: Network, settings: TextSettings) -> int:
     assert model.folder is not None
     table = context_length(model.folder)
     tokens = token_input(model)
+    most_of_tokenizer = model.folder.read_json("tokenizer_config.json").get("model_max_length")
     fixed = [v.shape[1] for v in model.inputs if v.name == tokens and len(v.shape or ()) > 1]  # type: ignore[index]
     most = min([n for n in (table, *fixed) if isinstance(n, int)], default=None)
     wanted = settings.max_length
-    if wanted is None:
-        return LENGTH if most is None else min(LENGTH, most)
+    if wanted is None:  # RoBERTa's tables have positions that it does not use
+        numbers = (LENGTH, most, most_of_tokenizer)
+        return min(n for n in numbers if isinstance(n, int))
     if most is not None and wanted > most:
         raise TrainingError(
             f"preprocess: max_length is {wanted}, and the model has positions for {most} tokens"

@@ -137,6 +137,36 @@ class Tokenizer:
             stop -= 1
         return ids[start:stop], np.array(encoding.offsets, np.int64).reshape(-1, 2)[start:stop]
 
+    def encode_segments(
+        self, texts: Sequence[str], limit: int
+    ) -> tuple[np.ndarray, np.ndarray, bool]:
+        """Convert a text, or the two of a pair, to tokens as transformers does.
+
+        Args:
+          texts: one or two.
+          limit: the most tokens. Longer texts are cut between the special tokens, the longer one of
+            a pair first, on the side that `tokenizer_config.json` says.
+
+        Returns:
+          The tokens, int64[n]; the segment of each, int64[n]; whether the texts were cut.
+
+        Raises:
+          TrainingError: the limit leaves no room beside the special tokens.
+        """
+        tokenizer = self._cutting
+        if (tokenizer.truncation or {}).get("max_length") != limit:
+            side = self._settings.get("truncation_side", "right")
+            with wrap_errors(f"preprocess: max_length {limit}", TrainingError, Exception):
+                tokenizer.enable_truncation(limit, strategy="longest_first", direction=side)
+        encoding = tokenizer.encode(*texts)
+        ids, segments = (np.array(x, np.int64) for x in (encoding.ids, encoding.type_ids))
+        return ids, segments, bool(encoding.overflowing)
+
+    @functools.cached_property
+    def _cutting(self) -> Any:
+        """A tokenizer of its own, which cuts texts."""
+        return type(self._tokens).from_str(self._tokens.to_str())
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of tokens, special ones included."""
         return self._tokens.decode([int(i) for i in ids], skip_special_tokens=False)

@@ -15,7 +15,6 @@ from jax.sharding import Mesh
 from onnx import ModelProto
 from rich.console import Group
 
-from jaxonnx._data.images.folder import list_folder
 from jaxonnx._data.ragged import Padding
 from jaxonnx._data.sources import lacks_batch_axis
 from jaxonnx._data.tokenizer import Tokenizer
@@ -40,7 +39,7 @@ from jaxonnx.model._call_arguments import (
     unmark_names,
 )
 from jaxonnx.model._generate import Generator, generate
-from jaxonnx.model._predict import predictions, read_inputs
+from jaxonnx.model._predict import open_inputs, predictions, read_inputs
 from jaxonnx.model._recurrent_states import inputs_alone, start_at_zeros
 from jaxonnx.model._reinitialize import Initializer
 from jaxonnx.model._sampling import Sampling
@@ -222,12 +221,13 @@ class Model(Network, Rendered):
             the path of an .npz or .jsonl file, a Hugging Face Dataset, or an iterable of batches.
             Targets are ignored. Recurrent states that it lacks start at zeros, and outputs that
             continue them are left out. Or images: a path, a list of paths, or a folder, which is
-            searched recursively, in sorted order.
+            searched recursively, in sorted order. Or, for a model that scores whole texts, rows of
+            texts or of pairs of them, like [{"text": "..."}].
           batch_size: the number of examples per batch; defaults to 32, or to the batch size that
             the file fixes. Ignored for iterables.
           pad: as in `jaxonnx.train`, for sequences of unequal length.
           length_buckets: as in `jaxonnx.train`.
-          preprocess: as in `jaxonnx.train`, for images.
+          preprocess: as in `jaxonnx.train`, for images and texts.
           fixed: as in `jaxonnx.train`, for inputs that are the same for all examples.
           progress: whether to show a progress bar after two seconds; by default in terminals and
             notebooks.
@@ -246,8 +246,8 @@ class Model(Network, Rendered):
         net = self.with_fixed_inputs({} if fixed is None else fixed)
         net, _ = start_at_zeros(net, inputs_alone(net, data))
         net = net.with_batch_axis() if lacks_batch_axis(data, net.inputs) else net
-        data = list_folder(data, net, preprocess)
-        return predictions(net, net, data, batch_size, Padding.of(pad, length_buckets), progress)
+        data, padding = open_inputs(net, data, preprocess, Padding.of(pad, length_buckets))
+        return predictions(net, net, data, batch_size, padding, progress)
 
     def generate(
         self,
@@ -438,9 +438,9 @@ class Model(Network, Rendered):
           TrainingError: the data have an unsupported form.
         """
         check_arguments(Model.recompute_statistics, locals())
-        data = list_folder(data, self, preprocess)
+        data, padding = open_inputs(self, data, preprocess, Padding.of(pad, length_buckets))
         net, _ = start_at_zeros(self, inputs_alone(self, data))
-        examples = read_inputs(net, data, batch_size, Padding.of(pad, length_buckets))
+        examples = read_inputs(net, data, batch_size, padding)
         batches = (batch.inputs for batch in islice(examples.batches(0), MOST))
         state = recompute(net.with_statistics("batch"), batches, rng)
         return self.replace(state=state)

@@ -10,10 +10,13 @@ import numpy as np
 
 from jaxonnx._data.batches import Batch, Padded, Source, prefetch
 from jaxonnx._data.images.batches import Pictures
-from jaxonnx._data.images.folder import Folder
+from jaxonnx._data.images.folder import Folder, list_folder
+from jaxonnx._data.labeled_texts import scores_texts
 from jaxonnx._data.padding import fit_padding
 from jaxonnx._data.ragged import Padding
+from jaxonnx._data.rows import Rows, open_rows
 from jaxonnx._data.sources import check_size, examples_of, size_of_batches
+from jaxonnx._data.texts import read_texts
 from jaxonnx._graph.values import Value
 from jaxonnx._progress import track_batches
 from jaxonnx._rewrite.network import Network, without_cache
@@ -60,6 +63,24 @@ def predictions(
         for value, columns in zip(values, zip(*parts, strict=True), strict=True)
     }
     return joined if len(names) > 1 else joined[names[0]]
+
+
+def open_inputs(
+    model: Network, data: Any, preprocess: Any, padding: Padding, *, rows: bool = True
+) -> tuple[Any, Padding]:
+    """Read texts and lists of images as columns; return them and the padding of the columns.
+
+    Args:
+      rows: whether there must be one example for each row, so that texts are read only by a model
+        that scores whole texts.
+    """
+    data = open_rows(data, "data")
+    if not isinstance(data, Rows):
+        return list_folder(data, model, preprocess), padding
+    if rows and not (scores_texts(model) and data.find_shape(scores=True)):
+        return data, padding
+    data, _, padding, *_ = read_texts(data, None, model, preprocess, padding)
+    return data, padding
 
 
 def read_inputs(model: Network, data: Any, size: int | None, padding: Padding) -> Source:

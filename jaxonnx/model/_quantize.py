@@ -11,17 +11,14 @@ from typing import Any, Literal
 from onnx import ModelProto
 
 from jaxonnx._data.batches import Source
-from jaxonnx._data.images.folder import list_folder
 from jaxonnx._data.ragged import PLAIN
-from jaxonnx._data.rows import Rows, open_rows
-from jaxonnx._data.texts import read_texts
 from jaxonnx._require import check_arguments, require_integer
 from jaxonnx._rewrite.network import refuse_change
 from jaxonnx.errors import InputError
 from jaxonnx.model._convert import raise_opset
 from jaxonnx.model._load import as_model
 from jaxonnx.model._model import Model
-from jaxonnx.model._predict import hide_caches, read_inputs
+from jaxonnx.model._predict import hide_caches, open_inputs, read_inputs
 from jaxonnx.model._recurrent_states import add_states, inputs_alone, start_at_zeros
 from jaxonnx.quantization import (
     Bound,
@@ -106,14 +103,10 @@ def read_examples(
     Raises:
       TrainingError: the data do not fit the model.
     """
-    net, padding = hide_caches(model, data), PLAIN
-    data = open_rows(data, "data")
-    if isinstance(data, Rows):
-        data, _, padding, *_ = read_texts(data, None, net, preprocess, PLAIN)
-    else:
-        data = list_folder(data, net, preprocess)
-    started, _ = start_at_zeros(net, inputs_alone(net, data))
-    return net, add_states(net, started, read_inputs(started, data, batch_size, padding))
+    net = hide_caches(model, data)
+    columns, padding = open_inputs(net, data, preprocess, PLAIN, rows=False)
+    started, _ = start_at_zeros(net, inputs_alone(net, columns))
+    return net, add_states(net, started, read_inputs(started, columns, batch_size, padding))
 
 
 def insert_rounding(

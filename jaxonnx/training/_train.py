@@ -73,7 +73,11 @@ def train(
           Its tokenizer and chat template make tokens and labels
           (`preprocess`). The loss counts completions and the messages of the assistant. Rows may
           have "weight", and those of chats "tools", "documents" and "chat_template_kwargs" for the
-          template; a message with "weight": 0 does not count.
+          template; a message with "weight": 0 does not count. For a model with one row of outputs
+          for each text: rows with "text" (or "sentence"), or with the texts of a pair ("text" and
+          "text_pair", "sentence1" and "sentence2", "premise" and "hypothesis", "question" and
+          "answer", "query" and "passage", ...), and "label", the number or name of a class, a
+          number, or a list of numbers.
         * An iterable of batches in the forms above (a Grain or torch DataLoader, tf.data, a list),
           or a function from the epoch to one. Batches are used in their order.
 

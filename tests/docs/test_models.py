@@ -62,9 +62,22 @@ def write_int4(path):
 
 
 def write_rows(path):
-    texts = ([5, 6, 7], [8, 9], [10, 11, 12, 13], [14, 15])
-    lines = (json.dumps({"input_ids": ids, "label": i % 2}) for i, ids in enumerate(texts))
+    texts = ("the story moved me", "too loud", "a story that moved me", "long and loud")
+    lines = (json.dumps({"text": text, "label": i % 2}) for i, text in enumerate(texts))
     path.write_text("\n".join(lines))
+
+
+def write_distilbert(path):
+    """Write the stored classifier with a tokenizer of the words of its recipe."""
+    tokenizers = pytest.importorskip("tokenizers")
+    shutil.copytree(HERE / "distilbert", path)
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+    words += re.findall(r"\w+", "a story that moved me too long and loud the ending empty")
+    vocabulary = {word: i for i, word in enumerate(words)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.post_processor = tokenizers.processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    tokenizer.save(str(path / "tokenizer.json"))
 
 
 def write_chats(path):
@@ -85,7 +98,7 @@ FILES = {
     "siglip": HERE / "siglip",
     "wav2vec2": HERE / "wav2vec2",
     "tagger": HERE / "tagger",
-    "distilbert": HERE / "distilbert",
+    "distilbert": write_distilbert,
     "vit": DATA / "transformers" / "vit",
     "clip": DATA / "transformers" / "clip",
     "whisper": DATA / "transformers" / "whisper",

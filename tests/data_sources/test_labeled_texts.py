@@ -1,0 +1,218 @@
+"""Texts and pairs of texts with labels: tokens and segments of transformers, labels of any kind."""
+
+import json
+
+import numpy as np
+import onnx
+import onnxruntime
+import optax
+import pytest
+
+import jaxonnx
+from jaxonnx._data.ragged import Padding
+from jaxonnx._data.texts import read_texts
+from tests.support.lazy_cases import Module
+
+tokenizers = pytest.importorskip("tokenizers")
+datasets = Module("datasets")
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+WORDS += ["the", "cat", "sat", "on", "a", "mat", "dog", "ran", "fast", "who", "is", "it"]
+WHO, MAT = "who sat", "the cat sat on a mat"
+# of transformers 5: PreTrainedTokenizerFast(tokenizer_object=...)(first, second, truncation=True)
+SINGLE = [2, 14, 7, 3]
+PAIR = [2, 14, 7, 3, 5, 6, 7, 8, 9, 10, 3], [0] * 4 + [1] * 7
+CUT = {
+    ("right", 9): ([2, 14, 7, 3, 5, 6, 7, 8, 3], [0] * 4 + [1] * 5),
+    ("right", 6): ([2, 14, 3, 5, 6, 3], [0] * 3 + [1] * 3),
+    ("left", 9): ([2, 14, 7, 3, 7, 8, 9, 10, 3], [0] * 4 + [1] * 5),
+    ("left", 6): ([2, 7, 3, 9, 10, 3], [0] * 3 + [1] * 3),
+}
+
+
+def write(folder, classes=3, config=(), **settings):
+    """Write a classifier of the sum of its tokens and segments, with BERT's tokenizer."""
+    random = np.random.default_rng(0)
+
+    def numbers(*shape):
+        return ", ".join(f"{x:.3f}" for x in random.normal(size=np.prod(shape)))
+
+    proto = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["": 17]>
+    classifier (int64[n, t] input_ids, int64[n, t] attention_mask, int64[n, t] token_type_ids)
+        => (float[n, {classes}] logits)
+    <float[17, 4] words = {{{numbers(17, 4)}}}, float[2, 4] segments = {{{numbers(2, 4)}}},
+     float[4, {classes}] head = {{{numbers(4, classes)}}}, float[{classes}] bias = {{
+     {numbers(classes)}}}, int64[1] one = {{1}}, int64[1] two = {{2}}> {{
+        word = Gather(words, input_ids)
+        segment = Gather(segments, token_type_ids)
+        both = Mul(word, segment)
+        real = Cast <to = 1> (attention_mask)
+        mask = Unsqueeze(real, two)
+        masked = Mul(both, mask)
+        sum = ReduceSum <keepdims = 0> (masked, one)
+        logits = Gemm(sum, head, bias)
+    }}""")
+    onnx.save(proto, folder / "model.onnx")
+    (folder / "config.json").write_text(json.dumps({"pad_token_id": 0, **dict(config)}))
+    vocabulary = {word: i for i, word in enumerate(WORDS)}
+    model = tokenizers.models.WordPiece(vocabulary, unk_token="[UNK]")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.post_processor = tokenizers.processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    named = {f"{word.strip('[]').lower()}_token": word for word in WORDS[:5]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named | settings))
+    return jaxonnx.load(folder)
+
+
+NAMES = {"id2label": {"0": "Entailment", "1": "neutral", "2": "contradiction"}}
+
+
+def read(model, data, **preprocess):
+    columns, *rest = read_texts(data, None, model, preprocess, Padding())
+    return columns, rest[2]
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        ("text", "text_pair"),
+        ("sentence1", "sentence2"),
+        ("premise", "hypothesis"),
+        ("question1", "question2"),
+        ("question", "sentence"),
+        ("question", "answer"),
+        ("query", "passage"),
+        ("query", "document"),
+        ("text1", "text2"),
+    ],
+)
+def test_pairs_have_the_tokens_and_segments_of_transformers(tmp_path, columns):
+    rows = [dict(zip(columns, (WHO, MAT), strict=True)) | {"label": 1}]
+    found, notes = read(write(tmp_path), rows)
+    assert [*found] == ["input_ids", "token_type_ids", "label"]
+    ids, segments, labels = (column[0] for column in found.values())
+    assert (ids.tolist(), segments.tolist(), labels, notes) == (*PAIR, 1, [])
+
+
+@pytest.mark.parametrize("name", ["text", "sentence"])
+def test_single_texts_may_be_empty(tmp_path, name):
+    found, _ = read(write(tmp_path), [{name: WHO, "labels": 2}, {name: "", "labels": 0}])
+    assert [x.tolist() for x in found["input_ids"]] == [SINGLE, [2, 3]]
+    assert found["label"] == [2, 0]
+
+
+@pytest.mark.parametrize(("side", "limit"), CUT)
+def test_long_pairs_are_cut_as_by_transformers(tmp_path, side, limit):
+    model = write(tmp_path, truncation_side=side)
+    found, notes = read(model, [{"text": WHO, "text_pair": MAT}], max_length=limit)
+    assert (found["input_ids"][0].tolist(), found["token_type_ids"][0].tolist()) == CUT[side, limit]
+    assert notes[0].startswith(f"texts of more than {limit} tokens: 1 cut")
+
+
+def test_the_length_of_the_tokenizer_is_the_default(tmp_path):
+    found, _ = read(write(tmp_path, model_max_length=9), [{"text": WHO, "text_pair": MAT}])
+    assert found["input_ids"][0].tolist() == CUT["right", 9][0]
+
+
+@pytest.mark.parametrize(
+    ("label", "expected"),
+    [(2, 2), (True, 1), (1.0, 1), ("2", 2), ("Neutral", 1), ("ENTAILMENT", 0), (np.int8(1), 1)],
+)
+def test_labels_are_numbers_or_names_of_classes(tmp_path, label, expected):
+    found, _ = read(write(tmp_path, config=NAMES), [{"text": WHO, "label": label}])
+    assert found["label"] == [expected]
+
+
+def test_labels_of_one_output_are_numbers(tmp_path):
+    found, _ = read(write(tmp_path, 1), [{"text": WHO, "label": x} for x in (0.25, 3, "1.5")])
+    np.testing.assert_array_equal(found["label"], [[0.25], [3], [1.5]])
+
+
+def test_labels_of_several_at_once_are_lists(tmp_path):
+    rows = [{"text": WHO, "label": [1, 0, 1]}, {"text": MAT, "label": [0.0, 0.5, 0.5]}]
+    found, _ = read(write(tmp_path), rows)
+    np.testing.assert_array_equal(found["label"], [[1, 0, 1], [0, 0.5, 0.5]])
+
+
+@pytest.mark.parametrize(
+    ("label", "message"),
+    [
+        (
+            "bad",
+            "label 'bad' is no class of the model, whose 3 classes are 'Entailment', 'neutral'",
+        ),
+        (None, "example 1 of data: label is None"),
+        (float("nan"), "example 1 of data: label is nan"),
+        (0.5, "label is 0.5, and the model has 3 classes, 0 ... 2: head=1 gives it one output"),
+        ([1, 0], r"label has \(2,\) numbers, and the model has \(3,\) outputs"),
+    ],
+)
+def test_other_labels_are_refused_with_their_row(tmp_path, label, message):
+    rows = [{"text": WHO, "label": 0}, {"text": MAT, "label": label}]
+    with pytest.raises(jaxonnx.TrainingError, match=message):
+        read(write(tmp_path, config=NAMES), rows)
+
+
+@pytest.mark.parametrize("setting", [{"pack": True}, {"long": "split"}, {"loss": "all"}])
+def test_settings_of_language_models_are_refused(tmp_path, setting):
+    with pytest.raises(jaxonnx.TrainingError, match="is for language models"):
+        read(write(tmp_path), [{"text": WHO, "label": 0}], **setting)
+
+
+def test_classes_of_a_dataset_are_those_of_the_model_by_their_names(tmp_path):
+    names = ["contradiction", "entailment", "neutral"]
+    features = {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=names)}
+    features["idx"] = datasets.Value("int32")
+    columns = {"text": [WHO] * 3, "label": [0, 1, 2], "idx": [5, 6, 7]}
+    data = datasets.Dataset.from_dict(columns, datasets.Features(features))
+    found, notes = read(write(tmp_path, config=NAMES), data)
+    assert found["label"] == [2, 0, 1]
+    assert notes[0].startswith("data: classes by name, as the model has them in the order 'Ent")
+    assert notes[1] == "columns that nothing reads: 'idx'"
+
+
+ROWS = [
+    {"text": WHO, "text_pair": MAT, "label": 0},
+    {"text": "it ran", "text_pair": "the dog ran fast", "label": 2},
+    {"text": "who is it", "text_pair": "a cat", "label": 1},
+]
+TOKENS = [PAIR[0], [2, 16, 12, 3, 5, 11, 12, 13, 3], [2, 14, 15, 16, 3, 9, 6, 3]]
+SEGMENTS = [PAIR[1], [0] * 4 + [1] * 5, [0] * 5 + [1] * 3]
+
+
+def scores(folder):
+    """What onnxruntime computes of each row alone."""
+    session = onnxruntime.InferenceSession(
+        folder / "model.onnx", providers=["CPUExecutionProvider"]
+    )
+    names = "input_ids", "attention_mask", "token_type_ids"
+    rows = [(ids, [1] * len(ids), kinds) for ids, kinds in zip(TOKENS, SEGMENTS, strict=True)]
+    feeds = [{n: [x] for n, x in zip(names, row, strict=True)} for row in rows]
+    return np.concatenate([session.run(None, feed)[0] for feed in feeds])
+
+
+@pytest.mark.parametrize("form", ["rows", "csv", "jsonl", "stream"])
+def test_a_classifier_is_trained_evaluated_and_run_on_rows(tmp_path, form):
+    model = write(tmp_path)
+    data, path = ROWS, tmp_path / f"data.{form}"
+    if form == "csv":
+        lines = [",".join(ROWS[0]), *(",".join(map(str, row.values())) for row in ROWS)]
+        path.write_text("\n".join(lines))
+        data = path
+    elif form == "jsonl":
+        path.write_text("\n".join(map(json.dumps, ROWS)))
+        data = path
+    expected = scores(tmp_path)
+    labels = np.array([row["label"] for row in ROWS])
+    right = float(optax.softmax_cross_entropy_with_integer_labels(expected, labels).mean())
+    source = iter(ROWS) if form == "stream" else data
+    result = jaxonnx.train(model, source, optimizer=optax.sgd(0.0), batch_size=3)
+    assert result.history.losses[0] == pytest.approx(right, rel=1e-5)
+    if form == "stream":
+        return
+    found = jaxonnx.evaluate(model, data, metrics=["accuracy"])
+    assert found["accuracy"] == pytest.approx((expected.argmax(1) == labels).mean())
+    np.testing.assert_allclose(model.predict(data), expected, rtol=1e-5)
+    unlabeled = [{k: v for k, v in row.items() if k != "label"} for row in ROWS]
+    np.testing.assert_allclose(model.predict(unlabeled), expected, rtol=1e-5)
