@@ -31,10 +31,13 @@ class LossArguments(TypedDict, total=False):
         Any,
         Argument(
             form="text",
-            words="The name of a loss (default: softmax cross entropy)",
+            words="The name of a loss (default: softmax cross entropy; causal_lm for texts)",
         ),
     ]
     """The loss: its name in optax or `jaxonnx.losses`, or a function.
+
+    The default is the softmax cross entropy of integer labels; of texts on a language model
+    "causal_lm", behind an encoder "seq2seq_lm", and where masks are filled "masked_lm".
 
     A name is one of `optax.losses` or `jaxonnx.losses` (ONNX's losses, with class weights and an
     ignored label), or one of these:

@@ -21,6 +21,7 @@ from jaxonnx.model import Model, as_model
 from jaxonnx.training import _objective as objective
 from jaxonnx.training._data import read_data
 from jaxonnx.training._fit_to_data import fit_to_evaluation
+from jaxonnx.training._head import choose_loss_of_texts
 from jaxonnx.training._masking import mask_tokens
 from jaxonnx.training._settings import Settings
 
@@ -79,7 +80,10 @@ def evaluate(
     check_names("evaluate", DataArguments, arguments)
     settings = Settings(**arguments, loss=loss)
     data = rename_columns(open_rows(data, "data", settings.columns), settings.columns, "data")
-    net = fit_to_evaluation(as_model(model), settings, data)
+    net = as_model(model)
+    settings, _ = choose_loss_of_texts(net, settings, data)
+    loss = settings.loss
+    net = fit_to_evaluation(net, settings, data)
     net, examples, *_ = read_data(net, settings, data, training=False)
     _, examples = mask_tokens(net, loss, [None, examples], settings.seed)
     goal = objective.find(net, loss, metrics)

@@ -9,6 +9,11 @@ import jax
 import optax
 
 from jaxonnx._arguments import RATE
+from jaxonnx._data.labeled_texts import scores_texts
+from jaxonnx._data.language_models import vocabulary
+from jaxonnx._data.ragged import DECODER_TOKENS, token_inputs
+from jaxonnx._data.rows import Rows
+from jaxonnx._data.tokenizer import Tokenizer
 from jaxonnx._text import format_count
 from jaxonnx.errors import TrainingError
 from jaxonnx.losses import cross_entropy
@@ -43,6 +48,37 @@ def has_own_algorithm(model: Model, settings: Settings) -> bool:
     """Check whether a run takes the algorithm that the file carries (`training_info`)."""
     carried = bool(model.proto.training_info) and not model.heads
     return carried and settings.loss is None and settings.optimizer is None
+
+
+def choose_loss_of_texts(model: Model, settings: Settings, data: Any) -> tuple[Settings, list[str]]:
+    """Return settings with the usual loss of texts on a language model, if they have none; a note.
+
+    It is that of the next token (`causal_lm`); behind an encoder `seq2seq_lm`, and for networks
+    that fill masks `masked_lm`.
+
+    Args:
+      data: as `open_data` returns it.
+
+    Raises:
+      TrainingError: the rows judge answers, which only a loss by name uses.
+    """
+    if settings.loss is not None or not isinstance(data, Rows) or model.folder is None:
+        return settings, []
+    shape = data.find_shape(True)
+    if shape is None or scores_texts(model) or has_own_algorithm(model, settings):
+        return settings, []
+    if shape.is_judged or "chosen" in shape.columns:
+        raise TrainingError(
+            f"pass loss=: rows with {', '.join(map(repr, shape.columns))} compare answers, as the "
+            f"loss {'kto' if shape.is_judged else 'dpo'!r} does"
+        )
+    if DECODER_TOKENS in [value.name for value in model.inputs]:
+        loss = "seq2seq_lm"
+    else:
+        task = model.folder.task
+        fills = task == "fill-mask" or (not task and Tokenizer(model.folder).mask_token is not None)
+        loss = "masked_lm" if fills else "causal_lm"
+    return replace(settings, loss=loss), [f"loss: {loss} (default for texts)"]
 
 
 def complete_settings(model: Model, settings: Settings) -> tuple[Settings, list[str]]:
@@ -90,7 +126,8 @@ def _usual_loss(model: Model) -> Any:
 
 def _check_classes(model: Model) -> None:
     """Refuse to choose a loss for outputs that are not scores of classes."""
-    shape = model.outputs[0].shape
+    output = model.outputs[0]
+    shape = output.shape
     single = shape is not None and len(shape) > 1 and shape[-1] == 1
     if single or len(model.outputs) > 1:
         what = "has one value per example" if single else "is one of several"
@@ -98,6 +135,13 @@ def _check_classes(model: Model) -> None:
             f"pass loss=: the output '{model.outputs[0].name}' {what}, and only labels of classes "
             "have a loss by default; others are 'squared_error', 'sigmoid_binary_cross_entropy', "
             "any of optax.losses or jaxonnx.losses, and for several outputs a dict of them by name"
+        )
+    tables = {v.rows for v in model.inputs if v.name in token_inputs(model.inputs)} - {None}
+    if shape is not None and len(shape) == 3 and vocabulary(model) in tables:
+        raise TrainingError(
+            f"pass loss=: the output '{output.name}' has a score for each token of the "
+            "vocabulary. 'causal_lm' takes the tokens as labels, or none, and shifts them; "
+            f"{LOSS!r} takes labels that are shifted; 'masked_lm' fills in tokens that it hides"
         )
 
 

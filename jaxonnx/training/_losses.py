@@ -357,7 +357,10 @@ def check_classes(targets: np.ndarray, classes: int, ignored: int | None, what: 
         raise TrainingError(
             f"{what} has {format_count(int(wrong.sum()), 'label')} outside of 0 ... {classes - 1}, "
             f"the first is {targets[first]} at {', '.join(map(str, first))}"
-            + "; jaxonnx.losses.cross_entropy(axis=-1, ignore_index=-100) ignores these"
+            + (
+                "; jaxonnx.losses.cross_entropy(axis=-1, ignore_index=-100) ignores these where "
+                "labels are tags, and 'causal_lm' where they are the tokens, which it shifts"
+            )
             * bool(padding)
         )
 

@@ -15,7 +15,7 @@ from jaxonnx.training._build_step import build_step
 from jaxonnx.training._continuations import as_messages
 from jaxonnx.training._data import open_data, read_data
 from jaxonnx.training._fit_to_data import fit_to_data
-from jaxonnx.training._head import with_heads
+from jaxonnx.training._head import choose_loss_of_texts, with_heads
 from jaxonnx.training._masking import mask_tokens
 from jaxonnx.training._second_model import add_second_model
 from jaxonnx.training._settings import Settings
@@ -60,6 +60,7 @@ def prepare_run(
     """
     net = with_heads(as_model(model, settings.mesh), settings)
     data, settings, splits = open_data(data, settings)
+    settings, chosen = choose_loss_of_texts(net, settings, data)
     net, notes = fit_to_data(net, settings, data)
     read = read_data(net, settings, data)
     settings = settings.with_length(read.examples.steps)
@@ -74,5 +75,5 @@ def prepare_run(
     sources = mask_tokens(read.model, settings.loss, sources, settings.seed)
     return Prepared(
         *(step, read.examples, read.held_out, sources, settings),
-        *([*splits, *notes], read.notes, read.long),
+        *([*splits, *chosen, *notes], read.notes, read.long),
     )

@@ -272,3 +272,42 @@ def test_a_chat_trains_with_two_programs(lines, tmp_path, monkeypatch, capsys):
     assert (tmp_path / "tuned" / "tokenizer.json").exists()
     found = jaxonnx.evaluate(tmp_path / "tuned", path, loss="causal_lm", batch_size=4)
     assert found["loss"] == pytest.approx(losses[-1], abs=1e-4)
+
+
+def test_the_loss_of_texts_is_that_of_the_next_token_by_default(model, lines):
+    """The value is optax's, of the logits of each text and the tokens behind it."""
+    path = lines({"text": "a list"}, {"text": "a b c"})
+    found = jaxonnx.evaluate(model, path, metrics=["accuracy"])
+    texts = [model.tokenizer.encode(text) for text in ("a list", "a b c")]
+    texts = [np.append(ids, model.tokenizer.ends[:1]) for ids in texts]
+    logits = model.without_cache().predict({"input_ids": texts})
+    logits = logits["logits"] if isinstance(logits, dict) else logits
+    pairs = [(x[:-1], ids[1:]) for x, ids in zip(logits, texts, strict=True)]
+    scores, labels = (np.concatenate(x) for x in zip(*pairs, strict=True))
+    right = float(optax.softmax_cross_entropy_with_integer_labels(scores, labels).mean())
+    assert found["loss"] == pytest.approx(right, rel=1e-5)
+    assert found["accuracy"] == pytest.approx((scores.argmax(-1) == labels).mean())
+    result = jaxonnx.train(model, path, optimizer=optax.sgd(0.0), batch_size=2)
+    assert result.history.losses == pytest.approx([right], rel=1e-5)
+    assert "loss: causal_lm (default for texts)" in result.history.notes
+
+
+def test_answers_that_are_judged_need_a_loss_by_name(model, lines):
+    path = lines({"prompt": "a", "completion": "b", "label": True})
+    with pytest.raises(jaxonnx.TrainingError, match="compare answers, as the loss 'kto' does"):
+        jaxonnx.train(model, path)
+    path = lines({"prompt": "a", "chosen": "b", "rejected": "c"})
+    with pytest.raises(jaxonnx.TrainingError, match="compare answers, as the loss 'dpo' does"):
+        jaxonnx.train(model, path)
+
+
+def test_labels_of_tokens_need_a_loss_that_says_whether_they_are_shifted(model):
+    tokens = np.array([[5, 6, 7, 8]])
+    with pytest.raises(jaxonnx.TrainingError, match="'causal_lm' takes the tokens as labels"):
+        jaxonnx.train(model, {"input_ids": tokens, "labels": tokens})
+
+
+def test_pairs_of_texts_are_no_rows_of_a_language_model(model, lines):
+    path = lines({"sentence1": "a", "sentence2": "b", "label": 1})
+    with pytest.raises(jaxonnx.TrainingError, match=r"(?s)unknown shape.*columns=\{'sentence1'"):
+        jaxonnx.train(model, path)

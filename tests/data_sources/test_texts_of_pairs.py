@@ -196,3 +196,11 @@ def test_generation_is_that_of_onnxruntime(folder, tmp_path):
         jaxonnx.load(tmp_path / "one.onnx").generate(prompts[0], max_new_tokens=2)
     with pytest.raises(jaxonnx.InputError, match="from 0 to 47"):
         model.generate([48], max_new_tokens=2)
+
+
+def test_the_loss_of_an_encoder_and_decoder_is_seq2seq_lm_by_default(folder, lines):
+    settings = {"optimizer": optax.sgd(0.0), "batch_size": 4}
+    result = jaxonnx.train(folder, lines(*ROWS), **settings)
+    named = jaxonnx.train(folder, lines(*ROWS), loss="seq2seq_lm", **settings)
+    assert result.history.losses == named.history.losses
+    assert "loss: seq2seq_lm (default for texts)" in result.history.notes

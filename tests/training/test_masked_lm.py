@@ -203,3 +203,8 @@ def test_a_preview_shows_the_hidden_tokens(folder):
     assert f"of which {seen.trained_tokens} are trained in the first epoch" in str(seen)
     again = jaxonnx.training.preview(folder, ROWS * 4, seed=1, **settings)
     assert again.examples != seen.examples
+
+
+def test_the_loss_of_texts_is_that_of_masks_by_default(folder):
+    result = jaxonnx.train(folder, ROWS, batch_size=4)
+    assert "loss: masked_lm (default for texts)" in result.history.notes
