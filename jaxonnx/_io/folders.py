@@ -29,6 +29,7 @@ import onnx
 from onnx import ModelProto
 
 from jaxonnx import _safe_read
+from jaxonnx._atomic_write import write_atomically
 from jaxonnx._io.encoder_decoder import part_files
 from jaxonnx._io.formats import LIMIT
 from jaxonnx._io.protos import all_graphs
@@ -290,12 +291,18 @@ def is_folder(path: str | os.PathLike[str], home: ModelFolder | None) -> bool:
 
 
 def save_folder(
-    path: str | os.PathLike[str], home: ModelFolder, graph: Callable[[], ModelProto]
+    path: str | os.PathLike[str],
+    home: ModelFolder,
+    graph: Callable[[], ModelProto],
+    classes: Sequence[str] = (),
 ) -> None:
     """Write a folder like the one that a model was loaded from, with other weights.
 
     All other files are copied as they are, but for files of weights that are not part of this
     model. The model has the name that it had, its external data as well.
+
+    Args:
+      classes: the names of the classes if these are others, for `config.json`.
 
     Raises:
       OSError: a file cannot be read or written.
@@ -313,6 +320,9 @@ def save_folder(
         if not (target / name).exists() or not os.path.samefile(source / name, target / name):
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source / name, target / name)
+    config = home.read_json("config.json")
+    if config and classes and [*classes] != [*(config.get("id2label") or {}).values()]:
+        _write_classes(target / "config.json", config, classes)
     for name, proto in zip(home.files, protos, strict=True):
         _write_model(target / name, proto, _locations(source / name))
     if left:
@@ -320,6 +330,19 @@ def save_folder(
             f"not copied to '{target}', because their weights are the old ones: {', '.join(left)}",
             stacklevel=3,
         )
+
+
+def _write_classes(path: Path, config: dict[str, Any], classes: Sequence[str]) -> None:
+    """Write a configuration of transformers with other classes."""
+    config = {
+        **config,
+        "id2label": {str(number): name for number, name in enumerate(classes)},
+        "label2id": {name: number for number, name in enumerate(classes)},
+        "num_labels": len(classes),
+    }
+    config.pop("problem_type", None)  # of the old classes; transformers finds it by its labels
+    with write_atomically(path) as written:
+        written.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
 def _write_model(file: Path, proto: ModelProto, locations: Sequence[str]) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal, TypeVar
 
 from onnx import ModelProto
 
+from jaxonnx._data.images.preparation import preparation
 from jaxonnx._io import folders, formats
 from jaxonnx._io.save import to_onnx
 from jaxonnx._require import require_choice
@@ -92,13 +94,21 @@ def save(
                 f"'{os.fspath(path)}' is a folder: give the path of a file"
                 + " for these options" * bool(model.folder)
             )
-        folders.save_folder(path, model.folder, proto)
+        folders.save_folder(path, model.folder, proto, _find_new_classes(model))
         return
     formats.save(path, proto, partial(_merge, model), external_data=external_data, sparse=sparse)
     if formats.of(path).graph is None or model.sparsity is not None:
         return
     if message := describe_unrecorded(model):
         warnings.warn(f"'{os.fspath(path)}': {message}", stacklevel=3)
+
+
+def _find_new_classes(model: Network) -> Sequence[str]:
+    """Return the names of classes that the file records, or numbers for those of a new head."""
+    labels = preparation(model).labels
+    if len(model.heads) != 1 or model.heads[0].classes == len(labels):
+        return labels
+    return [f"LABEL_{number}" for number in range(model.heads[0].classes)]
 
 
 def _merge(model: Network) -> dict[str, Any]:

@@ -216,3 +216,26 @@ def test_a_classifier_is_trained_evaluated_and_run_on_rows(tmp_path, form):
     np.testing.assert_allclose(model.predict(data), expected, rtol=1e-5)
     unlabeled = [{k: v for k, v in row.items() if k != "label"} for row in ROWS]
     np.testing.assert_allclose(model.predict(unlabeled), expected, rtol=1e-5)
+
+
+def test_new_classes_by_name_go_into_the_saved_configuration(tmp_path):
+    (tmp_path / "base").mkdir()
+    model = write(tmp_path / "base", config=NAMES | {"problem_type": "regression"})
+    names = ["sports", "politics"]
+    rows = [{"text": WHO, "label": "politics"}, {"text": MAT, "label": "Sports"}]
+    result = jaxonnx.train(model, rows, head=names, batch_size=2)
+    result.save(f"{tmp_path}/tuned/")
+    config = json.loads((tmp_path / "tuned" / "config.json").read_text())
+    assert config == {
+        "pad_token_id": 0,
+        "id2label": {"0": "sports", "1": "politics"},
+        "label2id": {"sports": 0, "politics": 1},
+        "num_labels": 2,
+    }
+    jaxonnx.load(tmp_path / "tuned").with_head(4).save(f"{tmp_path}/again/")
+    config = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert config["id2label"] == {str(i): f"LABEL_{i}" for i in range(4)}
+    assert config["label2id"] == {f"LABEL_{i}": i for i in range(4)}
+    model.save(f"{tmp_path}/same/")
+    config = (tmp_path / "base" / "config.json").read_text()
+    assert (tmp_path / "same" / "config.json").read_text() == config
