@@ -238,10 +238,16 @@ def matching(what: str, current: dict, new: Mapping[str, Any] | None) -> dict[st
                 f"{what} '{name}' has shape {list(value.shape)}, the model's is "
                 f"{list(current[name].shape)}"
             )
-        if value.dtype != current[name].dtype:
-            raise InputError(
-                f"{what} '{name}' is {value.dtype}, the model's is {current[name].dtype}, which "
-                f"the nodes that read it need; convert it with .astype('{current[name].dtype}')"
-                + (", or the model with jaxonnx.convert" if value.dtype == np.float16 else "")
-            )
+        check_dtype(what, name, value, current[name].dtype)
     return {name: to_array(new[name]) for name in current}
+
+
+def check_dtype(what: str, name: str, value: Any, dtype: np.dtype) -> None:
+    """Raise an InputError if a new tensor is not of the dtype of the model's."""
+    if value.dtype != dtype:
+        narrow = jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize == 2
+        raise InputError(
+            f"{what} '{name}' is {value.dtype}, the model's is {dtype}, which the nodes that read "
+            f"it need; convert it with .astype('{dtype}')"
+            + (f", or the model with jaxonnx.convert(model, '{value.dtype}')" if narrow else "")
+        )

@@ -2,13 +2,14 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
 import numpy as np
 from jax.core import Tracer
 
+from jaxonnx._graph.values import check_dtype
 from jaxonnx._text import list_some
 from jaxonnx.errors import InputError
 
@@ -53,18 +54,33 @@ def unmark_names(named: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_tensors(
-    params: Mapping[str, Any], state: Mapping[str, Any], names: Iterable[str]
+    params: Mapping[str, Any], state: Mapping[str, Any], dtypes: Mapping[str, np.dtype]
 ) -> None:
-    """Raise an InputError unless two dicts have arrays of all of these names between them."""
+    """Raise an InputError unless two dicts have all tensors of a model between them.
+
+    Args:
+      params: the parameters; other names and dtypes than the model's are refused.
+      state: the state.
+      dtypes: the dtypes of the model's tensors, by name.
+    """
     for what, tensors in (("params", params), ("state", state)):
         if not isinstance(tensors, Mapping):
             kind = type(tensors).__name__
             raise InputError(f"{what} must be a dict of arrays by tensor name, got {kind}")
-    if missing := [f"'{name}'" for name in names if name not in params and name not in state]:
+    if missing := [f"'{name}'" for name in dtypes if name not in params and name not in state]:
         raise InputError(
             f"params and state lack {list_some(missing, '')}: pass dicts with the names of "
             "model.params and model.state"
         )
+    for name, value in params.items():
+        if name not in dtypes:
+            odd = list_some([f"'{other}'" for other in params if other not in dtypes], "")
+            raise InputError(
+                f"params has {odd}, which the model lacks: pass "
+                "{name: params[name] for name in model.params}"
+            )
+        if getattr(value, "dtype", dtypes[name]) != dtypes[name]:
+            check_dtype("params", name, value, dtypes[name])
 
 
 def signature(inputs: Sequence[Any]) -> tuple | None:

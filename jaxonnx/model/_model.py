@@ -165,11 +165,12 @@ class Model(Network, Rendered):
         argument as `params_`, `state_` or `rng_`, which works for all models.
 
         Raises:
-          InputError: the arguments do not fit the inputs.
+          InputError: the arguments do not fit the inputs, or `params` has other names or dtypes
+            than the model's.
         """
         check_arguments(Model.apply, locals())
         state = self.state if state is None else state
-        check_tensors(params, state, (*self.params, *self.state))
+        check_tensors(params, state, self._dtypes)
         values = data(self._arguments(inputs, named))
         return _unpack_single(self.program.evaluate(params, state, values, key=rng, training=False))
 
@@ -191,7 +192,7 @@ class Model(Network, Rendered):
         """
         check_arguments(Model.apply_train, locals())
         updates: dict[str, Any] = {}
-        check_tensors(params, state, (*self.params, *self.state))
+        check_tensors(params, state, self._dtypes)
         values = data(self._arguments(inputs, named))
         outputs = self.program.evaluate(
             params, state, values, key=rng, training=True, updates=updates
@@ -338,6 +339,11 @@ class Model(Network, Rendered):
     def _checked_calls(self) -> dict[tuple | None, Callable]:
         """The compiled functions of past calls of arrays, by the signature of their inputs."""
         return {}
+
+    @cached_property
+    def _dtypes(self) -> dict[str, Any]:
+        """The dtypes of parameters and state, by name."""
+        return {name: x.dtype for name, x in (self.state | self.params).items()}
 
     @cached_property
     def _call_form(self) -> CallForm:

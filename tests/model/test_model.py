@@ -18,6 +18,7 @@ from onnx import helper, numpy_helper
 
 import jaxonnx
 from benchmarks.speed import tracing
+from jaxonnx import demo
 from tests.support.paths import DATA
 
 MODEL = """
@@ -512,3 +513,34 @@ def test_what_is_said_of_many_nodes_is_short():
     (warning,) = (text for text in model.warnings if "training mode" in text)
     assert "'bn2' and 57 more; apply and save" in warning
     assert len(str(model).splitlines()) < 20
+
+
+@pytest.mark.parametrize("dtype", [np.float64, jnp.bfloat16, np.float16, np.int32])
+def test_apply_refuses_parameters_of_another_dtype(dtype):
+    model = demo.model()
+    x, name = jnp.zeros((2, 1, 8, 8)), next(iter(model.params))
+    params = {**model.params, name: np.asarray(model.params[name]).astype(dtype)}
+    match = rf"'{name}' is {np.dtype(dtype)}, the model's is float32.*astype\('float32'\)"
+    for call in (
+        lambda: model.apply(params, x),
+        lambda: jax.eval_shape(lambda x: model.apply(params, x), x),
+        lambda: model.apply_train(params, model.state, jax.random.key(0), x),
+    ):
+        with pytest.raises(jaxonnx.InputError, match=match):
+            call()
+
+
+def test_apply_refuses_parameters_that_the_model_lacks():
+    model, x = demo.model(), jnp.zeros((2, 1, 8, 8))
+    with pytest.raises(jaxonnx.InputError, match=r"params has 'other', which the model lacks"):
+        model.apply({**model.params, "other": x}, x)
+    # tensors of the state may stand among the parameters, as for a derivative with respect to them
+    model.apply({**model.state, **model.params}, x, state={})
+
+
+def test_apply_takes_traced_parameters():
+    model, x = demo.model(), jnp.zeros((2, 1, 8, 8))
+    twice = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), model.params)
+    assert jax.jit(jax.vmap(lambda p: model.apply(p, x)))(twice).shape == (2, 2, 10)
+    gradients = jax.grad(lambda p: model.apply(p, x).sum())(model.params)
+    jax.jvp(lambda p: model.apply(p, x), (model.params,), (gradients,))
