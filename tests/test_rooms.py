@@ -27,7 +27,7 @@ ORDER = (
         "onnx_out",
         "quantization",
     ),
-    *("_data", "_mesh", "_rewrite", "_run", "views", "_graph", "_io"),
+    *("_compare", "_data", "_mesh", "_rewrite", "_run", "views", "_graph", "_io"),
     *("ops", "registry", "_constraints", "lowering", "sparse", "optim"),
     *("_native", "_jaxpr", "_axes", "_few_bits", "_arrays"),
     *("_limits", "_safe_read", "_atomic_write", "_progress"),

@@ -11,12 +11,12 @@ import numpy as np
 import optax
 from rich.table import Table
 
+from jaxonnx._compare.sessions import INSTALL, Session, has_onnxruntime
 from jaxonnx._data.random_inputs import draw_inputs
 from jaxonnx.cli._inputs import Report, read
 from jaxonnx.cli._inputs import inputs as given
 from jaxonnx.errors import Error, InputError, StaticError
 from jaxonnx.model import Model
-from jaxonnx.validation import INSTALL, Session, has_onnxruntime
 
 _ROUND_S = 0.1
 """Calls are repeated within a round until they take about this long."""

@@ -71,7 +71,9 @@ _DISTRIBUTED = Flag(
 )
 _SYSTEM = Flag("--system", "the system message of the chat", {"metavar": "TEXT"})
 _CALIBRATION = ("method", "batches", "batch_size", "max_loss", "metric")
-_CONVERSION = read_flags(*of.CONVERT, ("type", "opset", "keep", "fold_masks"), {"type": "to"})
+_CONVERSION = read_flags(
+    *of.CONVERT, ("type", "opset", "keep", "fold_masks", "check"), {"type": "to"}
+)
 _ADAPTERS = Flag("--adapters", "also write the adapters to this file", FILE)
 _SCHEME_FIELDS = (
     *("weights", "activations", "per_channel", "block", "symmetric", "calibration"),

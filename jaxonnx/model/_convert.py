@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 from onnx import ModelProto
 
+from jaxonnx._compare.written import check_written, make_origin
 from jaxonnx._graph.bind import bind
 from jaxonnx._graph.normalizations import normalizations
 from jaxonnx._graph.roles import Roles, stored_names
@@ -40,6 +41,7 @@ def convert(
     keep: Sequence[str] = (),
     keep_inputs: bool = True,
     fold_masks: bool = False,
+    check: bool = True,
 ) -> Model:
     """Convert a float32 model to half precision, or to a newer version of ONNX's operators.
 
@@ -65,6 +67,9 @@ def convert(
       fold_masks: replace each product of a weight and a pruning mask (PyTorch's `weight_orig` and
         `weight_mask`) by a weight of the masked numbers, which can be quantized, adapted and made
         2:4. Its name is that of the product, and further training does not keep its zeros.
+      check: compare the converted file with the model on random inputs, by onnxruntime where it is
+        installed; what half precision rounds is left out. A warning says so where this is not
+        possible, for files of more than 256 MiB, say.
 
     Returns:
       A model of the converted file, whose parameters have the same names.
@@ -73,6 +78,8 @@ def convert(
       InputError: `keep` names nothing of the model; no weight has a mask to fold; a
         weight is too large for float16; the converter does not take the model; onnxruntime is not
         installed, for float16.
+      ModelError: `check` finds a difference, or onnxruntime refuses the converted file; the message
+        names the first node that differs.
     """
     check_arguments(convert, locals())
     net = as_model(model)
@@ -82,10 +89,10 @@ def convert(
         reason = (
             f"bfloat16 needs (or pass opset={opset_of(net.proto)}, which leaves more in float32)"
         )
-        net = raise_opset(net, OPSET, reason)
+        net = raise_opset(net, OPSET, reason, check=check)
     if opset is not None:
         require_integer("opset", opset, opset_of(net.proto), onnx.defs.onnx_opset_version())
-        net = raise_opset(net, opset, "convert was asked for")
+        net = raise_opset(net, opset, "convert was asked for", check=check)
     if type is None:
         return net
     operators = {node.op_type for node in net.proto.graph.node}
@@ -94,17 +101,25 @@ def convert(
     expected = f"names of nodes, or operators of the model ({list_some(sorted(operators))})"
     require("keep", unknown, not unknown, expected)
     halve = _to_float16 if type == "float16" else _to_bfloat16
-    return _reload(halve(net, keep, keep_inputs), net)
+    half = _reload(halve(net, keep, keep_inputs), net)
+    if check:
+        origin = make_origin(half, net.to_onnx())
+        check_written("the converted file", half.to_onnx(), origin, rounded=True)
+    return half
 
 
-def raise_opset(model: Model, opset: int, reason: str = "the scheme needs") -> Model:
+def raise_opset(
+    model: Model, opset: int, reason: str = "the scheme needs", *, check: bool = False
+) -> Model:
     """Convert the model to an opset if its own is older.
 
     Args:
       reason: the beginning of an error.
+      check: compare the converted file with the model.
 
     Raises:
       InputError: the installed onnx does not have the opset, or cannot convert the model.
+      ModelError: the converted file computes something else.
     """
     if opset_of(model.proto) >= opset:
         return model
@@ -113,13 +128,16 @@ def raise_opset(model: Model, opset: int, reason: str = "the scheme needs") -> M
             f"{reason} opset {opset}, and the installed onnx {onnx.__version__} has "
             f"{onnx.defs.onnx_opset_version()}: update it, or choose another type"
         )
+    before = model.to_onnx()
     try:
-        proto = to_opset(model.to_onnx(), opset)
+        proto = to_opset(before, opset)
     except (RuntimeError, ValueError) as error:
         raise InputError(
             f"{reason} opset {opset}, the file has {opset_of(model.proto)}, and ONNX's "
             f"converter does not take it: export the model with opset {opset}. ({error})"
         ) from error
+    if check:
+        check_written(f"the file in opset {opset}", proto, before)
     return _reload(proto, model)
 
 

@@ -1,6 +1,4 @@
 """Validation of a model: outputs, gradients, files, integers and sparsity, each with its proof."""
 
-from jaxonnx.validation._compare import compare_arrays
 from jaxonnx.validation._files import find_changes
-from jaxonnx.validation._onnxruntime import INSTALL, Session, has_onnxruntime
 from jaxonnx.validation._validate import Check, Validation, validate

@@ -19,6 +19,10 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from jaxonnx._compare.arrays import Difference, compare_arrays, largest
+from jaxonnx._compare.integers import compare_integers
+from jaxonnx._compare.sessions import INSTALL, Session, has_onnxruntime
+from jaxonnx._compare.written import QUANTIZED
 from jaxonnx._data.images.folder import list_folder
 from jaxonnx._data.ragged import Padding
 from jaxonnx._data.random_inputs import draw_inputs
@@ -30,19 +34,13 @@ from jaxonnx._text import Rendered, format_count, list_some
 from jaxonnx.errors import Error, InputError, ModelError, SparsityError
 from jaxonnx.model import Model, as_model, load, operator_name, read_inputs
 from jaxonnx.quantization import is_quantized
-from jaxonnx.validation._compare import Difference, compare_arrays, largest
-from jaxonnx.validation._files import compare_integers, find_changes, rounds_activations
+from jaxonnx.validation._files import find_changes, rounds_activations
 from jaxonnx.validation._gradients import measure_slopes
-from jaxonnx.validation._onnxruntime import INSTALL, Session, has_onnxruntime
 
 _SIZES = ((1, 8), (3, 5))
 """Batch sizes and lengths of random inputs."""
 _BATCHES = (1, 3, 32)
 """Batch sizes of data."""
-_QUANTIZED = 2e-2
-"""The tolerance of outputs behind integers: ties that are rounded otherwise have consequences."""
-_TIES = 5e-3
-"""The share of integers that may differ, by one: ties, which another order of a sum decides."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +209,7 @@ class _Run:
 
     @property
     def _tolerance(self) -> float | None:
-        return _QUANTIZED if is_quantized(self.model) else None
+        return QUANTIZED if is_quantized(self.model) else None
 
     def check_outputs(self) -> Iterator[Check]:
         """Compare outputs with onnxruntime's."""
@@ -310,12 +308,18 @@ class _Run:
             yield Check(name, False, f"not compared: {INSTALL}")
             return
         try:
-            unequal, count, gap = compare_integers(self.model, self._feeds[0][1])
+            comparison = compare_integers(self.model.to_onnx(), self._feeds[0][1], QUANTIZED)
         except Error as error:
             yield Check(name, False, str(error))
             return
-        text = f"{unequal:,} of {count:,} differ, by at most {gap}, from the same integers before"
-        yield Check(name, gap <= 1 and unequal <= _TIES * count, text)
+        first = (
+            comparison.first and f"; the first that differs by more than one: {comparison.first}"
+        )
+        text = (
+            f"{comparison.unequal:,} of {comparison.count:,} differ, by at most {comparison.gap}, "
+            f"from the same integers before{first}"
+        )
+        yield Check(name, comparison.ok, text)
 
     def check_sparsity(self) -> Iterator[Check]:
         """Prove the sparsity that the file records."""
@@ -335,7 +339,7 @@ class _Run:
     def compare(self, other: Model, tolerance: float | None) -> Iterator[Check]:
         """Compare outputs with those of another model."""
         if tolerance is None and (is_quantized(self.model) or is_quantized(other)):
-            tolerance = _QUANTIZED
+            tolerance = QUANTIZED
         for text, feeds in self._feeds:
             ours, theirs = _call(self.model, feeds), _call(other, feeds)
             if len(ours) != len(theirs):

@@ -10,6 +10,10 @@ from jaxonnx.errors import InputError
 INSTALL = "onnxruntime is not installed: pip install 'jaxonnx[demo]'"
 
 
+class NoKernel(InputError):
+    """Raised when onnxruntime has no kernel on this processor for a node of a valid file."""
+
+
 def has_onnxruntime() -> bool:
     return find_spec("onnxruntime") is not None
 
@@ -19,12 +23,13 @@ class Session:
 
     Args:
       file: the path or the bytes of the file.
+      threads: within an operator; by default one for each core.
 
     Raises:
-      InputError: onnxruntime refuses the file.
+      InputError: onnxruntime refuses the file; NoKernel if it is only a kernel that it lacks.
     """
 
-    def __init__(self, file: str | os.PathLike[str] | bytes):
+    def __init__(self, file: str | os.PathLike[str] | bytes, threads: int = 0):
         import onnxruntime
         from onnxruntime.capi.onnxruntime_pybind11_state import (  # type: ignore[import-not-found]
             Fail,
@@ -38,13 +43,16 @@ class Session:
         self._refusals = (RuntimeError, *refusals)
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4
+        options.intra_op_num_threads = threads
         file = file if isinstance(file, bytes) else os.fspath(file)
         try:
             self._session = onnxruntime.InferenceSession(
                 file, options, providers=["CPUExecutionProvider"]
             )
+        except NotImplemented as error:
+            raise NoKernel(_describe(error)) from error
         except self._refusals as error:
-            raise _refusal(error) from error
+            raise InputError(_describe(error)) from error
 
     def run(self, feeds: Mapping[str, Any]) -> list[Any]:
         """Return the outputs in file order.
@@ -55,8 +63,8 @@ class Session:
         try:
             return [*self._session.run(None, dict(feeds))]
         except self._refusals as error:
-            raise _refusal(error) from error
+            raise InputError(_describe(error)) from error
 
 
-def _refusal(error: Exception) -> InputError:
-    return InputError(f"onnxruntime refuses the model: {str(error).splitlines()[0]}")
+def _describe(error: Exception) -> str:
+    return f"onnxruntime refuses the model: {str(error).splitlines()[0]}"

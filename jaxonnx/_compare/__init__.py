@@ -1,0 +1,1 @@
+"""Compare results of networks, files and runtimes; check files that were written."""

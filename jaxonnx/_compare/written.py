@@ -1,0 +1,286 @@
+"""Check a file that was written: the checker, a runtime, and the network that it was written from.
+
+What rewrites nodes ends here: `jaxonnx.convert`, `jaxonnx.quantize`, `Model.then`, ... The inputs
+are random, in the shapes that the network declares, and few; the figures are those of `validate`.
+"""
+
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnx
+from onnx import ModelProto, TensorProto, helper
+
+from jaxonnx._compare.arrays import compare_arrays, largest
+from jaxonnx._compare.integers import compare_integers
+from jaxonnx._compare.sessions import NoKernel, Session, has_onnxruntime
+from jaxonnx._data.random_inputs import draw_inputs
+from jaxonnx._graph.bind import Graph, bind
+from jaxonnx._graph.caches import find_caches
+from jaxonnx._graph.values import Value, to_value
+from jaxonnx._io.protos import all_graphs, all_nodes, all_tensors
+from jaxonnx._io.read import read
+from jaxonnx._limits import format_bytes
+from jaxonnx._rewrite.network import Network
+from jaxonnx._run.program import Program
+from jaxonnx.errors import Error, InputError, ModelError
+
+_LARGEST = 1 << 28
+"""Bytes of weights; a check of larger files would take as much memory again several times."""
+QUANTIZED = 2e-2
+"""The tolerance of outputs behind integers: ties that are rounded otherwise have consequences."""
+
+_DRAWN = 2, 4
+"""The batch size and the length of random inputs."""
+_RANDOM = ("Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform")
+
+_REAL = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
+
+Run = Callable[..., Sequence[Any]]
+"""Evaluate a network on inputs by name, `run(feeds, names=())`: outputs, then values within."""
+
+
+class Origin(NamedTuple):
+    """The network that a file was written from."""
+
+    inputs: Sequence[Value]
+    run: Run
+    proto: ModelProto | None = None
+    """Its own file, if it has one."""
+    names: Collection[str] = ()
+    """The values within."""
+
+
+def check_written(
+    what: str, proto: ModelProto, origin: Origin | ModelProto, *, rounded: bool = False
+) -> None:
+    """Check a file that was written from a network; warn if its results were not compared.
+
+    onnx's checker and onnxruntime, where it is installed, must accept it, and it must compute what
+    the network computes, on random inputs. If onnxruntime runs both, both are its results; if it
+    does not run the file (it lacks a kernel or the opset, say), both are evaluated here.
+
+    Args:
+      what: the subject of an error, like "the converted file".
+      rounded: whether the file has integers for real numbers. Differences that rounding of ties
+        explains are no faults then.
+
+    Raises:
+      ModelError: the checker or onnxruntime refuses the file, and not the one that it was written
+        from; or its results differ. The error names the first node that gives another value.
+    """
+    if isinstance(origin, ModelProto):
+        names = {name for node in origin.graph.node for name in node.output}
+        values = {value.name: to_value(value) for value in origin.graph.input}
+        inputs = [values[name] for name in _names_of_inputs(origin)]
+        origin = Origin(inputs, _evaluate(origin), origin, names)
+    reason = _find_obstacle(proto) or _check(what, proto, origin, rounded=rounded)
+    if reason:
+        warnings.warn(
+            f"{what} was not compared with the network that it was written from: {reason}. "
+            "jaxonnx.validate compares saved files on data, and check=False skips this check",
+            stacklevel=4,
+        )
+
+
+def make_origin(network: Network, proto: ModelProto | None = None) -> Origin:
+    """Return a model as the network that a file was written from."""
+
+    def run(feeds: Mapping[str, Any], names: Sequence[str] = ()) -> Sequence[Any]:
+        return _run(network.program, network.params, network.state, feeds, names)
+
+    names = frozenset(network.graph.producers)
+    return Origin(network.inputs, run, proto, names)
+
+
+def _find_obstacle(proto: ModelProto) -> str:
+    """Say why a file is not checked, if it is not."""
+    size = sum(len(tensor.raw_data) for tensor in all_tensors(proto.graph))
+    if size > _LARGEST:
+        return f"it has {format_bytes(size)} of weights, which a check holds several times"
+    if any(node.op_type in _RANDOM for node in all_nodes(proto.graph)):
+        return "it draws random numbers"
+    return ""
+
+
+def _check(what: str, proto: ModelProto, origin: Origin, *, rounded: bool) -> str:
+    """Check a file; say why its results were not compared, if they were not."""
+    _check_validity(what, proto, origin)
+    session = _open_session(what, proto, origin)
+    if session is None and rounded:
+        return "" if has_onnxruntime() else "onnxruntime, which would do so, is not installed"
+    written = session or _evaluate(proto)
+    original = None
+    if session is not None and origin.proto is not None and not rounded:
+        original = _try_session(origin.proto)
+    expect = original or origin.run
+    graph = bind(proto, proto.graph, {tensor.name for tensor in proto.graph.initializer})
+    for seed in range(2):  # a difference of one draw may be a tie: the largest of two scores, say
+        try:
+            feeds = _draw(origin, graph, seed)
+            expected = expect(feeds)
+        except Error as error:
+            return f"random inputs do not fit it ({error})"
+        try:
+            results = written(feeds)
+        except Error as error:
+            raise ModelError(f"{what} does not run: {error}") from error
+        tolerance = QUANTIZED if rounded else None
+        pairs = zip(results, expected, strict=True)
+        difference = largest([compare_arrays(a, b, tolerance) for a, b in pairs])
+        if difference.ok:
+            return ""
+        if rounded:
+            integers = compare_integers(proto, feeds, tolerance)
+            if integers.ok:
+                return ""
+            if integers.first:
+                difference = f"from {integers.first} on, integers differ by up to {integers.gap}"
+    raise ModelError(
+        f"{what} computes something else than the network that it was written from: {difference}"
+        f"{_first_difference(proto, origin, written, expect, feeds)}"
+    )
+
+
+def _draw(origin: Origin, graph: Graph, seed: int) -> dict[str, np.ndarray]:
+    batch, length = _DRAWN
+    caches = find_caches(graph, origin.inputs)
+    return draw_inputs(origin.inputs, batch, length=length, caches=caches, seed=seed)
+
+
+def _check_validity(what: str, proto: ModelProto, origin: Origin) -> None:
+    """Let onnx's checker look at a file, unless it refuses the one before, too."""
+    try:
+        onnx.checker.check_model(proto)
+    except onnx.checker.ValidationError as error:
+        if origin.proto is not None:
+            try:
+                onnx.checker.check_model(origin.proto)
+            except onnx.checker.ValidationError:
+                return
+        text = str(error).splitlines()[0]
+        raise ModelError(f"{what} is not valid, says onnx's checker: {text}") from error
+
+
+def _open_session(what: str, proto: ModelProto, origin: Origin) -> Run | None:
+    """Open a session of onnxruntime; None if it is no fault of the file that there is none."""
+    if not has_onnxruntime() or _divides_integers(proto):
+        return None
+    try:
+        return _session(proto)
+    except NoKernel:
+        return None
+    except InputError as error:
+        opset = next((e.version for e in proto.opset_import if e.domain == ""), 1)
+        is_new = not _knows(opset, proto.ir_version)
+        if is_new or (origin.proto is not None and _try_session(origin.proto) is None):
+            return None
+        raise ModelError(f"{what}: {error}") from error
+
+
+def _divides_integers(proto: ModelProto) -> bool:
+    """Check for divisors among integers that random inputs may make zero: the process would end."""
+    tensors = {tensor.name for tensor in proto.graph.initializer}
+    tensors |= {node.output[0] for node in proto.graph.node if node.op_type == "Constant"}
+    nodes = [node for node in all_nodes(proto.graph) if node.op_type in ("Div", "Mod")]
+    divisors = {node.input[1] for node in nodes} - tensors
+    if not divisors:
+        return False
+    typed = onnx.shape_inference.infer_shapes(proto)
+    values = [
+        value
+        for graph in all_graphs(typed.graph)
+        for value in (*graph.input, *graph.value_info, *graph.output)
+    ]
+    types = {value.name: value.type.tensor_type.elem_type for value in values}
+    return any(types.get(name) not in _REAL for name in divisors)
+
+
+def _try_session(proto: ModelProto) -> Run | None:
+    try:
+        return _session(proto)
+    except InputError:
+        return None
+
+
+def _session(proto: ModelProto) -> Run:
+    """Return a session of onnxruntime, and of a second one for values within."""
+    session, inputs = Session(proto.SerializeToString(), threads=1), {*_names_of_inputs(proto)}
+
+    def run(feeds: Mapping[str, Any], names: Sequence[str] = ()) -> Sequence[Any]:
+        feeds = {name: x for name, x in feeds.items() if name in inputs}
+        return _session(_with_outputs(proto, names))(feeds) if names else session.run(feeds)
+
+    return run
+
+
+@cache
+def _knows(opset: int, ir_version: int) -> bool:
+    """Check whether onnxruntime knows an opset, by a file of one node."""
+    text = f'<ir_version: {ir_version}, opset_import: ["": {opset}]> g (float[1] x) => (float[1] y)'
+    proto = onnx.parser.parse_model(text + " { y = Identity(x) }")
+    return _try_session(proto) is not None
+
+
+def _with_outputs(proto: ModelProto, names: Sequence[str]) -> ModelProto:
+    result = ModelProto()
+    result.CopyFrom(proto)
+    result.graph.output.extend(helper.make_empty_tensor_value_info(name) for name in names)
+    return result
+
+
+def _evaluate(proto: ModelProto) -> Run:
+    """Evaluate a file as `jaxonnx.load` does."""
+
+    @cache
+    def read_program() -> Program:
+        plain, tensors = read(proto)
+        return Program(bind(plain, plain.graph, tensors.keys()), tensors)
+
+    return lambda feeds, names=(): _run(read_program(), {}, {}, feeds, names)
+
+
+def _run(
+    program: Program,
+    params: Mapping[str, Any],
+    state: Mapping[str, Any],
+    feeds: Mapping[str, Any],
+    names: Sequence[str],
+) -> Sequence[Any]:
+    if names:
+        base = program.base
+        types = (*base.output_types, *(None for _ in names))
+        base = replace(base, outputs=(*base.outputs, *names), output_types=types)
+        program = replace(program, base=base)
+    return program(params, state, None, feeds)
+
+
+def _names_of_inputs(proto: ModelProto) -> Iterator[str]:
+    """Yield the names of the inputs without a default."""
+    tensors = {tensor.name for tensor in proto.graph.initializer}
+    return (value.name for value in proto.graph.input if value.name not in tensors)
+
+
+def _first_difference(
+    proto: ModelProto, origin: Origin, written: Run, expect: Run, feeds: Mapping[str, Any]
+) -> str:
+    """Name the first node of a file that gives another value than the network by its name."""
+    outputs = {value.name for value in proto.graph.output}
+    makers = {
+        name: node
+        for node in proto.graph.node
+        for name in node.output
+        if name in origin.names and name not in outputs
+    }
+    try:
+        pairs = [[*run(feeds, [*makers])][len(outputs) :] for run in (written, expect)]
+    except Error:  # a value within may have a type that no output has
+        return ""
+    for name, ours, theirs in zip(makers, *pairs, strict=True):
+        if not compare_arrays(ours, theirs).ok:
+            node = makers[name]
+            return f"; the first value that differs is '{name}', of {node.op_type} '{node.name}'"
+    return ""

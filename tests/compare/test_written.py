@@ -1,0 +1,115 @@
+"""What `check` finds in files that were written wrongly, and what it lets pass."""
+
+import numpy as np
+import onnx
+import pytest
+
+import jaxonnx
+from jaxonnx import demo
+from jaxonnx._compare import sessions, written
+from jaxonnx._compare.written import check_written, make_origin
+
+HEAD = '<ir_version: 10, opset_import: ["": 21]> g (float[n, 4] x) => (float[n, 4] y)'
+BEFORE = HEAD + " { [first] a = Tanh(x) [second] b = LeakyRelu<alpha = 0.1>(a) y = Neg(b) }"
+
+
+def check(after, before=BEFORE, **options):
+    check_written("the file", *map(onnx.parser.parse_model, (after, before)), **options)
+
+
+@pytest.fixture(params=[True, False], ids=["onnxruntime", "alone"])
+def runtime(request, monkeypatch):
+    if not request.param:
+        monkeypatch.setattr(written, "has_onnxruntime", lambda: False)
+
+
+@pytest.mark.usefixtures("runtime")
+def test_the_first_node_that_differs_is_named():
+    check(BEFORE)
+    check(HEAD + " { a = Tanh(x) c = LeakyRelu<alpha = 0.1>(a) y = Neg(c) }")
+    with pytest.raises(jaxonnx.ModelError, match="'b', of LeakyRelu 'second'"):
+        check(BEFORE.replace("0.1", "0.2"))
+    with pytest.raises(jaxonnx.ModelError, match=r"something else .* shapes \[2, 4\] and \[4, 2\]"):
+        check(HEAD + " { y = Tanh(x) }", HEAD.replace("n, 4] y", "4, n] y") + " {y = Transpose(x)}")
+
+
+def test_an_invalid_file_is_refused_unless_it_was_invalid_before():
+    after = BEFORE.replace("Tanh(x)", "Tanh<slope = 1.0>(x)")
+    with pytest.raises(jaxonnx.ModelError, match=r"not valid, says onnx's checker: .*slope"):
+        check(after)
+
+
+def test_what_onnxruntime_refuses_is_refused_unless_it_refused_it_before():
+    scale = "<float[3] s = {1, 2, 3}>"
+    wrong = f"{HEAD} {scale} {{ a = Tanh(x) b = LayerNormalization<axis = 1>(a, s) y = Neg(b) }}"
+    with pytest.raises(jaxonnx.ModelError, match=r"the file: onnxruntime refuses|does not run"):
+        check(wrong)
+    custom = HEAD.replace("21]", '21, "acme": 1]') + " { y = acme.Tanh(x) }"
+    with pytest.raises(jaxonnx.Error, match=r"acme\.Tanh"):  # neither runs it
+        check(custom, custom)
+
+
+def test_a_divisor_of_integers_does_not_end_the_process():
+    text = """<ir_version: 10, opset_import: ["": 21]> g (int64[n, 64] x) => (int64[n, 64] y)
+        { c = Div(x, x) y = Neg(c) }"""
+    check(text, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (BEFORE.replace("LeakyRelu<alpha = 0.1>(a)", "RandomNormalLike(a)"), "random numbers"),
+        (BEFORE.replace("float[n, 4] x", "float[4, 4, m] x").replace("n, 4] y", "4,4,m] y"), None),
+        (BEFORE.replace("float[n, 4] x", "float x1, seq(float[4]) x"), "no random numbers for"),
+    ],
+)
+def test_a_warning_says_what_was_not_compared(text, reason):
+    if reason is None:
+        check(text, text)
+        return
+    with pytest.warns(UserWarning, match=reason):
+        written.check_written("the file", *[onnx.parser.parse_model(text)] * 2)
+
+
+def test_large_files_are_left_out(monkeypatch):
+    monkeypatch.setattr(written, "_LARGEST", 1000)
+    with pytest.warns(UserWarning, match=r"KiB of weights.* check=False"):
+        jaxonnx.convert(demo.model(), opset=21)
+    jaxonnx.convert(demo.model(), opset=21, check=False)
+
+
+def test_a_file_whose_nodes_round_otherwise_is_refused(monkeypatch):
+    """onnxruntime's default session computes another network than the one that was quantized."""
+    session = sessions.Session
+
+    class Wrong(session):
+        def __init__(self, file, threads=0):
+            proto = onnx.ModelProto.FromString(file)
+            for node in proto.graph.node:
+                if node.op_type == "MaxPool":
+                    node.op_type = "AveragePool"
+                    windows = [a for a in node.attribute if a.name in ("kernel_shape", "strides")]
+                    del node.attribute[:]
+                    node.attribute.extend(windows)
+            super().__init__(proto.SerializeToString(), threads)
+
+    model = jaxonnx.quantize(demo.model(), demo.digits()[0][0][:32])
+    check_written("the file", model.to_onnx(), make_origin(model), rounded=True)
+    monkeypatch.setattr(written, "Session", Wrong)
+    monkeypatch.setattr("jaxonnx._compare.integers.Session", Wrong)
+    with pytest.raises(jaxonnx.ModelError, match=r"from QuantizeLinear .* on, integers differ"):
+        check_written("the file", model.to_onnx(), make_origin(model), rounded=True)
+
+
+def test_an_opset_that_cannot_be_raised_without_a_difference_is_refused():
+    """Before opset 11 an axis that grows was rounded down, and one that shrinks up."""
+    proto = onnx.parser.parse_model(
+        """<ir_version: 8, opset_import: ["": 10]> g (float[1, 2, 6, 6] x) => (y)
+        <float[4] s = {1, 1, 2.5, 0.33333334}> { [up] a = Resize<mode = "nearest">(x, s)
+            y = Neg(a) }"""
+    )
+    with pytest.raises(jaxonnx.ModelError, match=r"the file in opset 11 .* 'a', of Resize 'up'"):
+        jaxonnx.convert(proto, opset=11)
+    x = np.random.default_rng(0).normal(size=(1, 2, 6, 6)).astype(np.float32)
+    newer = jaxonnx.convert(proto, opset=11, check=False)
+    assert not np.allclose(newer(x), jaxonnx.load(proto)(x))
