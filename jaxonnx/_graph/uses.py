@@ -371,6 +371,8 @@ class Weight:
     storage: Storage | None = None
     """How a quantized matrix is stored; None for a floating-point tensor, and where an operator
     reads the tensor that cannot add a low-rank change to the matrix."""
+    is_vector: bool = False
+    """Whether one axis at most is longer than 1, besides those that layers are stacked along."""
 
 
 def weights(graph: Graph, tensors: Mapping[str, Any]) -> dict[str, Weight]:
@@ -393,20 +395,38 @@ def _find_weights(graph: Graph, tensors: Mapping[str, Any]) -> dict[str, Weight]
 def _weight(tensor: Any, all_uses: Sequence[Use]) -> Weight:
     shape = tuple(tensor.shape)
     used = [use for use in all_uses if not use.passes]
-    # final readers first, then views that mean something by themselves (a Gather of a table)
-    ordered = [*used, *(use for use in all_uses if use.passes)]
+    stacked = _find_stacked_axes(shape, used)
+    layer = [n for axis, n in enumerate(shape) if axis not in stacked]
+    is_vector = math.prod(layer) == max(layer, default=1)
+    # final readers first, then views that mean something by themselves (a Gather of a table, but
+    # not one that takes the weight of a layer out of a stack)
+    ordered = [*used, *(use for use in all_uses if use.passes and not stacked)]
     matrix = next((place for use in ordered if (place := use.matrix) is not None), None)
     start = None
     if matrix is None:
         trained = [use for use in used if use.node.op.role(use.position) is not None]
         start = trained[0].node.op.start(trained[0].position) if trained else None
-        if start is None and math.prod(shape) == max(shape, default=1):
+        if start is None and is_vector:
             start = 0.0  # a vector whose operator declares nothing is taken for a bias
     reasons = [use.dense for use in used] or ["no factor of a matrix product"]
     storage = None if matrix is None else _storage(tensor, all_uses)
-    return Weight(
-        matrix, start, next(filter(None, reasons), ""), storage.shape if storage else shape, storage
-    )
+    dense = next(filter(None, reasons), "")
+    return Weight(matrix, start, dense, storage.shape if storage else shape, storage, is_vector)
+
+
+def _find_stacked_axes(shape: tuple[int, ...], readers: Sequence[Use]) -> tuple[int, ...]:
+    """Find the axes along which a tensor stacks weights: each index has a reader of its own.
+
+    A table of which one row is read, as that of BERT's token types may be, is no stack.
+    """
+    dropped = {
+        tuple(axis for axis, n in enumerate(shape) if n > 1 and axis not in use.view.axes)
+        if use.view.axes is not None
+        else ()
+        for use in readers
+    }
+    axes = dropped.pop() if len(dropped) == 1 else ()
+    return axes if len(readers) >= math.prod(shape[axis] for axis in axes) else ()
 
 
 def _storage(tensor: Any, all_uses: Sequence[Use]) -> Storage | None:

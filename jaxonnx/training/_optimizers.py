@@ -108,16 +108,15 @@ def named_optimizer(
 def find_vectors(model: Model) -> set[str]:
     """Return the parameters that are biases, scales of normalizations, or other vectors.
 
-    Biases of recurrent layers have two axes. So have tables of positions, which are no vectors: an
-    elementwise operator adds these.
+    Biases of recurrent layers have two axes, and so have those of layers that are stacked in one
+    tensor. Tables of positions are no vectors: an elementwise operator adds these.
     """
     meanings = weights(model.graph, model.tensors)
     read = uses_by_tensor(model.graph, model.tensors)
 
     def is_vector(name: str) -> bool:
-        shape, used = model.params[name].shape, [use for use in read[name] if not use.passes]
-        declared = any(not use.node.op.pointwise for use in used)
-        return declared or math.prod(shape) == max(shape, default=1)
+        declared = (not use.node.op.pointwise for use in read[name] if not use.passes)
+        return named[name].is_vector or any(declared)
 
     named = {name: meanings[name] for name in model.params if name in read}
     free = {name for name, x in named.items() if x.matrix is None and x.start is not None}

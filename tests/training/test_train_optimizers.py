@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import onnx
+import onnx.parser
 import optax
 import pytest
+from onnx import numpy_helper
 
 import jaxonnx
 from jaxonnx import loggers
@@ -231,6 +233,45 @@ def test_weights_decay_that_decay_in_transformers(path):
     names = {name for name in model.params if not spared.search(name)}
     assert find_vectors(model) == model.params.keys() - names
     assert len(names) > 3
+
+
+STACKED = """
+<ir_version: 8, opset_import: ["" : 17]>
+network (float[n, 6] x) => (float[n, 6] y) {
+  scale0 = Gather(scale, first)
+  normal0 = LayerNormalization(x, scale0)
+  weight0 = Gather(weight, first)
+  product0 = MatMul(normal0, weight0)
+  bias0, bias1 = Split<axis = 0>(bias)
+  vector0 = Squeeze(bias0, axis)
+  sum0 = Add(product0, vector0)
+  scale1 = Gather(scale, last)
+  normal1 = LayerNormalization(sum0, scale1)
+  weight1 = Gather(weight, last)
+  product1 = MatMul(normal1, weight1)
+  vector1 = Squeeze(bias1, axis)
+  sum1 = Add(product1, vector1)
+  type0 = Gather(types, first)
+  y = Add(sum1, type0)
+}
+"""
+
+
+def test_stacked_biases_and_norms_do_not_decay():
+    """As in JAX's layers under `vmap`, whose scales and biases have two axes; a table stays one."""
+    proto = onnx.parser.parse_model(STACKED)
+    shapes = {"scale": (2, 6), "weight": (2, 6, 6), "bias": (2, 6), "types": (2, 6)}
+    rng = np.random.default_rng(0)
+    tensors = {name: rng.normal(size=shape).astype("f") for name, shape in shapes.items()}
+    known = {"first": np.int64(0), "last": np.int64(1), "axis": np.array([0])}
+    for name, value in {**tensors, **known}.items():
+        proto.graph.initializer.append(numpy_helper.from_array(np.asarray(value), name))
+    model = jaxonnx.load(proto)
+    assert find_vectors(model) == {"scale", "bias"}
+    fresh = model.reinitialize(jax.random.key(0), ".*").params
+    np.testing.assert_array_equal(fresh["scale"], np.ones((2, 6)))
+    np.testing.assert_array_equal(fresh["bias"], np.zeros((2, 6)))
+    assert np.std(fresh["types"]) > 0
 
 
 def test_one_number_an_example_has_no_loss_by_default():
