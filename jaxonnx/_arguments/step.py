@@ -49,7 +49,8 @@ class StepArguments(OptimizerArguments, ModelArguments, total=False):
     """The share of each label that is spread over all classes alike, like 0.1.
 
     For cross entropies of classes and of tokens, in training and validation, as in PyTorch and
-    transformers. Labels that are ignored stay so."""
+    transformers. With `class_weights`, each share counts with the weight of its own class. Labels
+    that are ignored stay so."""
     seed: Annotated[int, Argument(0, "count", resume=True)]
     """The random seed: of the order of the examples, and of random operators."""
     accumulate: Annotated[int, Argument(1, "count", resume=True, needs_loss=True)]

@@ -43,6 +43,8 @@ _CLASSES = (
 _ONE_HOT = ("poly_loss_cross_entropy", "safe_softmax_cross_entropy", "softmax_cross_entropy")
 """Losses of scores (..., classes) and a distribution (..., classes)."""
 
+_SOFT = "softmax_cross_entropy"
+
 _LOGITS = {
     "masked_lm": "Softmax",
     **dict.fromkeys((*_CLASSES, *_ONE_HOT, "cross_entropy", "causal_lm", "seq2seq_lm"), "Softmax"),
@@ -106,6 +108,8 @@ class Loss:
     name: str | None = None
     class_weights: Mapping[int, float] | None = None
     """Weights of classes; 1 for classes that are missing."""
+    smoothing: float = 0.0
+    """The share of each distribution that all classes have alike."""
 
     @property
     def class_axis(self) -> int | None:
@@ -189,13 +193,17 @@ class Loss:
             if self.class_weights:
                 function = replace(function, weight=self._of_classes(outputs.shape[function.axis]))
             return function.totals(outputs, targets, weight)
-        grouped = isinstance(function, GroupLoss)
-        values = function(outputs, targets, weight) if grouped else function(outputs, targets)
-        if not self.class_weights:
-            return totals(values, weight)
-        shares = self._shares(*self.align(outputs, targets))
-        total, _ = totals(values * shares, weight)
-        return total, totals(shares, weight)[0]
+        if isinstance(function, GroupLoss):
+            return totals(function(outputs, targets, weight), weight)
+        shares = self._shares(*self.align(outputs, targets)) if self.class_weights else None
+        if self.name == _SOFT:  # each class of a mixture has its own weight
+            if self.smoothing:
+                targets = optax.smooth_labels(targets, self.smoothing)
+            values = function(outputs, targets * self._of_classes(outputs.shape[-1]))
+        else:
+            values = function(outputs, targets) * (1 if shares is None else shares)
+        total, examples = totals(values, weight)
+        return total, examples if shares is None else totals(shares, weight)[0]
 
     def with_class_weights(self, classes: Mapping[int, float]) -> Self:
         """Return the loss with class weights.
@@ -219,29 +227,18 @@ class Loss:
     def with_label_smoothing(self, share: float) -> Self:
         """Return the loss of labels of which a share is spread over all classes alike.
 
-        It is that of PyTorch's `label_smoothing` and of transformers' `label_smoothing_factor`.
+        It is that of PyTorch's `label_smoothing`, which weighs the share of each class by its class
+        weight, and of transformers' `label_smoothing_factor`.
         """
-        function: Any = self.function
-        if isinstance(function, ClassLoss):
-            return replace(self, function=replace(function, smoothing=share))
-        if self.name == "softmax_cross_entropy":
-
-            def smooth(outputs, targets):
-                return function(outputs, optax.smooth_labels(targets, share))
-
-        else:
-
-            def smooth(outputs, targets):
-                even = -jax.nn.log_softmax(outputs).mean(-1)
-                return (1 - share) * function(outputs, targets) + share * even
-
-        return replace(self, function=smooth)
+        if self.name == _SOFT:
+            return replace(self, smoothing=share)
+        function: Any = cross_entropy(axis=-1) if self.name == _CLASSES[0] else self.function
+        return replace(self, function=replace(function, smoothing=share))
 
     @property
     def has_distributions(self) -> bool:
         """Whether targets are classes, or distributions over them, of a cross entropy."""
-        names = _CLASSES[0], "softmax_cross_entropy"
-        return self.name in names or isinstance(self.function, ClassLoss)
+        return self.name in (_CLASSES[0], _SOFT) or isinstance(self.function, ClassLoss)
 
     def _of_classes(self, count: int) -> np.ndarray:
         """Return the weight of each class."""

@@ -53,6 +53,26 @@ def test_smoothed_labels_of_examples():
     assert value == pytest.approx(smooth_loss(logits, y, 0.2, np.array(weight)), rel=1e-5)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.2])
+def test_smoothed_labels_have_the_weights_of_their_classes(share):
+    """Not that of the label alone: PyTorch's cross_entropy(weight=, label_smoothing=)."""
+    x, y = examples(8)
+    weight = np.array([1.0, 3.0, 0.5, 2.0])
+    settings = {"label_smoothing": share or None, "class_weights": dict(enumerate(weight.tolist()))}
+    scores = -log_softmax(np.asarray(jaxonnx.load(mlp())(x)))
+    hot = np.eye(4)[y]
+    mixed = 0.7 * hot + 0.3 * np.roll(hot, 1, axis=0)  # as mixup makes them
+    for loss, data, labels in [
+        (LABELS, y, hot),
+        (losses.cross_entropy(), y, hot),
+        ("softmax_cross_entropy", hot.astype(np.float32), hot),
+        ("softmax_cross_entropy", mixed.astype(np.float32), mixed),
+    ]:
+        wanted = ((1 - share) * labels + share / 4) * weight * scores
+        value, _ = first_loss(mlp(), (x, data), loss, **settings)
+        assert value == pytest.approx(wanted.sum() / (labels @ weight).sum(), rel=1e-5)
+
+
 def test_smoothed_labels_of_tokens_leave_out_what_is_ignored():
     ids = RNG.integers(0, 7, (3, 6))
     labels = np.where(RNG.random((3, 6)) < 0.3, -100, ids)
