@@ -51,6 +51,8 @@ class Network:
     """The layers that `with_head` put in the place of others."""
     folder: ModelFolder | None = None
     """The folder of a language model that the file is in, if it was loaded from one."""
+    source: ModelProto | None = field(default=None, repr=False)
+    """`proto` as it was loaded, to see whether nodes were added or rewritten since."""
 
     @property
     def head(self) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ from jaxonnx.cli._flag_types import collect_values
 from jaxonnx.cli._flags import LOSS, PHASES, SPARSE_EPOCHS
 from jaxonnx.cli._inputs import Failed, Report
 from jaxonnx.cli._verbs import describe_products
-from jaxonnx.errors import InputError
+from jaxonnx.errors import InputError, ModelError
 from jaxonnx.lora import LoRA
 from jaxonnx.model import Model
 from jaxonnx.quantization import Quantization
@@ -402,6 +402,9 @@ def _save(result: Result, path: Path) -> None:
         folder = Path(tempfile.mkdtemp(prefix="jaxonnx-"))
         save(folder / path.name)
         raise Failed(f"{error}; the trained model is in {folder / path.name}") from error
+    except ModelError as error:
+        save(path, check=False)
+        raise Failed(f"{error}. The trained model is in {path} nevertheless") from error
 
 
 def _examples(

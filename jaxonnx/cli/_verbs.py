@@ -208,7 +208,8 @@ def convert(options: argparse.Namespace) -> Report:
 
     check_suffix(options.output)
     check_writable(options.output)
-    convert(reading.read(options), **collect_values(options, "convert")).save(options.output)
+    values = collect_values(options, "convert")
+    convert(reading.read(options), **values).save(options.output, check=values.get("check", True))
     return Report({"output": options.output}, None, written=[options.output])
 
 

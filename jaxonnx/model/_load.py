@@ -151,6 +151,7 @@ def load(
         )
     if weights is not None:
         tensors = replace_weights(proto.graph, tensors, weights)
+    origin = proto
     if dequantize:
         proto, tensors = dequantize_weights(proto, tensors)
     graph = bind(proto, proto.graph, tensors.keys())
@@ -183,7 +184,7 @@ def load(
         jax.block_until_ready((params, state))
         gc.collect(0)  # JAX lets go of the arrays that it has copied when Python collects
         give_back_memory()
-    model = Model(params, state, proto, program, originals, folder=folder)
+    model = Model(params, state, proto, program, originals, folder=folder, source=origin)
     model = model if outputs is None else model.with_outputs(outputs)
     model = model if batch is None else model.with_any_batch()
     for warning in model.warnings:

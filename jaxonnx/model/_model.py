@@ -747,6 +747,7 @@ class Model(Network, Rendered):
         external_data: bool = False,
         sparse: bool = False,
         adapters: AdapterForm | None = None,
+        check: bool = True,
     ) -> None:
         """Write the original graph with the weights of this model to a file, atomically.
 
@@ -768,16 +769,21 @@ class Model(Network, Rendered):
             same, with A and B as optional inputs of any rank, empty by default; onnxruntime sets
             them from an .onnx_adapter file (`Adapters.save`). The default is "nodes" for weights
             stored in few bits, else "merged".
+          check: if nodes were added or rewritten since the file was loaded, check by onnx's checker
+            and, where it is installed, by a session of onnxruntime that the file is valid, before
+            anything is written. Above 256 MiB of weights it is not checked, with a warning.
 
         Raises:
           InputError: the format does not have an option, adapters cannot be written in this way, or
             the path is a folder and the model was not loaded from one.
+          ModelError: `check` finds that the file is not valid; the message names the node.
           OSError: the path cannot be written.
           SparsityError: a packed or sparse format is requested, and the model has no record of
             sparse weights.
         """
         check_arguments(Model.save, locals())
-        save(self, path, external_data=external_data, sparse=sparse, adapters=adapters)
+        options = {"external_data": external_data, "sparse": sparse}
+        save(self, path, **options, adapters=adapters, check=check)
 
     # Tables.
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, TypeVar
 
-from onnx import ModelProto
+import numpy as np
+from onnx import ModelProto, helper
 
+from jaxonnx._compare.written import check_valid
 from jaxonnx._data.images.preparation import preparation
 from jaxonnx._io import folders, formats
+from jaxonnx._io.protos import all_graphs, all_nodes, tensor_of_constant
 from jaxonnx._io.save import to_onnx
 from jaxonnx._require import require_choice
 from jaxonnx._rewrite.network import Network
@@ -24,12 +27,20 @@ AdapterForm = Literal["merged", "nodes", "inputs"]
 
 
 def to_proto(
-    model: Network, adapters: AdapterForm | None = None, *, repeat: bool = False
+    model: Network,
+    adapters: AdapterForm | None = None,
+    *,
+    repeat: bool = False,
+    check: bool = False,
 ) -> ModelProto:
     """Return the file of a model, as `Model.to_onnx` does.
 
     Args:
       repeat: write a parameter that equals another one a second time.
+      check: check the file if it has other nodes than the one that was loaded.
+
+    Raises:
+      ModelError: `check` finds that the file is not valid.
     """
     _check_form(model, adapters)
     model, additions = _leave_views(model, adapters)
@@ -37,7 +48,31 @@ def to_proto(
     proto = to_onnx(model.proto, values, model.params, model.state, repeat=repeat, adapted=adapted)
     for addition in additions:  # in the order in which the views entered
         proto = addition.write(proto)
+    source = model.source
+    if check and source is not None and (additions or _differ(model.proto, source)):
+        check_valid("the file to be saved", proto, partial(_fill, source, values))
     return proto
+
+
+def _differ(proto: ModelProto, source: ModelProto) -> bool:
+    """Check whether two files have different nodes."""
+    return proto is not source and (
+        proto.graph.node != source.graph.node or proto.functions != source.functions
+    )
+
+
+def _fill(source: ModelProto, values: Mapping[str, np.ndarray]) -> ModelProto:
+    """Return the file that was loaded, with values of its kind where these are not known."""
+    tensors = {tensor.name: tensor for g in all_graphs(source.graph) for tensor in g.initializer}
+    for node in all_nodes(source.graph):
+        if (constant := tensor_of_constant(node)) is not None:
+            tensors[node.output[0]] = constant
+    filled = {}
+    for name, tensor in tensors.items():
+        x, dtype = values.get(name), helper.tensor_dtype_to_np_dtype(tensor.data_type)
+        fits = x is not None and x.dtype == dtype and x.shape == (*tensor.dims,)
+        filled[name] = x if fits else np.full(tensor.dims, "" if dtype.kind == "O" else 0, dtype)
+    return to_onnx(source, filled, (), ())
 
 
 def _leave_views(model: N, adapters: AdapterForm | None) -> tuple[N, list[Addition]]:
@@ -85,9 +120,10 @@ def save(
     external_data: bool,
     sparse: bool,
     adapters: AdapterForm | None,
+    check: bool,
 ) -> None:
     """Write the file of a model, as `Model.save` does."""
-    proto = partial(to_proto, model, adapters)
+    proto = partial(to_proto, model, adapters, check=check)
     if folders.is_folder(path, model.folder):
         if model.folder is None or external_data or sparse:
             raise InputError(

@@ -146,7 +146,7 @@ class _Run:
         is_file = isinstance(source, str | os.PathLike) and os.fspath(source).endswith(".onnx")
         self._file = Path(source) if is_file else folder / "model.onnx"
         if not is_file:
-            self.model.save(self._file)
+            self.model.save(self._file, check=False)
         self._sizes, self._data, self._preprocess = sizes, data, preprocess
 
     @cached_property
@@ -220,7 +220,7 @@ class _Run:
         file = self._file
         if training_nodes(self.model.proto.graph):  # which a call, and a saved file, do not
             file = self._folder / "inference.onnx"
-            self.model.save(file)
+            self.model.save(file, check=False)
         if training_nodes(read(file)[0].graph):
             yield Check(name, None, "does not apply: the file runs nodes in training mode")
             return

@@ -521,6 +521,16 @@ def test_a_trained_model_that_cannot_be_written_is_kept_elsewhere(small, monkeyp
     assert not np.array_equal(kept.params["w"], jaxonnx.load("net.onnx").params["w"])
 
 
+def test_a_trained_model_that_is_not_valid_is_written_with_an_error(small, monkeypatch, capsys):
+    def refuse(*_):
+        raise jaxonnx.ModelError("not valid")
+
+    monkeypatch.setattr("jaxonnx.model._save.check_valid", refuse)
+    assert command("train net.onnx data.npz -o out.onnx --epochs 1 --quantize int8") == 1
+    assert "not valid. The trained model is in out.onnx nevertheless" in capsys.readouterr().err
+    assert jaxonnx.quantization.is_quantized(jaxonnx.load("out.onnx"))
+
+
 def test_interruption(small, monkeypatch, capsys):
     def stop(*_, **__):
         raise KeyboardInterrupt

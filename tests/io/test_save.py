@@ -1,5 +1,6 @@
 """Saving: what is written, where, and what stays if it cannot be written."""
 
+import dataclasses
 import itertools
 import os
 import re
@@ -9,12 +10,15 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import onnx
 import onnx.parser
 import onnxruntime
 import pytest
 from onnx import numpy_helper
+from onnxruntime.capi.onnxruntime_pybind11_state import Fail
 
 import jaxonnx
 from jaxonnx import sparse
@@ -225,3 +229,72 @@ def test_a_new_initializer_fits_the_ir_version(ir, tmp_path):
     saved = model(ir, opset=11).to_onnx()
     assert saved.ir_version == ir
     onnx.checker.check_model(saved)
+
+
+def rewrite(model, change):
+    proto = onnx.ModelProto()
+    proto.CopyFrom(model.proto)
+    change({node.op_type: node for node in proto.graph.node})
+    return dataclasses.replace(model, proto=proto)
+
+
+def set_slope(nodes):
+    nodes["MatMul"].name = "product"
+    nodes["MatMul"].attribute.append(onnx.helper.make_attribute("slope", 1.0))
+
+
+def sum_other_axis(nodes):
+    nodes["Add"].name = "sum"
+    nodes["Add"].input[1] = "x"
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (set_slope, r"to be saved is not valid.*slope.*product"),
+        (sum_other_axis, r"onnxruntime.*sum"),
+    ],
+)
+def test_an_invalid_file_is_not_written(change, error, tmp_path):
+    path = tmp_path / "net.onnx"
+    path.write_bytes(b"before")
+    with pytest.raises(jaxonnx.ModelError, match=error):
+        rewrite(model(), change).save(path)
+    assert path.read_bytes() == b"before"
+    rewrite(model(), change).save(path, check=False)
+    assert len(path.read_bytes()) > 100
+
+
+def test_only_changed_nodes_are_checked(tmp_path, monkeypatch):
+    checked = []
+    monkeypatch.setattr("jaxonnx.model._save.check_valid", lambda what, *_: checked.append(what))
+    net = model()
+    net.save(tmp_path / "a.onnx")
+    net.replace(params={n: 2 * x for n, x in net.params.items()}).save(tmp_path / "a.onnx")
+    jaxonnx.LoRA(rank=1).attach(net, jax.random.key(0)).save(tmp_path / "a.onnx")
+    assert not checked
+    for new in (net.with_head(5), net.then(jnp.tanh), jaxonnx.quantize(net, X, "int8")):
+        new.save(tmp_path / "a.onnx", check=False)
+        assert not checked
+        new.save(tmp_path / "a.onnx")
+        assert checked.pop()
+
+
+def test_what_was_refused_before_the_change_is_written(tmp_path):
+    proto = onnx.parser.parse_model("""
+    <ir_version: 10, opset_import: ["": 22, "ai.onnx.preview.training": 1]>
+    g (float[2] x) => (float[2] z) <float r = {0.1}, int64 t = {1}, float[2] v = {1, 2}> {
+      [step] y, w = ai.onnx.preview.training.Momentum
+        <alpha = 0.9, beta = 0.9, mode = "standard", norm_coefficient = 0.0> (r, t, x, x, v)
+      z = Neg(y)
+    }""")
+    changed = jaxonnx.load(proto).then(jnp.tanh)
+    changed.save(tmp_path / "net.onnx")
+    with pytest.raises(Fail, match="Momentum"):
+        run_onnxruntime(tmp_path / "net.onnx")
+
+
+def test_a_large_changed_file_is_not_checked_with_a_warning(tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxonnx._compare.written._LARGEST", 10)
+    with pytest.warns(UserWarning, match=r"to be saved was not checked: .* check=False"):
+        model().then(jnp.tanh).save(tmp_path / "net.onnx")
