@@ -22,7 +22,7 @@ from jaxonnx._atomic_write import write_atomically
 from jaxonnx._data.images.preparation import preparation
 from jaxonnx._graph.uses import Weight, uses_by_tensor, weights
 from jaxonnx._hub.tensor_names import HEAD, TABLE, name_weights
-from jaxonnx._io.folders import CHAT_TEMPLATES, ModelFolder
+from jaxonnx._io.folders import CHAT_TEMPLATES, ModelFolder, describe_classes
 from jaxonnx._io.formats import write_safetensors
 from jaxonnx._require import check_arguments, require
 from jaxonnx._text import list_some
@@ -145,12 +145,7 @@ def _describe_classes(model: Model, settings: Mapping[str, Any]) -> dict[str, An
     if not count or named == present or (count == len(present) and not named):
         return {}
     named = named if len(named) == count else [f"LABEL_{number}" for number in range(count)]
-    return {
-        "id2label": {str(number): name for number, name in enumerate(named)},
-        "label2id": {name: number for number, name in enumerate(named)},
-        "num_labels": count,
-        "problem_type": None,  # of the old classes; transformers finds it by its labels
-    }
+    return describe_classes(named)
 
 
 def _scales_from_one(key: str, family: str) -> bool:

@@ -322,7 +322,9 @@ def save_folder(
             shutil.copyfile(source / name, target / name)
     config = home.read_json("config.json")
     if config and classes and [*classes] != [*(config.get("id2label") or {}).values()]:
-        _write_classes(target / "config.json", config, classes)
+        text = json.dumps(config | describe_classes(classes), indent=2, ensure_ascii=False)
+        with write_atomically(target / "config.json") as written:
+            written.write_text(text + "\n", "utf-8")
     for name, proto in zip(home.files, protos, strict=True):
         _write_model(target / name, proto, _locations(source / name))
     if left:
@@ -332,17 +334,14 @@ def save_folder(
         )
 
 
-def _write_classes(path: Path, config: dict[str, Any], classes: Sequence[str]) -> None:
-    """Write a configuration of transformers with other classes."""
-    config = {
-        **config,
+def describe_classes(classes: Sequence[str]) -> dict[str, Any]:
+    """Return the settings of `config.json` for a classifier of these classes."""
+    return {
         "id2label": {str(number): name for number, name in enumerate(classes)},
         "label2id": {name: number for number, name in enumerate(classes)},
         "num_labels": len(classes),
+        "problem_type": None,  # of the old classes; transformers finds it by its labels
     }
-    config.pop("problem_type", None)  # of the old classes; transformers finds it by its labels
-    with write_atomically(path) as written:
-        written.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
 def _write_model(file: Path, proto: ModelProto, locations: Sequence[str]) -> None:

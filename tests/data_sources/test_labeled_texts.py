@@ -231,6 +231,7 @@ def test_new_classes_by_name_go_into_the_saved_configuration(tmp_path):
         "id2label": {"0": "sports", "1": "politics"},
         "label2id": {"sports": 0, "politics": 1},
         "num_labels": 2,
+        "problem_type": None,
     }
     jaxonnx.load(tmp_path / "tuned").with_head(4).save(f"{tmp_path}/again/")
     config = json.loads((tmp_path / "again" / "config.json").read_text())
