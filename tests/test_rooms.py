@@ -36,7 +36,8 @@ ORDER = (
 """The rooms and modules of the package, from the top: each imports only those after it."""
 
 ONLY = {
-    "_io": {"sparse", "_arrays", "_limits", "_safe_read", "_atomic_write", "_require", "errors"},
+    "_io": {"sparse", "registry", "_arrays", "_limits", "_safe_read", "_atomic_write"}
+    | {"_require", "errors"},
     "ops": {"registry", "_constraints", "lowering", "optim", "_axes", "_few_bits"}
     | {"_limits", "errors"},
     "_limits": {"_safe_read", "errors"},

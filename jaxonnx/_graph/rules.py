@@ -14,6 +14,7 @@ import numpy as np
 from jaxonnx._graph.ancestors import ancestors, behind
 from jaxonnx._graph.sites import ARITHMETIC, Site
 from jaxonnx._io.encoder_decoder import own_name
+from jaxonnx._io.protos import UNNAMED
 
 STARTS = {"GRU": (5,), "LSTM": (5, 6), "RNN": (5,)}
 """The positions of initial states among the inputs of recurrent operators."""
@@ -28,7 +29,6 @@ _TABLE = re.compile(
 )
 _STATISTIC = re.compile(r"(.*_)?(mean|std|action_(scale|bias))")
 _WEIGHT = re.compile(r"(weight|bias|gamma|beta|kernel|scale_param)s?")
-_UNNAMED = re.compile(r"val_\d+|onnx::\w+_\d+|/.*Constant(_\d+)?_output_0")
 
 
 TRAINED, STATE, CONSTANT = "param", "state", "constant"
@@ -271,7 +271,7 @@ def is_filler(site: Site) -> bool:
     if start is None or "Normalization" not in site.node.op.name or not site.in_main_graph:
         return False
     apart = site.facts.weights_stored and not site.tensor.stored
-    unnamed = apart or _UNNAMED.fullmatch(own_name(site.name)) is not None
+    unnamed = apart or UNNAMED.fullmatch(own_name(site.name)) is not None
     return unnamed and bool((site.tensor.value == start).all())
 
 

@@ -1,11 +1,14 @@
 """Walks over graphs, and the tensors of Constant nodes."""
 
 import ast
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto
 
+UNNAMED = re.compile(r"val_\d+|onnx::\w+_\d+|/.*Constant(_\d+)?_output_0")
+"""Names that PyTorch's exporters give to tensors that have none in the network."""
 _SEVERAL = (AttributeProto.TENSORS, AttributeProto.SPARSE_TENSOR, AttributeProto.SPARSE_TENSORS)
 
 

@@ -27,7 +27,7 @@ from jaxonnx._io.protos import (
 from jaxonnx._io.records import SPARSITY, has
 from jaxonnx._io.save import in_file_types
 from jaxonnx._io.tensors import equal_bits, to_array, to_dense
-from jaxonnx._io.ties import sources, update_tied
+from jaxonnx._io.ties import sources, split_shared, update_tied
 from jaxonnx._io.training_checkpoints import is_training_checkpoint, read_training_checkpoint
 from jaxonnx._require import require_choice
 from jaxonnx.errors import InputError, ModelError
@@ -100,6 +100,7 @@ def read(
     if not proto.training_info:  # the graphs of an algorithm call the functions as they are
         for function in proto.functions:
             _take_constants(function, tensors, folders)
+        split_shared(proto, tensors)
     for body in (proto.graph, *proto.functions):
         _inline(body, folders)
     for info in proto.training_info:
@@ -219,8 +220,8 @@ def replace_weights(
     if left:
         names = ", ".join(f"'{name}' (of '{of}')" for name, of in left.items())
         warnings.warn(
-            f"{what}: these tensors, which the file has as Identity of others because their first "
-            f"values are equal, are missing and keep the values of the file: {names}. Pass them as "
+            f"{what}: these tensors, which the file stores as others because their first values "
+            f"are equal, are missing and keep the values of the file: {names}. Pass them as "
             "well; where two are one tensor, its value under both names",
             stacklevel=3,
         )

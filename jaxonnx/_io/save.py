@@ -17,7 +17,7 @@ from jaxonnx._io.protos import (
 )
 from jaxonnx._io.records import SPARSITY, has
 from jaxonnx._io.tensors import equal_bits
-from jaxonnx._io.ties import restore_duplicates
+from jaxonnx._io.ties import merge_shared, restore_duplicates
 
 
 def to_onnx(
@@ -43,6 +43,7 @@ def to_onnx(
     repeat = repeat or has(proto, SPARSITY)
     _fill(result.graph, values, params, state, repeat)
     restore_duplicates(result.graph, {n: x for n, x in values.items() if n not in adapted})
+    merge_shared(result.graph)
     for function in result.functions:
         names = dict(names_of_constants(function))
         for node in function.node:

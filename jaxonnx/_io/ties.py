@@ -10,19 +10,26 @@ exporter does so with the weights of a module for each time that the network cal
 memory these are one tensor, too: a node stands in the place of the others, which saving makes an
 initializer again.
 
+It also stores small tensors that are equal by coincidence once, and its nodes read this one
+directly. Of a tensor with few different numbers, each module gets one of its own in memory, through
+an Identity node that saving removes where the two are still equal.
+
 It also folds the Reshape or Transpose behind which a norm of a weight is computed, which leaves a
 second copy of the weight: the same.
 """
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from onnx import GraphProto, NodeProto, StringStringEntryProto, helper, numpy_helper
+from onnx import GraphProto, ModelProto, NodeProto, StringStringEntryProto, helper, numpy_helper
 
-from jaxonnx._io.protos import all_nodes, modules
+from jaxonnx._io.parts import value_names
+from jaxonnx._io.protos import UNNAMED, all_graphs, all_nodes, modules
 from jaxonnx._io.tensors import equal_bits
+from jaxonnx.registry import Op, lookup
 
 _MEASURES = ("BatchNormalization", "Gemm", "MatMul", "Mul", "Sub")
 """Operators, besides reductions, that compute the norm or the statistics of a weight."""
@@ -176,7 +183,9 @@ def restore_duplicates(graph: GraphProto, values: Mapping[str, np.ndarray]) -> N
 
     A node whose tensor is not among `values` stays, as in a file that is written for its shapes.
     """
-    for node in [node for node in graph.node if _is_stored(node) and node.input[0] in values]:
+    for node in [
+        node for node in graph.node if _is_marked(node, _PLACE) and node.input[0] in values
+    ]:
         place = int(next(e.value for e in node.metadata_props if e.key == _PLACE))
         value = np.ascontiguousarray(_move(node, values[node.input[0]]))
         tensor = numpy_helper.from_array(value, node.output[0])
@@ -184,8 +193,107 @@ def restore_duplicates(graph: GraphProto, values: Mapping[str, np.ndarray]) -> N
         graph.node.remove(node)
 
 
-def _is_stored(node: NodeProto) -> bool:
-    return any(entry.key == _PLACE for entry in node.metadata_props)
+def _is_marked(node: NodeProto, key: str) -> bool:
+    return any(entry.key == key for entry in node.metadata_props)
+
+
+_SHARED = "share of an initializer"
+"""What an Identity is marked by that stands for an initializer which several modules read."""
+_STATISTICS = {3: "running_mean", 4: "running_var"}
+"""PyTorch's names of the inputs of BatchNormalization that are state."""
+
+
+def split_shared(proto: ModelProto, tensors: MutableMapping[str, Any]) -> None:
+    """Give each module a tensor of its own where several share an initializer by coincidence.
+
+    PyTorch's current exporter and optimizers of files store equal tensors once. An initializer with
+    at most two different numbers that operators read as weights (scales of ones, biases of zeros)
+    becomes one tensor for each module and each of its inputs, as the nodes record their modules: an
+    Identity in memory, named as PyTorch names the tensor. Uses in one module, which may be called
+    several times, and in nodes that record none stay one tensor; a running statistic is never one
+    with a weight.
+
+    Args:
+      proto: the model; nodes are added and read others.
+      tensors: its named tensors; those of the added nodes are added.
+    """
+    opsets = {"" if e.domain == "ai.onnx" else e.domain: e.version for e in proto.opset_import}
+    taken: set[str] = set()
+    for graph in all_graphs(proto.graph):
+        inputs = {value.name for value in graph.input}
+        names = [t.name for t in graph.initializer if t.name in tensors and t.name not in inputs]
+        uses: dict[str, list[tuple[NodeProto, int, Op]]] = {name: [] for name in names}
+        for node in all_nodes(graph):
+            for i, name in enumerate(node.input):
+                if name in uses:
+                    op = lookup(node.domain, node.op_type, opsets.get(node.domain, 1))
+                    if op is not None and op.role(i) is not None:
+                        uses[name].append((node, i, op))
+        identities: list[NodeProto] = []
+        for root, places in uses.items():
+            value = tensors[root]
+            floating = jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize > 1
+            if len(places) < 2 or not floating or not np.ndim(value) or is_shared(value, value):
+                continue
+            groups: dict[str, list[tuple[NodeProto, int]]] = {}
+            for node, i, op in places:
+                groups.setdefault(_name_use(node, i, op, root), []).append((node, i))
+            weights = [n for n in groups if n.rpartition(".")[2] not in _STATISTICS.values()]
+            like = [n for n in weights if n.startswith(".") == ("." not in root)]
+            groups.pop(root if root in groups else [*like, *weights, *groups][0])
+            taken = taken or value_names(proto.graph)
+            for name, group in groups.items():
+                new = _find_free_name(name, root, taken)
+                taken.add(new)
+                tensors[new] = value
+                identity = helper.make_node("Identity", [root], [new], f"{new} (of '{root}')")
+                identity.metadata_props.add(key=_SHARED, value=root)
+                identities.append(identity)
+                for node, i in group:
+                    node.input[i] = new
+        for identity in reversed(identities):
+            graph.node.insert(0, identity)
+
+
+def _name_use(node: NodeProto, position: int, op: Op, root: str) -> str:
+    """Return the name that PyTorch gives to a tensor at an input, such as "layers.0.norm.bias".
+
+    Operands of arithmetic may be buffers, which have names of their own.
+    """
+    module, last = "".join(modules(node)[-1:]), root.rpartition(".")[2]
+    if op.role(position) == "state":
+        part = _STATISTICS.get(position, last)
+    elif op.role(position) == "vector" and last not in ("weight", "bias"):
+        part = last
+    else:
+        is_bias = op.form(position) is None and op.start(position) in (None, 0.0)
+        part = "bias" if is_bias else "weight"
+    return f"{module}.{part}"
+
+
+def _find_free_name(name: str, root: str, taken: Collection[str]) -> str:
+    """Return a name that no value has; a numbered one, if an exporter numbered the initializer."""
+    stem, first = name, [name]
+    if UNNAMED.fullmatch(root):
+        stem, first = root.rpartition("_")[0], []
+    elif name.startswith("."):  # the node records no module
+        stem, first = f"{root}{name}", [f"{root}{name}"]
+    names = itertools.chain(first, (f"{stem}_{i}" for i in itertools.count(1)))
+    return next(name for name in names if name not in taken)
+
+
+def merge_shared(graph: GraphProto) -> None:
+    """Undo `split_shared` where its Identity nodes are left, whose tensors are still equal."""
+    for inner in all_graphs(graph):
+        outputs = {value.name for value in inner.output}
+        shares = [n for n in inner.node if _is_marked(n, _SHARED) and n.output[0] not in outputs]
+        roots = {node.output[0]: node.input[0] for node in shares}
+        for node in shares:
+            inner.node.remove(node)
+        for node in all_nodes(inner) if roots else ():
+            for i, name in enumerate(node.input):
+                if name in roots:
+                    node.input[i] = roots[name]
 
 
 def sources(graph: GraphProto, tensors: Mapping[str, Any]) -> dict[str, str]:
@@ -196,7 +304,7 @@ def sources(graph: GraphProto, tensors: Mapping[str, Any]) -> dict[str, str]:
 def tied_names(graph: GraphProto, tensors: Mapping[str, Any]) -> dict[str, str]:
     """Return the names under which nodes read a tensor besides its own, with the tensor's name."""
     roots: dict[str, str] = {}
-    stored = ((n.output[0], n.input[0]) for n in graph.node if _is_stored(n))
+    stored = ((n.output[0], n.input[0]) for n in graph.node if _is_marked(n, _PLACE))
     for name, of in dict.fromkeys([*stored, *identity_pairs(graph)]):
         root = roots.get(of, of)
         if name not in tensors and root in tensors:

@@ -111,10 +111,11 @@ def load(
         one without a suffix.
       tied: the weights that stay tied to another one: names or regular expressions (matched in
         full), or a predicate of name and value. It chooses among the outputs of Identity nodes of a
-        weight, and output layers that are a copy of the embedding or its transpose; all others
-        become separate parameters. The default ties weights that are equal on purpose: those with
-        more than two different values that are not running statistics. Tied weights are saved in
-        both places.
+        weight, the names that `print(model)` gives to an initializer of at most two different
+        values which several modules read, and output layers that are a copy of the embedding or its
+        transpose; all others become separate parameters. The default ties weights that are equal on
+        purpose: those with more than two different values that are not running statistics. Tied
+        weights are saved in both places.
       mesh: a mesh of devices, as in `jaxonnx.train`. Each device reads its own part of a tensor, so
         that a model may be larger than the memory of one device.
       sharding: the placement on the mesh, as in `jaxonnx.train`. The default is "fsdp" if the mesh
@@ -245,7 +246,7 @@ def _tied_names(
         shared = (n for n, of in pairs.items() if is_shared(tensors[n], tensors[of]))
         return {*copies, *shared}
     chosen = select(
-        requested, {n: tensors[n] for n in pairs}, "tied", kind="Identity of a weight in the model"
+        requested, {n: tensors[n] for n in pairs}, "tied", kind="tensor that could be tied"
     )
     for name in chosen:
         if name not in copies and not equal_bits(tensors[name], tensors[pairs[name]]):

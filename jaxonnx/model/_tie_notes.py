@@ -18,7 +18,7 @@ _COMPARED = 2**16
 def describe_ties(
     proto: GraphProto, tensors: Mapping[str, Any], params: Collection[str]
 ) -> Iterator[str]:
-    """Describe the Identity nodes over parameters that are tied, and the others (`load(tied=)`)."""
+    """Describe the parameters that are tied, and those that could be (`load(tied=)`)."""
     tied = {name: of for name, of in tied_names(proto, tensors).items() if of in params}
     for of in dict.fromkeys(tied.values()):
         names = list_some(f"'{name}'" for name, root in tied.items() if root == of)
@@ -26,8 +26,8 @@ def describe_ties(
     untied = [f"'{name}'" for name in sources(proto, tensors) if name in params]
     if untied:
         yield (
-            f"not {list_some(untied)}: an Identity of another weight with equal values, trained "
-            "separately; load(..., tied=) ties them"
+            f"not {list_some(untied)}: equal to another weight, which the file has in its place, "
+            "and trained separately; load(..., tied=) ties them"
         )
 
 
