@@ -65,7 +65,8 @@ class StepArguments(OptimizerArguments, ModelArguments, total=False):
     ema: Annotated[float | None, Argument(form="real", resume=True, needs_loss=True)]
     """The decay of an exponential moving average of the parameters, like 0.999.
 
-    It is between 0 and 1. The average starts at the initial weights. Validation, checkpoints and
+    It is between 0 and 1. The average starts at the initial weights, and a note in the history says
+    if a run was too short to leave them. Validation, checkpoints and
     the resulting model have the average. Running statistics, which follow the weights that are
     trained, are recomputed for it from the training data (up to 200 batches) at the end of each
     epoch. So they are for the weights at which `optax.contrib.schedule_free`, `optax.lookahead` and

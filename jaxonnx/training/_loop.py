@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxonnx._data.batches import Batch, Source
 from jaxonnx._mesh.processes import Processes
+from jaxonnx._text import format_count
 from jaxonnx.model import Model
 from jaxonnx.training._check_batches import BatchChecks, is_unchecked
 from jaxonnx.training._continuations import Continuations
@@ -109,7 +110,17 @@ def run(
             state = snapshots.end_early(end, state)
     whole = bool(monitor.chosen) or reporter.step == reporter.last_row_step
     history.notes += close.statistics.notes(reporter.step, whole)
+    updates = -(-reporter.step // settings.accumulate)
+    if settings.ema is not None and updates and (left := settings.ema**updates) > INITIAL_SHARE:
+        history.notes.append(
+            f"ema={settings.ema} leaves {left:.0%} of the initial weights in the average after "
+            f"{format_count(updates, 'update')}; ema={0.01 ** (1 / updates):.2g} would leave 1 %"
+        )
     return snapshots.to_model(state), history
+
+
+INITIAL_SHARE = 0.1
+"""The share of the initial weights in an average of `ema` above which a note says so."""
 
 
 @dataclass

@@ -238,3 +238,12 @@ def test_what_does_not_fit():
     )
     with pytest.raises(jaxonnx.InputError, match=r"the adapter of 'w' is added to the weight"):
         jaxonnx.LoRA(rank=2, dropout=0.1).attach(jaxonnx.load(conv), jax.random.key(0))
+
+
+def test_short_runs_say_that_their_average_is_the_initial_weights():
+    """0.999 ** 8 of them; an average of half of each update has left them."""
+    run = train(mlp(), ema=0.999, epochs=1)
+    (note,) = (note for note in run.history.notes if "ema" in note)
+    updates = len(run.history.losses)
+    assert f"leaves {0.999**updates:.0%} of the initial weights" in note
+    assert not [note for note in train(mlp(), ema=0.1, epochs=1).history.notes if "ema" in note]
