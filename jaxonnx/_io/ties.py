@@ -206,12 +206,13 @@ _STATISTICS = {3: "running_mean", 4: "running_var"}
 def split_shared(proto: ModelProto, tensors: MutableMapping[str, Any]) -> None:
     """Give each module a tensor of its own where several share an initializer by coincidence.
 
-    PyTorch's current exporter and optimizers of files store equal tensors once. An initializer with
-    at most two different numbers that operators read as weights (scales of ones, biases of zeros)
-    becomes one tensor for each module and each of its inputs, as the nodes record their modules: an
-    Identity in memory, named as PyTorch names the tensor. Uses in one module, which may be called
-    several times, and in nodes that record none stay one tensor; a running statistic is never one
-    with a weight.
+    PyTorch's current exporter stores equal tensors once. An initializer with at most two different
+    numbers that operators read as weights (scales of ones, biases of zeros) becomes one tensor for
+    each module and each of its inputs: an Identity in memory, named as PyTorch names the tensor.
+    Modules are those that this exporter recorded in the nodes' metadata: the older one, which
+    writes Identity nodes itself, numbers the calls of a module. Uses in one module, which may be
+    called several times, and in nodes without a record stay one tensor; a running statistic is
+    never one with a weight.
 
     Args:
       proto: the model; nodes are added and read others.
@@ -260,7 +261,8 @@ def _name_use(node: NodeProto, position: int, op: Op, root: str) -> str:
 
     Operands of arithmetic may be buffers, which have names of their own.
     """
-    module, last = "".join(modules(node)[-1:]), root.rpartition(".")[2]
+    module = "".join(modules(node)[-1:]) if node.metadata_props else ""
+    last = root.rpartition(".")[2]
     if op.role(position) == "state":
         part = _STATISTICS.get(position, last)
     elif op.role(position) == "vector" and last not in ("weight", "bias"):
