@@ -57,7 +57,7 @@ def as_pair(
         is_leaf=lambda v: isinstance(v, list),
     )
     if padding.shift is not None and labels:
-        inputs = _with_shifted(inputs, targets, names, padding.shift, what)
+        inputs, targets = _with_shifted(inputs, targets, names, padding.shift, what)
     if all(array is None for array in inputs):
         lacks = "none of the inputs of the model" if names else "no use: the model has no inputs"
         raise TrainingError(f"{what} has {lacks}")
@@ -155,19 +155,24 @@ def _check_rows(value: Value, array: Any, what: str, negative: bool) -> None:
 
 
 def _with_shifted(
-    inputs: list[Any], targets: Any, names: list[str], shift: Callable[[Any], Any], what: str
-) -> list[Any]:
+    inputs: list[Any],
+    targets: Any,
+    names: list[str],
+    shift: Callable[[Any], tuple[Any, Any]],
+    what: str,
+) -> tuple[list[Any], Any]:
     """Compute the decoder's tokens from the labels by `shift`, if data omits them."""
     place = names.index(DECODER_TOKENS)
     if inputs[place] is not None:
-        return inputs
-    labels = jax.tree.leaves(targets)
+        return inputs, targets
+    labels, tree = jax.tree.flatten(targets)
     if len(labels) != 1:
         raise TrainingError(
             f"{what} has {'several targets' if labels else 'no targets'}, of which "
             f"'{DECODER_TOKENS}' could be made: pass it"
         )
-    return [*inputs[:place], shift(labels[0]), *inputs[place + 1 :]]
+    tokens, target = shift(labels[0])
+    return [*inputs[:place], tokens, *inputs[place + 1 :]], tree.unflatten([target])
 
 
 def _without_examples(column: str) -> str:

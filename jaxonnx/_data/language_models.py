@@ -66,15 +66,43 @@ def read_padding_token(folder: ModelFolder) -> int | None:
         token = source.get("pad_token_id")
         if isinstance(token, int) and token >= 0:
             return token
-    named = folder.read_json("tokenizer_config.json").get("pad_token")
+    return _find_special_token(folder, "pad_token")
+
+
+def _find_special_token(folder: ModelFolder, role: str) -> int | None:
+    """Return the token that the tokenizer's files name for a role, like "eos_token"."""
+    settings = folder.read_json("tokenizer_config.json")
+    listed = settings.get("added_tokens_decoder")
+    if listed is None:  # as older versions of transformers wrote it
+        settings |= folder.read_json("special_tokens_map.json")
+    named = settings.get(role)
     content = named.get("content") if isinstance(named, Mapping) else named
     if content is None:
         return None
+    for number, token in (listed or {}).items():
+        if token.get("content") == content:
+            return int(number)
     tokenizer = folder.read_json("tokenizer.json")
     added = tokenizer.get("added_tokens") or ()
-    listed = next((token["id"] for token in added if token["content"] == content), None)
+    number = next((token["id"] for token in added if token["content"] == content), None)
     words = (tokenizer.get("model") or {}).get("vocab")
-    return words.get(content) if listed is None and isinstance(words, Mapping) else listed
+    return words.get(content) if number is None and isinstance(words, Mapping) else number
+
+
+def read_end_tokens(folder: ModelFolder) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the tokens that end a text, and those of them at which a runtime stops.
+
+    A runtime reads the first file that names any: genai_config.json, generation_config.json,
+    config.json. The tokenizer's own end token, which is learned, comes before them, as in
+    transformers' Trainer.
+    """
+    files = map(folder.read_json, ("generation_config.json", "config.json"))
+    sources = (folder.read_json(GENAI).get("model", {}), *files)
+    listed = (source.get("eos_token_id") for source in sources)
+    numbers = next((ids for ids in listed if isinstance(ids, list | int)), [])
+    stops = tuple(numbers) if isinstance(numbers, list) else (numbers,)
+    learned = _find_special_token(folder, "eos_token")
+    return tuple(dict.fromkeys(stops if learned is None else (learned, *stops))), stops
 
 
 def decoder_numbers(folder: ModelFolder) -> tuple[int | None, int]:

@@ -292,8 +292,9 @@ class Padding:
     """Whether the loss needs no targets, so that data may have none."""
     group: int = 1
     """The number of consecutive examples that a loss reads together, such as pairs."""
-    shift: Callable[[Any], Any] | None = None
-    """A function of the labels that returns the decoder's tokens, if data may omit these."""
+    shift: Callable[[Any], tuple[Any, Any]] | None = None
+    """A function of the labels that returns the decoder's tokens, if data may omit these, and the
+    labels without a start token before them."""
     token: int = 0
     """The padding value of inputs of tokens that have none in `pad`."""
     check: Callable[[Columns, str], None] | None = None

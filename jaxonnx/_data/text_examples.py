@@ -16,6 +16,7 @@ from jaxonnx._data.chat_templates import Chat
 from jaxonnx._data.files import Row
 from jaxonnx._data.images.messages import COLUMNS, ImageReader, RowImages
 from jaxonnx._data.inputs_and_targets import KEY
+from jaxonnx._data.language_models import read_end_tokens
 from jaxonnx._data.rows import (
     JUDGEMENT,
     VARIABLES,
@@ -414,6 +415,7 @@ class Reader:
         turns = [f"number {n} of {format_count(k, 'chat')}" for n, k in sorted(self.others.items())]
         turns[_SHOWN:] = ["..."] * (len(turns) > _SHOWN)
         done = [f"{n} {'skipped' if how == 'skip' else how}" for how, n in self.long.items()]
+        ends, stops = read_end_tokens(self.tokenizer.folder)
         notes = (
             (
                 done,
@@ -442,6 +444,11 @@ class Reader:
                 not self.tokenizer.ends and self.tokenizer.mask_token is None,
                 "the end of texts is not learned: the folder names no end token (eos_token in "
                 "tokenizer_config.json, eos_token_id in generation_config.json)",
+            ),
+            (
+                stops and ends[0] not in stops,
+                f"texts end with the tokenizer's end token {[*ends[:1]]}, at which runtimes do not "
+                "stop: add it to eos_token_id in generation_config.json or genai_config.json",
             ),
             *(
                 (True, f"{name}: {count['texts']} texts in {count['rows']} rows")

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from jaxonnx._data.chat_templates import MARK, Chat, ChatTemplates, import_package, take_marks
+from jaxonnx._data.language_models import read_end_tokens
 from jaxonnx._data.rows import is_chat, to_messages
-from jaxonnx._io.folders import GENAI, ModelFolder
+from jaxonnx._io.folders import ModelFolder
 from jaxonnx._require import describe
 from jaxonnx._safe_read import wrap_errors
 from jaxonnx.errors import InputError, TrainingError
@@ -226,13 +227,7 @@ class Tokenizer:
     @functools.cached_property
     def ends(self) -> list[int]:
         """The tokens that end a text. The first one is appended to texts for training."""
-        model = self.folder.read_json(GENAI).get("model", {})
-        named = self._tokens.token_to_id(self.special.get("eos_token", ""))
-        listed = [] if named is None else [named]
-        for source in (model, self.folder.read_json("generation_config.json")):
-            ids = source.get("eos_token_id", [])
-            listed += ids if isinstance(ids, list) else [ids]
-        return [*dict.fromkeys(i for i in listed if isinstance(i, int))]
+        return [*read_end_tokens(self.folder)[0]]
 
     def is_ended(self, text: str) -> bool:
         """Check whether a text ends with one of the tokens that end texts, and spaces."""

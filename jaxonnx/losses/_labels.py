@@ -222,7 +222,9 @@ def seq2seq_lm(*, ignore_index: int = -100, reduction: str = "mean") -> ClassLos
 
     Outputs are logits (N, length, tokens) of a decoder that reads the labels (N, length) before
     each one. Where data lacks the input "decoder_input_ids", `train` and `evaluate` make it of the
-    labels by `shift_right`, with the numbers of the folder that the model was loaded from.
+    labels by `shift_right`, with the numbers of the folder that the model was loaded from. The
+    start token of the decoder is no label: where labels begin with it, as Whisper's tokenizer
+    writes them, it is left out.
 
     >>> loss = seq2seq_lm()
     >>> print(loss(jnp.zeros((1, 3, 2)), jnp.array([[1, 0, -100]])).round(4))  # log 2

@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxonnx._data.language_models import read_end_tokens
 from jaxonnx._io.folders import GENAI, ModelFolder
 from jaxonnx._require import require, require_integer
 from jaxonnx._rewrite.network import Network
 from jaxonnx.errors import InputError
 
-_FILES = "generation_config.json", "config.json"
 _USUAL_TOP_K = 50
 """What transformers and onnxruntime-genai take if a folder that samples does not say."""
 _UNREAD = {
@@ -96,7 +96,8 @@ class Sampling:
 
 
 def _read_settings(folder: ModelFolder) -> Sampling:
-    settings = folder.read_json(GENAI).get("search", {}) or folder.read_json(_FILES[0])
+    settings = folder.read_json(GENAI).get("search", {})
+    settings = settings or folder.read_json("generation_config.json")
     named = {
         field.name: settings[field.name] for field in fields(Sampling) if field.name in settings
     }
@@ -113,19 +114,11 @@ def _read_settings(folder: ModelFolder) -> Sampling:
 
 
 def stop_tokens(model: Network) -> tuple[int, ...]:
-    """Return the tokens that end a text.
+    """Return the tokens that end a text: the tokenizer's own, and those at which a runtime stops.
 
-    Of the files of the model's folder, the first one that names any counts: genai_config.json,
-    generation_config.json, config.json.
+    vLLM and transformers' Trainer add the tokenizer's as well, which training appends to texts.
     """
-    if model.folder is None:
-        return ()
-    read = model.folder.read_json
-    for settings in (read(GENAI).get("model", {}), *map(read, _FILES)):
-        ids = settings.get("eos_token_id")
-        if isinstance(ids, list | int):
-            return tuple(ids) if isinstance(ids, list) else (ids,)
-    return ()
+    return () if model.folder is None else read_end_tokens(model.folder)[0]
 
 
 def process_logits(

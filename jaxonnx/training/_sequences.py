@@ -122,6 +122,8 @@ def shift_labels(padding: Padding, model: Model, loss: Any) -> Padding:
     """Return padding that also makes the missing input of a decoder, by shifting the labels.
 
     The first token and that of padding are those of the folder that the model was loaded from.
+    Labels that begin with it (Whisper's tokenizer writes it) lose it, as in transformers' example
+    run_speech_recognition_seq2seq.py: it would be learned behind itself.
     """
     kinds = {value.name: value.dtype for value in model.inputs}
     if not is_forcing(loss) or DECODER_TOKENS not in kinds or model.folder is None:
@@ -131,11 +133,23 @@ def shift_labels(padding: Padding, model: Model, loss: Any) -> Padding:
     if start is None:
         return padding
 
-    def shift(labels: Any) -> Any:
+    def shift(labels: Any) -> tuple[Any, Any]:
+        """Return the decoder's tokens, and the labels without a start token before them."""
         if not isinstance(labels, Ragged):
-            return shift_right(labels, start, fill, padding.ignored).astype(kind)
+            tokens = shift_right(labels, start, fill, padding.ignored)
+            begins = np.asarray(labels)[:, :1] == start
+            if begins.any():
+                rest = np.asarray(labels)[:, 1:].astype(np.int64)
+                rest = np.pad(rest, ((0, 0), (0, 1)), constant_values=padding.ignored)
+                labels = np.where(begins, rest, labels)
+                tokens = shift_right(labels, start, fill, padding.ignored)
+            return tokens.astype(kind), labels
+        first = labels.starts[:-1][labels.lengths > 0]
+        if len(first := first[labels.values[first] == start]):
+            counts = labels.lengths - np.isin(labels.starts[:-1], first) * (labels.lengths > 0)
+            labels = Ragged(np.delete(labels.values, first), np.cumsum([0, *counts]))
         tokens = shift_right(labels.values[None], start, fill, padding.ignored)[0].astype(kind)
         tokens[labels.starts[:-1][labels.lengths > 0]] = start
-        return Ragged(tokens, labels.starts)
+        return Ragged(tokens, labels.starts), labels
 
     return replace(padding, pad={DECODER_TOKENS: fill, **padding.pad}, shift=shift)

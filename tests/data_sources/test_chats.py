@@ -178,6 +178,16 @@ def test_an_unknown_end_is_noted(folder):
     assert notes[0].startswith("the end of texts is not learned: the folder names no end token (")
 
 
+def test_an_end_at_which_runtimes_go_on_is_noted(folder):
+    rows, notes = read(folder(ends=[BEGIN]), {"text": "hello"})
+    assert rows == [["hello" + END] * 2]
+    assert notes == [
+        "texts end with the tokenizer's end token [2], at which runtimes do not stop: add it to "
+        "eos_token_id in generation_config.json or genai_config.json"
+    ]
+    assert read(folder(ends=[BEGIN, END]), {"text": "hello"})[1] == []
+
+
 def test_messages_that_history_changes_are_examples_of_their_own(folder):
     """Each as the runtime writes it when it is the last one."""
     path = folder(THINKING)

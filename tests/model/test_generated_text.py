@@ -183,6 +183,21 @@ def test_stops_are_those_of_the_first_file_that_names_any(copy_of, read):
     assert len(model.generate(ids, **more)) == length(third)
 
 
+def test_the_end_token_of_the_tokenizer_stops_too(copy_of, read):
+    """It is what training appends to texts; of transformers, the Trainer adds it to the others."""
+    ids = np.array(read.encode("a list").ids)
+    more = {"max_new_tokens": 8, "repetition_penalty": 3.0}
+    whole = jaxonnx.load(OPTIMUM).generate(ids, stop=[], **more)[len(ids) :].tolist()
+    third = [*dict.fromkeys(whole)][2]
+    settings = {"eos_token": read.id_to_token(third)}
+    ends = {"generation_config": {"eos_token_id": 0}, "config": {"eos_token_id": 0}}
+    expected = len(ids) + 1 + whole.index(third)
+    model = copy_of(tokenizer_config=settings, special_tokens_map={}, **ends)
+    assert len(model.generate(ids, **more)) == expected
+    model = copy_of(tokenizer_config={}, special_tokens_map=settings, **ends)  # of older versions
+    assert len(model.generate(ids, **more)) == expected
+
+
 def test_the_template_gets_its_variables(copy_of):
     model = copy_of("{{ messages[0].content }}{% if enable_thinking %} of{% endif %}")
     written = [

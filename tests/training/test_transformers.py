@@ -159,6 +159,24 @@ def test_an_encoder_and_its_decoder_are_one_model_of_a_folder(name, tmp_path):
     np.testing.assert_array_equal(again, found)
 
 
+@pytest.mark.parametrize("form", ["lists", "array"])
+@pytest.mark.parametrize("name", ["t5", "whisper"])
+def test_labels_do_not_begin_with_the_start_token(name, form):
+    """Whisper's tokenizer writes it; transformers' example of speech recognition leaves it out."""
+    batch, told, _ = recorded(name)
+    start = STARTS[name][0]
+    labels = batch["labels"]
+    inputs = {n: x for n, x in batch.items() if n != "labels"}
+    column = np.pad(labels, ((0, 0), (1, 0)), constant_values=start)
+    column[0] = [*labels[0], -100]  # one that lacks it
+    if form == "lists":
+        column = [row[row != -100] for row in column]
+    data = inputs | {"labels": column}
+    settings = {"loss": "seq2seq_lm", "batch_size": len(labels)}
+    found = jaxonnx.evaluate(FILES / name, data, **settings)["loss"]
+    assert found == pytest.approx(float(told[0]), rel=1e-5)
+
+
 def test_whisper_of_onnxruntime_genai_is_one_model(tmp_path):
     """Its decoder takes keys and values that the encoder's file computes for each layer."""
     folder, (batch, told, _) = FILES / "whisper-genai", recorded("whisper-genai")
