@@ -91,8 +91,8 @@ def all_tensors(main: GraphProto | FunctionProto) -> Iterator[TensorProto]:
         yield from (tensor.values, tensor.indices)
 
 
-def opset_of(proto: ModelProto) -> int:
-    """Return the version of ONNX's own operators that a model imports; 1 where it names none."""
+def opset_of(proto: ModelProto | FunctionProto) -> int:
+    """Return the version of ONNX's own operators that a file imports; 1 where it names none."""
     return next((e.version for e in proto.opset_import if e.domain in ("", "ai.onnx")), 1)
 
 

@@ -142,7 +142,7 @@ def _find_move(value: np.ndarray, of: np.ndarray) -> NodeProto | None:
     turned = of.swapaxes(-1, -2)
     if value.shape == turned.shape and is_shared(value, turned):
         perm = [*range(of.ndim - 2), of.ndim - 1, of.ndim - 2]
-        attributes = {} if of.ndim == 2 else {"perm": perm}
+        attributes: dict[str, Any] = {} if of.ndim == 2 else {"perm": perm}
         return helper.make_node("Transpose", [""], [""], **attributes)
     return None
 

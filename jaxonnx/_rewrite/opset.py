@@ -179,7 +179,9 @@ def _retype(graph: GraphProto, types: Mapping[str, int]) -> None:
         for inner in subgraphs(node):
             _retype(inner, types)
         kind = types.get(node.input[0]) if node.op_type in _TYPED else None
-        for position in _TYPED[node.op_type] if kind else ():
+        if not kind:
+            continue
+        for position in _TYPED[node.op_type]:
             value = constants.get(node.input[position]) if position < len(node.input) else None
             if value is not None and value.data_type == TensorProto.FLOAT != kind:
                 dtype = helper.tensor_dtype_to_np_dtype(kind)

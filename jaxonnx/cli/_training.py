@@ -40,8 +40,9 @@ def train(options: argparse.Namespace, sparsity: Mapping[str, Any] | None = None
 
     first = _connect_processes(options)
     model = reading.read(options)
-    if options.output is not None:  # else --dry-run
-        _check_output(options.output, model)
+    output: Any = options.output
+    if output is not None:  # else --dry-run
+        _check_output(output, model)
     _check_report(options.report)
     path = reading.examples(options)
     settings = _settings(options, model, path, sparsity)
@@ -68,7 +69,7 @@ def train(options: argparse.Namespace, sparsity: Mapping[str, Any] | None = None
     if recorded:
         trained = images.with_preparation(trained, reading.preparation(trained, options))
     result = replace(result, model=trained)
-    _save(result, options.output)
+    _save(result, output)
     if result.lora is not None and options.adapters is not None:
         result.lora.save(options.adapters)
     if options.report is not None:
