@@ -4,6 +4,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from onnx import ModelProto, NodeProto, helper
 
@@ -43,13 +44,40 @@ def find_integers(proto: ModelProto) -> list[str]:
     return [node.output[0] for node in proto.graph.node if _gives_integers(node)]
 
 
+def _find_types(proto: ModelProto) -> dict[str, np.dtype]:
+    """Return the types of 8-bit floats among them, of which onnxruntime gives the bits."""
+    zeros = {tensor.name: tensor.data_type for tensor in proto.graph.initializer}
+    types = {
+        node.output[0]: helper.tensor_dtype_to_np_dtype(zeros[node.input[2]])
+        for node in proto.graph.node
+        if node.op_type == "QuantizeLinear" and len(node.input) > 2 and node.input[2] in zeros
+    }
+    return {name: dtype for name, dtype in types.items() if _is_float(dtype)}
+
+
+def _to_codes(x: np.ndarray) -> np.ndarray:
+    """Return integers, and of 8-bit floats their rank among those of the type."""
+    if not _is_float(x.dtype):
+        return x.astype(np.int64)
+    bits = x.view(np.uint8).astype(np.int64)
+    return np.where(bits < 128, bits, 128 - bits)
+
+
+def _is_float(dtype: np.dtype) -> bool:
+    return dtype.itemsize == 1 and bool(jnp.issubdtype(dtype, jnp.floating))
+
+
 def _gives_integers(node: NodeProto) -> bool:
     op = lookup(node.domain, node.op_type, sys.maxsize)
     return node.op_type in _ROUNDS or (op is not None and op.result is not None)
 
 
 def compare_integers(
-    proto: ModelProto, feeds: Mapping[str, Any], tolerance: float | None = None
+    proto: ModelProto,
+    feeds: Mapping[str, Any],
+    tolerance: float | None = None,
+    *,
+    optimized: bool = True,
 ) -> Integers:
     """Compare the integers that each operator gives from onnxruntime's integers before it.
 
@@ -57,13 +85,18 @@ def compare_integers(
 
     Args:
       tolerance: of the outputs, as in `compare_arrays`.
+      optimized: as in `Session`.
     """
     result = ModelProto()
     result.CopyFrom(proto)
     graph = result.graph
     names, count = find_integers(result), len(graph.output)
     graph.output.extend(helper.make_empty_tensor_value_info(name) for name in names)
-    theirs = Session(result.SerializeToString()).run(feeds)
+    theirs = Session(result.SerializeToString(), optimized=optimized).run(feeds)
+    types = _find_types(result)
+    theirs[count:] = [
+        x.view(types.get(name, x.dtype)) for name, x in zip(names, theirs[count:], strict=True)
+    ]
     integers = {f"{name}/given": x for name, x in zip(names, theirs[count:], strict=True)}
     for name, x in integers.items():
         kind = helper.np_dtype_to_tensor_dtype(x.dtype)
@@ -79,13 +112,13 @@ def compare_integers(
     program = Program(bind(plain, plain.graph, tensors.keys()), tensors)
     ours: Sequence[Any] = program({}, {}, None, {**feeds, **integers})
     gaps = {
-        name: np.abs(np.asarray(a).astype(np.int64) - b.astype(np.int64)).reshape(-1)
+        name: np.abs(_to_codes(np.asarray(a)) - _to_codes(b)).reshape(-1)
         for name, a, b in zip(names, ours[count:], theirs[count:], strict=True)
     }
     makers = {node.output[0]: node for node in proto.graph.node if node.output}
     wrong = (makers[name] for name, gap in gaps.items() if gap.max(initial=0) > 1)
     first = next((f"{node.op_type} '{node.name or node.output[0]}'" for node in wrong), "")
-    gap = np.concatenate([*gaps.values()])
+    gap = np.concatenate([np.zeros(0, np.int64), *gaps.values()])
     pairs = zip(ours[:count], theirs[:count], strict=True)
     outputs = largest([compare_arrays(a, b, tolerance) for a, b in pairs])
     unequal = int(np.count_nonzero(gap))

@@ -21,7 +21,7 @@ from jaxonnx._io.protos import (
     tensor_of_constant,
 )
 
-_ELSEWHERE = "not.onnx"
+ELSEWHERE = "not.onnx"
 """The domain of operators that the opset of a file does not have."""
 _TYPED = {"Clip": (1, 2), "Pad": (2,)}
 """Inputs that were attributes, which the converter writes as float32, whatever is clipped."""
@@ -45,13 +45,13 @@ def to_opset(proto: ModelProto, opset: int) -> ModelProto:
         _rewrite(body, old, opset)
         for node in all_nodes(body):
             if not node.domain and not onnx.defs.has(node.op_type, max_inclusive_version=old):
-                node.domain = _ELSEWHERE
-        imports.add(domain=_ELSEWHERE, version=1)
+                node.domain = ELSEWHERE
+        imports.add(domain=ELSEWHERE, version=1)
     result = onnx.version_converter.convert_version(inline(result), opset)
     for node in all_nodes(result.graph):
-        if node.domain == _ELSEWHERE:
+        if node.domain == ELSEWHERE:
             node.ClearField("domain")
-    del result.opset_import[[x.domain for x in result.opset_import].index(_ELSEWHERE)]
+    del result.opset_import[[x.domain for x in result.opset_import].index(ELSEWHERE)]
     _retype(result.graph, {})
     return result
 
@@ -118,7 +118,7 @@ def _resize(
         inputs,
         [y],
         node.name,
-        domain=_ELSEWHERE,
+        domain=ELSEWHERE,
         coordinate_transformation_mode="asymmetric",
         mode=attributes.get("mode", b"nearest").replace(b"bilinear", b"linear"),
         nearest_mode="ceil" if min(factors) < 1 else "floor",

@@ -70,7 +70,7 @@ _DISTRIBUTED = Flag(
     {"type": cluster, "nargs": "?", "const": "auto", "metavar": "HOST:PORT,COUNT,INDEX"},
 )
 _SYSTEM = Flag("--system", "the system message of the chat", {"metavar": "TEXT"})
-_CALIBRATION = ("method", "batches", "batch_size", "max_loss", "metric")
+_CALIBRATION = ("method", "batches", "batch_size", "max_loss", "metric", "check")
 _CONVERSION = read_flags(
     *of.CONVERT, ("type", "opset", "keep", "fold_masks", "check"), {"type": "to"}
 )

@@ -9,6 +9,7 @@ from jaxonnx.model._load import as_model, load
 from jaxonnx.model._model import Model, Trainable
 from jaxonnx.model._predict import hide_caches, read_inputs
 from jaxonnx.model._quantize import (
+    check_quantized,
     hide_same_caches,
     insert_rounding,
     read_examples,

@@ -109,7 +109,7 @@ def convert(
 
 
 def raise_opset(
-    model: Model, opset: int, reason: str = "the scheme needs", *, check: bool = False
+    model: Model, opset: int, reason: str = "the scheme needs", *, check: bool = True
 ) -> Model:
     """Convert the model to an opset if its own is older.
 

@@ -10,10 +10,11 @@ from typing import Any, Literal
 
 from onnx import ModelProto
 
+from jaxonnx._compare.written import check_written, make_origin
 from jaxonnx._data.batches import Source
 from jaxonnx._data.ragged import PLAIN
 from jaxonnx._require import check_arguments, require_integer
-from jaxonnx._rewrite.network import refuse_change
+from jaxonnx._rewrite.network import leave, refuse_change
 from jaxonnx.errors import InputError
 from jaxonnx.model._convert import raise_opset
 from jaxonnx.model._load import as_model
@@ -32,7 +33,7 @@ from jaxonnx.quantization import (
     measure,
     spell_out,
 )
-from jaxonnx.views import EmptyCaches
+from jaxonnx.views import CallView, EmptyCaches
 
 
 def sensitivity(
@@ -117,14 +118,17 @@ def insert_rounding(
     *,
     keep_norms: bool = False,
     bound: Bound | None = None,
+    check: bool = True,
 ) -> Model:
     """Round a model by a scheme (`quantization.insert`), in an opset that has its types.
 
     Args:
       bound: what may be lost, if the scheme has `max_loss`.
+      check: compare the file in a newer opset with the model's.
 
     Raises:
       InputError: the model is quantized already or has adapters, or the scheme does not fit it.
+      ModelError: the file computes something else in the opset of the scheme.
     """
     refuse_change(model, "the types")
     if model.program.find(Rounding) is not None or is_quantized(model):
@@ -132,12 +136,31 @@ def insert_rounding(
             "the model is quantized already: jaxonnx.load(path, dequantize=True) has it in "
             "floating point, and jaxonnx.train(..., quantize=) trains it at its own scales"
         )
-    converted = hide_same_caches(raise_opset(model, scheme.opset), model)
+    converted = hide_same_caches(raise_opset(model, scheme.opset, check=check), model)
     if scheme.activations is not None and scheme.dialect == "onnxruntime":
         converted = spell_out(converted)
     if bound is not None:
         return insert_within(converted, scheme, examples, method, bound, keep_norms=keep_norms)
     return insert(converted, scheme, examples, method, keep_norms=keep_norms)
+
+
+def check_quantized(model: Model, before: Model, scheme: Quantization) -> None:
+    """Compare the file of a quantized model with the model, by onnxruntime.
+
+    Args:
+      before: the model in floating point, whose file is no better if it is refused, too.
+
+    Raises:
+      ModelError: onnxruntime refuses the file or computes something else, as of a node.
+    """
+    whole = leave(model, CallView)
+    check_written(
+        "the quantized file",
+        whole.to_onnx,
+        make_origin(whole, before.to_onnx),
+        rounded=True,
+        optimized=scheme.dialect == "onnxruntime",
+    )
 
 
 def hide_same_caches(model: Model, before: Model) -> Model:

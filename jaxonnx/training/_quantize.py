@@ -14,7 +14,14 @@ from jaxonnx._data.batches import Source
 from jaxonnx._require import check_arguments, require_integer
 from jaxonnx._rewrite.network import leave
 from jaxonnx.errors import InputError, TrainingError
-from jaxonnx.model import Model, as_model, hide_same_caches, insert_rounding, read_examples
+from jaxonnx.model import (
+    Model,
+    as_model,
+    check_quantized,
+    hide_same_caches,
+    insert_rounding,
+    read_examples,
+)
 from jaxonnx.quantization import (
     Bound,
     MovingRanges,
@@ -54,6 +61,7 @@ def quantize(
     max_loss: float | None = None,
     metric: str | Callable | None = None,
     validation: Any = None,
+    check: bool = True,
     method: Literal["round", "gptq", "awq"] | None = None,
 ) -> Model:
     """Quantize weights and activations of a model, with ranges calibrated on data.
@@ -88,6 +96,9 @@ def quantize(
         squared change of the outputs relative to their squares, for which data need no targets.
       validation: the data that `metric` is evaluated on, or the share of `data` that is held out
         for it; with a `metric` 0.2 by default, else the batches that ranges are measured on.
+      check: compare the file that `save` writes with the model, in onnxruntime where it is
+        installed, on random inputs; and where the scheme needs a newer opset than the model's, the
+        file in that opset with the model's. A warning says so where this is not possible.
       method: how weights are rounded, by their inputs on the data instead of each to the nearest
         value. The layers' outputs change less; compare the methods on held-out data.
 
@@ -109,6 +120,8 @@ def quantize(
       InputError: the scheme does not fit the model, the model is already quantized, the data yield
         no ranges, or `max_loss` is met in floating point only (the message has the choices that
         were tried, and what the best of them loses).
+      ModelError: `check` finds a difference that ties of rounding do not explain, or onnxruntime
+        refuses the file; the message names the first node that differs.
       TrainingError: the data do not fit the model.
     """
     check_arguments(quantize, locals())
@@ -135,7 +148,10 @@ def quantize(
         else:
             evaluate = _make_evaluation(metric, held_out)
         bound = Bound(rule.max_loss, evaluate, str(metric or "the outputs"))
-    return hide_same_caches(insert_rounding(whole, rule, examples, method, bound=bound), net)
+    quantized = insert_rounding(whole, rule, examples, method, bound=bound, check=check)
+    if check:
+        check_quantized(quantized, whole, rule)
+    return hide_same_caches(quantized, net)
 
 
 def _read_labeled(

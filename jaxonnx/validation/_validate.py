@@ -7,22 +7,23 @@ import tempfile
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+import onnx
 from onnx import ModelProto
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from jaxonnx._compare.arrays import Difference, compare_arrays, largest
+from jaxonnx._compare.inputs import find_cache_sizes
 from jaxonnx._compare.integers import compare_integers
 from jaxonnx._compare.sessions import INSTALL, Session, has_onnxruntime
-from jaxonnx._compare.written import QUANTIZED
+from jaxonnx._compare.written import QUANTIZED, Origin, make_origin, name_difference, run_session
 from jaxonnx._data.images.folder import list_folder
 from jaxonnx._data.ragged import Padding
 from jaxonnx._data.random_inputs import draw_inputs
@@ -32,7 +33,7 @@ from jaxonnx._io.save import training_nodes
 from jaxonnx._require import check_arguments
 from jaxonnx._text import Rendered, format_count, list_some
 from jaxonnx.errors import Error, InputError, ModelError, SparsityError
-from jaxonnx.model import Model, as_model, load, operator_name, read_inputs
+from jaxonnx.model import Model, as_model, load, read_inputs
 from jaxonnx.quantization import is_quantized
 from jaxonnx.validation._files import find_changes, rounds_activations
 from jaxonnx.validation._gradients import measure_slopes
@@ -155,22 +156,9 @@ class _Run:
 
     @cached_property
     def _cache_sizes(self) -> dict[str, int]:
-        """Sizes of caches that the file leaves open and that do not grow, from those it returns."""
-        caches, model = self._caches, self.model
-        if caches is None or not caches.omissible:
-            return {}
-        values = draw_inputs(model.inputs, 1, self._sizes, length=2, caches=caches)
-        try:
-            outputs = jax.eval_shape(lambda: _call(model, values))
-        except Error:  # an operator that asks for the size: `sizes` has to say it
-            return {}
-        shapes = {v.name: y.shape for v, y in zip(model.outputs, outputs, strict=True)}
-        return {
-            size: shapes[caches.pairs[value.name]][axis]
-            for value in caches.values
-            for axis, size in enumerate(value.shape or ())
-            if axis and size in caches.sizes[value.name]
-        }
+        model = self.model
+        call = partial(_call, model)
+        return find_cache_sizes(model.graph, model.inputs, self._caches, call, self._sizes)
 
     @cached_property
     def _random(self) -> list[tuple[str, dict[str, np.ndarray]]]:
@@ -240,7 +228,12 @@ class _Run:
             parts = [
                 compare_arrays(a, b, self._tolerance) for a, b in zip(ours, theirs, strict=True)
             ]
-            yield _judge(name, text, largest(parts))
+            worst, where = largest(parts), ""
+            if not worst.ok:
+                proto, origin = onnx.load(file), make_origin(self.model)
+                pair = origin.run, run_session(proto)
+                where = name_difference(proto.graph, origin.names, pair, feeds, self._tolerance)
+            yield _judge(name, text, worst, where)
 
     def check_save(self) -> Iterator[Check]:
         """Load and save the file, and compare all bits."""
@@ -336,6 +329,15 @@ class _Run:
         patterns = ", ".join(dict.fromkeys(str(product.pattern) for product in proof.products))
         yield Check("sparsity", True, f"{format_count(count, 'product')} proved to be {patterns}")
 
+    def _name_difference(
+        self, other: Origin, feeds: Mapping[str, Any], tolerance: float | None
+    ) -> str:
+        origin = make_origin(self.model)
+        names, runs = {*origin.names} & {*other.names}, (origin.run, other.run)
+        if not names:
+            return "; the two share no names of values within"
+        return name_difference(self.model.proto.graph, names, runs, feeds, tolerance)
+
     def compare(self, other: Model, tolerance: float | None) -> Iterator[Check]:
         """Compare outputs with those of another model."""
         if tolerance is None and (is_quantized(self.model) or is_quantized(other)):
@@ -348,29 +350,13 @@ class _Run:
                 )
             parts = [compare_arrays(a, b, tolerance) for a, b in zip(ours, theirs, strict=True)]
             worst = largest(parts)
-            where = "" if worst.ok else _first_difference(self.model, other, feeds, tolerance)
+            where = "" if worst.ok else self._name_difference(make_origin(other), feeds, tolerance)
             yield _judge("outputs, as the other", text, worst, where)
 
 
 def _call(model: Model, feeds: Mapping[str, Any]) -> tuple:
     outputs = model(**feeds)
     return outputs if isinstance(outputs, tuple) else (outputs,)
-
-
-def _first_difference(
-    model: Model, other: Model, feeds: Mapping[str, Any], tolerance: float | None
-) -> str:
-    """Name the first value of both graphs, in the order of this one, that differs."""
-    shared = {name for node in other.graph.nodes for name in node.outputs if name}
-    makers = {n: node for node in model.graph.nodes for n in node.outputs if n in shared}
-    if not makers:
-        return "; the two share no names of values within"
-    pairs = (_call(m.with_outputs([*makers]), feeds) for m in (model, other))
-    for name, ours, theirs in zip(makers, *pairs, strict=True):
-        if not (difference := compare_arrays(ours, theirs, tolerance)).ok:
-            label = operator_name(makers[name])
-            return f"; the first value that differs is '{name}', of {label}: {difference}"
-    return "; no value within that both name differs"
 
 
 def _judge(name: str, text: str, difference: Difference, more: str = "") -> Check:

@@ -17,6 +17,8 @@ import jaxonnx
 from jaxonnx import demo
 from tests.support.paths import DATA
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* was not compared .*NOT_IMPLEMENTED")
+
 
 def run(model, x):
     """The outputs of onnxruntime's default session."""

@@ -6,8 +6,9 @@ that the specification asks for.
 """
 
 import numpy as np
-import onnxruntime
-from onnx import ModelProto, TensorProto, helper, numpy_helper
+from onnx import ModelProto, TensorProto, numpy_helper
+
+from jaxonnx._compare.sessions import saturates
 
 WEIGHTS = {
     "ConvInteger": (1, 3),
@@ -20,23 +21,7 @@ WEIGHTS = {
 """By operator: the inputs with a weight and its zero point."""
 
 
-def _saturates() -> bool:
-    """Multiply the greatest numbers in onnxruntime, and compare the sum."""
-    values = {"x": np.full((1, 64), 255, np.uint8), "w": np.full((64, 16), 127, np.int8)}
-    graph = helper.make_graph(
-        [helper.make_node("MatMulInteger", ["x", "w"], ["y"])],
-        "g",
-        [helper.make_tensor_value_info("x", TensorProto.UINT8, [1, 64])],
-        [helper.make_tensor_value_info("y", TensorProto.INT32, [1, 16])],
-        [numpy_helper.from_array(values["w"], "w")],
-    )
-    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 10)], ir_version=8)
-    session = onnxruntime.InferenceSession(proto.SerializeToString())
-    (y,) = session.run(None, {"x": values["x"]})
-    return bool((y != 64 * 255 * 127).any())
-
-
-SATURATES = _saturates()
+SATURATES = saturates()
 """Whether the products of onnxruntime saturate on this processor."""
 
 
