@@ -96,7 +96,9 @@ class PaddingCheck:
         alone = None if fixed else self._evaluate(columns, row)
         if alone is None and padded is not None and not is_chosen and self._token is None:
             other = self._evaluate(columns, row, width, shift=1)
-            self._refuse(_distance(padded, other), f"{what}: example {row}", name, fill, False)
+            kept = {width: int(columns.lengths[row])}
+            distance = _distance(padded, other, kept)
+            self._refuse(distance, f"{what}: example {row}", name, fill, False)
         elif alone is not None and padded is not None:
             self._refuse(_distance(alone, padded), f"{what}: example {row}", name, fill, is_chosen)
 
@@ -145,11 +147,14 @@ class PaddingCheck:
         )
 
 
-def _distance(first: Any, second: Any) -> float:
+def _distance(first: Any, second: Any, kept: Mapping[int, int] | None = None) -> float:
     """Return the largest difference of floating-point outputs, of the largest of each.
 
     An axis that is longer in one of the two is cut to the same length: it has the places of tokens,
     and those of padding are behind them.
+
+    Args:
+      kept: how much of an axis of a size has places of tokens, where both are padded.
     """
     distances = [0.0]
     for a, b in zip(first, second, strict=True):
@@ -158,7 +163,8 @@ def _distance(first: Any, second: Any) -> float:
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
         if a.ndim != b.ndim or not a.size:
             continue
-        shape = tuple(map(slice, np.minimum(a.shape, b.shape)))
+        sizes = enumerate(np.minimum(a.shape, b.shape).tolist())
+        shape = tuple(slice((kept or {}).get(n, n) if axis else n) for axis, n in sizes)
         a, b = a[shape], b[shape]
         finite = np.isfinite(a) & np.isfinite(b)
         if (a[~finite] != b[~finite]).any():

@@ -351,8 +351,29 @@ def test_the_page_lists_what_trains_the_same():
 
 
 def test_an_optimizer_that_asks_for_more_is_refused(tmp_path):
-    with pytest.raises(jaxonnx.Error, match="'value_fn'"):
-        jaxonnx.export_step(mlp(), tmp_path, examples(8), LABELS, optax.lbfgs())
+    def update(updates, state, params=None, *, teacher, **others):
+        return updates, state
+
+    optimizer = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    with pytest.raises(jaxonnx.Error, match="'teacher'"):
+        jaxonnx.export_step(mlp(), tmp_path, examples(8), LABELS, optimizer)
+
+
+def test_a_line_search_is_exported(tmp_path):
+    """L-BFGS evaluates the loss several times within a step, in a Loop."""
+    batch = x, y = examples(8)
+    names = jaxonnx.export_step(mlp(), tmp_path, batch, LABELS, optax.lbfgs())["step"]
+    one, _, init = sessions(tmp_path)
+    here, values = step(mlp(), LABELS, optax.lbfgs()), run(init, {})
+    update, state = jax.jit(here.update), here.init()
+    arrays = dict(zip(names["batch"], (x, y.astype(np.int32), np.ones(8, np.float32)), strict=True))
+    for _ in range(2):
+        results = run(one, values | arrays)
+        values = {name: results[new] for name, new in names["state"].items()}
+        state, (loss, _) = update(state, batch)
+        np.testing.assert_allclose(results[names["loss"]], loss, rtol=1e-4)
+    for name, expected in jax.device_get(here.view(state)).items():
+        np.testing.assert_allclose(values[name], expected, rtol=1e-3, atol=1e-4)
 
 
 def make_optimizer(name):
