@@ -96,8 +96,8 @@ class PaddingCheck:
         alone = None if fixed else self._evaluate(columns, row)
         if alone is None and padded is not None and not is_chosen and self._token is None:
             other = self._evaluate(columns, row, width, shift=1)
-            kept = {width: int(columns.lengths[row])}
-            distance = _distance(padded, other, kept)
+            lengths = {width: int(columns.lengths[row])}
+            distance = _distance(padded, other, lengths)
             self._refuse(distance, f"{what}: example {row}", name, fill, False)
         elif alone is not None and padded is not None:
             self._refuse(_distance(alone, padded), f"{what}: example {row}", name, fill, is_chosen)
@@ -147,14 +147,14 @@ class PaddingCheck:
         )
 
 
-def _distance(first: Any, second: Any, kept: Mapping[int, int] | None = None) -> float:
+def _distance(first: Any, second: Any, lengths: Mapping[int, int] | None = None) -> float:
     """Return the largest difference of floating-point outputs, of the largest of each.
 
     An axis that is longer in one of the two is cut to the same length: it has the places of tokens,
     and those of padding are behind them.
 
     Args:
-      kept: how much of an axis of a size has places of tokens, where both are padded.
+      lengths: how much of an axis of a size has places of tokens, where both are padded.
     """
     distances = [0.0]
     for a, b in zip(first, second, strict=True):
@@ -164,7 +164,7 @@ def _distance(first: Any, second: Any, kept: Mapping[int, int] | None = None) ->
         if a.ndim != b.ndim or not a.size:
             continue
         sizes = enumerate(np.minimum(a.shape, b.shape).tolist())
-        shape = tuple(slice((kept or {}).get(n, n) if axis else n) for axis, n in sizes)
+        shape = tuple(slice((lengths or {}).get(n, n) if axis else n) for axis, n in sizes)
         a, b = a[shape], b[shape]
         finite = np.isfinite(a) & np.isfinite(b)
         if (a[~finite] != b[~finite]).any():
