@@ -4,6 +4,7 @@ import copy
 import gc
 import os
 import resource
+import zlib
 from unittest import mock
 
 import jax
@@ -17,6 +18,10 @@ CACHE = {
     "jax_persistent_cache_min_compile_time_secs": 0.0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
 }
+
+
+def pytest_addoption(parser):
+    parser.addoption("--part", metavar="I/N", help="run part I (from 0) of N of what is selected")
 
 
 def pytest_configure(config):
@@ -44,8 +49,19 @@ def pytest_collection_finish():
     gc.enable()
 
 
-def pytest_collection_modifyitems(items):
-    """Put the tests of one case side by side, in one worker: they share what is expected."""
+def pytest_collection_modifyitems(config, items):
+    """Select a part of the tests, and put those of one case side by side, in one worker.
+
+    All cases of a function are in one part, and tests of one case share what is expected.
+    """
+    if part := config.getoption("part"):
+        index, count = map(int, part.split("/"))
+        names = [item.nodeid.partition("[")[0] for item in items]
+        items[:] = [
+            item
+            for item, name in zip(items, names, strict=True)
+            if zlib.crc32(name.encode()) % count == index
+        ]
     places: dict[object, int] = {}
 
     def place(item):
