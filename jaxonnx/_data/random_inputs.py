@@ -34,7 +34,7 @@ def draw_inputs(
 
     Args:
       inputs: the inputs of the network.
-      batch: the first dimension, where it is open.
+      batch: the first dimension, where it is open, and others of its name.
       sizes: other open dimensions by name.
       length: the size of open dimensions that `sizes` does not name; of sides of pictures times 8,
         rounded up to a multiple of 32, and pictures have 3 colors.
@@ -45,7 +45,9 @@ def draw_inputs(
       InputError: an open dimension has no size, or an input is no array of numbers.
     """
     random = np.random.default_rng(seed)
-    sizes = {} if sizes is None else sizes
+    first = {value.shape[0] for value in inputs if value.shape}
+    batches = {name: batch for name in first if isinstance(name, str)}  # on other axes as well
+    sizes = {**batches, **({} if sizes is None else sizes)}
     hidden: set[str] = set() if caches is None else caches.names
     drawn = [value for value in inputs if value.name not in hidden]
     derived, (masks, positions) = derived_inputs(drawn), masks_and_positions(drawn)
