@@ -22,8 +22,9 @@ WEIGHTLESS = {
     *("catboost", "lightgbm", "sklearn_forest", "sklearn_neighbours", "sklearn_svm", "xgboost"),
     "onnxruntime_static_int8",
     "eval_model",
+    "norms",
 }
-"""Files of trees, examples and integers, and one whose weights are inputs."""
+"""Files of trees, examples and integers, of weights that are inputs, or that norms divide."""
 TABLES = {"relative"}
 """Parameters that are drawn but are no factors: a normalization reads their rows."""
 
