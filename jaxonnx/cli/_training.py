@@ -40,9 +40,8 @@ def train(options: argparse.Namespace, sparsity: Mapping[str, Any] | None = None
 
     first = _connect_processes(options)
     model = reading.read(options)
-    output: Any = options.output
-    if output is not None:  # else --dry-run
-        _check_output(output, model)
+    if options.output is not None:  # else --dry-run
+        _check_output(options.output, model)
     _check_report(options.report)
     path = reading.examples(options)
     settings = _settings(options, model, path, sparsity)
@@ -69,7 +68,8 @@ def train(options: argparse.Namespace, sparsity: Mapping[str, Any] | None = None
     if recorded:
         trained = images.with_preparation(trained, reading.preparation(trained, options))
     result = replace(result, model=trained)
-    _save(result, output)
+    assert options.output is not None  # a dry run ended above
+    _save(result, options.output)
     if result.lora is not None and options.adapters is not None:
         result.lora.save(options.adapters)
     if options.report is not None:
