@@ -61,6 +61,7 @@ NETWORKS = {
     "transformers_bert": "transformers: BERT",
     "transformers_llama": "transformers: Llama, rotary positions",
     "unfolded": "PyTorch: recurrent layers and attention, constants not folded",
+    "untrained": "PyTorch: normalizations before any training, equal tensors shared",
     "xgboost": "XGBoost: trees",
 }
 """The framework and the kind of network, by the first part of a file's name."""
