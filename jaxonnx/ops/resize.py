@@ -18,29 +18,33 @@ from jaxonnx.ops.common import axes_of, canonical
 from jaxonnx.registry import Static, op, xp
 
 
-def _coordinates(mode, size, out, scale, start, end):
+def _coordinates(mode, size, out, scale, length, start, end, dtype):
     """Return the coordinate in the input of each output position along an axis.
 
-    `scale * size` is the resized length of the formulas, which may be fractional.
+    Args:
+      length: the resized length of the formulas, which may be fractional; None for scale * size.
+      dtype: of the arithmetic, whose order is that of onnxruntime.
     """
-    j = np.arange(out, dtype=np.float64)
-    length = scale * size
+    j = np.arange(out, dtype=dtype)
+    out, size, scale, start, end = map(dtype, (out, size, scale, start, end))
+    length = scale * size if length is None else dtype(length)
     match mode:
         case "half_pixel":
             return (j + 0.5) / scale - 0.5
         case "half_pixel_symmetric":
-            return size / 2 * (1 - out / length) + (j + 0.5) / scale - 0.5
+            offset = size / 2 * (1 - out / (scale * size))
+            return (offset + (j.astype(np.float64) + 0.5) / scale - 0.5).astype(dtype)
         case "pytorch_half_pixel":
-            return (j + 0.5) / scale - 0.5 if length > 1 else np.zeros(out)
+            return (j + 0.5) / scale - 0.5 if out > 1 else np.zeros_like(j)
         case "tf_half_pixel_for_nn":
             return (j + 0.5) / scale
         case "asymmetric":
-            return j / scale
+            return j * size / length if length == out else j / scale
         case "align_corners":
-            return np.zeros(out) if length == 1 else j * (size - 1) / (length - 1)
+            return np.zeros_like(j) if length == 1 else j * (size - 1) / (length - 1)
         case _:  # tf_crop_and_resize
             if length == 1:
-                return np.full(out, 0.5 * (start + end) * (size - 1))
+                return np.full_like(j, 0.5 * (start + end) * (size - 1))
             return start * (size - 1) + j * (end - start) * (size - 1) / (length - 1)
 
 
@@ -213,6 +217,7 @@ def _resize(
     As in onnxruntime and ONNX's shape inference, `roi` has no part in the output's size.
     """
     axes = axes_of(axes, x.ndim)
+    is_whole = sizes is not None and sizes.size > 0 and policy == "stretch"
     scales, sizes = _extents(np.array([x.shape[a] for a in axes]), scales, sizes, policy)
     check_size(_largest(x.shape, axes, sizes), x.dtype)
     crop = coordinates == "tf_crop_and_resize"
@@ -231,7 +236,10 @@ def _resize(
         if scale == 1 and size == out and (start, end) == (0, 1):
             continue
         check_size([out], np.float64, host=True)
-        at = _coordinates(coordinates, size, out, scale, start, end)
+        # float32 rounds a coordinate to the next pixel where onnxruntime does
+        kind, length = np.float32 if mode == "nearest" else np.float64, out if is_whole else None
+        at = _coordinates(coordinates, size, out, scale, length, start, end, kind)
+        at = at.astype(np.float64)
         if mode == "nearest":
             rule = nearest_mode or ("ceil" if scale < 1 else "floor")
             if rule not in _NEAREST:

@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import onnx
+import onnxruntime
 import pytest
 
 import jaxonnx.ops  # noqa: F401 - registers the operators
@@ -84,3 +86,57 @@ def test_bicubic_sampling_at_the_border_is_that_of_pytorch():
     # torch.nn.functional.grid_sample of PyTorch 2.13 with the same settings
     expected = [-0.3532496988773346, 10.801095962524414, 1.4805010557174683]
     np.testing.assert_allclose(y[0, 0, 0], expected, rtol=1e-5, atol=1e-6)
+
+
+BY_SCALES = ["half_pixel", "pytorch_half_pixel", "asymmetric"]
+"""The others keep a fractional length (limits.md)."""
+BY_SIZES = [*BY_SCALES, "half_pixel_symmetric", "align_corners", "tf_crop_and_resize"]
+
+
+def nearest(kind, coordinates, size, value):
+    """A node that resizes the pixels 0 ... size - 1 by a scale, or to a size."""
+    rounding = ("floor", "ceil", "round_prefer_floor", "round_prefer_ceil")
+    given = {"scales": (value, ""), "sizes": ("", value)}[kind]
+    for rule in rounding:
+        names = [f"x{size}", "roi", *given]
+        yield onnx.helper.make_node(
+            "Resize",
+            names,
+            [f"{size} {value} {rule}"],
+            mode="nearest",
+            nearest_mode=rule,
+            coordinate_transformation_mode=coordinates,
+        )
+
+
+@pytest.mark.parametrize(
+    ("kind", "coordinates"),
+    [*(("scales", mode) for mode in BY_SCALES), *(("sizes", mode) for mode in BY_SIZES)],
+)
+def test_nearest_pixels_are_those_of_onnxruntime(kind, coordinates):
+    """It computes coordinates in float32, where some are on the other side of a half."""
+    values = {f"x{n}": np.arange(n, dtype=np.float32) for n in (3, 5, 7, 10)}
+    values["roi"] = np.array([0.1, 0.8], np.float32)
+    nodes = []
+    for size in (3, 5, 7, 10):
+        for step in range(3, 37):
+            value = np.array([step / 10], np.float32)
+            if kind == "sizes":
+                value = np.array([step])
+            # scales that change no size are in limits.md, too
+            if (step if kind == "sizes" else int(size * value[0])) not in (0, size):
+                values[name := f"{kind}{step}"] = value
+                nodes += nearest(kind, coordinates, size, name)
+    constants = [onnx.numpy_helper.from_array(x, name) for name, x in values.items()]
+    names = [node.output[0] for node in nodes]
+    outputs = [onnx.helper.make_tensor_value_info(name, 1, [None]) for name in names]
+    graph = onnx.helper.make_graph(nodes, "g", [], outputs, constants)
+    opsets = [onnx.helper.make_opsetid("", 19)]
+    proto = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=9)
+    expected = onnxruntime.InferenceSession(proto.SerializeToString()).run(None, {})
+    for node, y in zip(nodes, expected, strict=True):
+        attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+        attributes = {n: v.decode() for n, v in attributes.items()}
+        inputs = [values[name] if name else None for name in node.input]
+        found = resize(*inputs, **attributes)
+        np.testing.assert_array_equal(found, y, node.output[0])
