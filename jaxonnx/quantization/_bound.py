@@ -10,6 +10,7 @@ from jaxonnx._rewrite.network import Network, without_cache
 from jaxonnx.errors import InputError
 from jaxonnx.quantization._insert import fold_normalizations, insert
 from jaxonnx.quantization._open import Rounding
+from jaxonnx.quantization._ranges import divides
 from jaxonnx.quantization._scheme import TYPES, Quantization, with_weights
 from jaxonnx.quantization._sensitivity import (
     Ladders,
@@ -51,11 +52,11 @@ def insert_within(
 ) -> N:
     """Quantize a network as `insert` does, and keep tensors in more bits until a bound is met.
 
-    All tensors start in the types of the scheme, but for weights that onnxruntime cannot have in
-    int2: these start in the next type. Steps to wider types are ranked by the error that they save
-    for each byte; a bisection finds how many are needed, and those that turn out not to be are
-    taken back. Each choice is evaluated on the validation data, the last ones as the network
-    that is saved.
+    All tensors start in the types of the scheme. Weights that onnxruntime cannot have in int2, and
+    those whose inputs blocks do not divide, start in the next type that they can have. Steps to
+    wider types are ranked by the error that they save for each byte; a bisection finds how many are
+    needed, and those that turn out not to be are taken back. Each choice is evaluated on the
+    validation data, the last ones as the network that is saved.
 
     Returns:
       The quantized network, whose `Rounding` has the errors and the choices (`Sensitivity`).
@@ -176,10 +177,18 @@ def _start(
         activations += [kind for kind in (f"{x[:-1]}16" for x in activations) if kind in TYPES]
     schemes = {kind: with_weights(scheme, kind) for kind in dict.fromkeys(weights)}
     trials = make_trials(model, scheme, schemes, activations, examples)
-    ladders = dict.fromkeys(trials.sites, (*schemes, None))
-    if "int2" in schemes:
-        wrong = find_wrong_int2(model.graph, model.tensors, trials.sites, scheme.block)
-        ladders |= dict.fromkeys(wrong, (*[kind for kind in schemes if kind != "int2"], None))
+    wrong = {"int2": find_wrong_int2(model.graph, model.tensors, trials.sites, scheme.block)}
+    ladders = {
+        name: (
+            *(
+                kind
+                for kind, each in schemes.items()
+                if name not in wrong.get(kind, ()) and divides(model.tensors[name], site, each)
+            ),
+            None,
+        )
+        for name, site in trials.sites.items()
+    }
     ladders |= dict.fromkeys(trials.levels, (*dict.fromkeys(activations), None))
     errors = measure(trials.network, ladders, trials.change, examples[:_MEASURED])
     return _Search(trials, ladders, errors, bound, bound.evaluate(trials.network))

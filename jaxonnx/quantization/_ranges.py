@@ -41,6 +41,17 @@ class Parameters(NamedTuple):
     block: int = 0
 
 
+def find_block(site: WeightSite, scheme: Quantization) -> int:
+    """Return the number of inputs of a weight that share a scale; 0 for all of them."""
+    return scheme.block if scheme.block and site.in_blocks else 0
+
+
+def divides(w: Any, site: WeightSite, scheme: Quantization) -> bool:
+    """Check whether the blocks of a scheme, if it has some for this weight, divide its inputs."""
+    block = find_block(site, scheme)
+    return not block or w.shape[site.input] % block == 0
+
+
 def weight_parameters(
     w: np.ndarray,
     site: WeightSite,
@@ -67,16 +78,16 @@ def weight_parameters(
     # with integers, onnxruntime (1.32) takes one zero point for a stack of matrices, or none
     channels = channels and not (site.stacked and scheme.computes_integers and kind.middle)
     axes = [site.output] if channels else []
-    block = scheme.block if scheme.block and site.in_blocks else 0
+    block = find_block(site, scheme)
     weight = np.ones((), np.float32)
     if importance is not None:
         weight = importance.reshape(-1, *(1,) * (w.ndim - 1 - site.input))
     if block:
         n, axis = w.shape[site.input], site.input
-        if n % block:
+        if not divides(w, site, scheme):
             raise InputError(
                 f"'{site.name}' has {n} inputs, which blocks of {block} do not divide; choose "
-                "another block=, or leave it out with skip="
+                "another block=, leave it out with skip=, or pass max_loss="
             )
         parts = (*w.shape[:axis], n // block, block, *w.shape[axis + 1 :])
         w, summed = w.reshape(parts), (axis + 1,)

@@ -55,7 +55,7 @@ class Sensitivity:
     @property
     def ranking(self) -> list[str]:
         """The names of the tensors, sorted by their largest error, in descending order."""
-        return sorted(self.errors, key=lambda name: -max(self.errors[name].values()))
+        return sorted(self.errors, key=lambda n: -max(self.errors[n].values(), default=0))
 
     @property
     def wider_types(self) -> dict[str, str]:

@@ -3,6 +3,7 @@
 import re
 
 import numpy as np
+import onnx
 import onnxruntime
 import optax
 import pytest
@@ -87,6 +88,27 @@ def test_a_bound_that_only_floating_point_meets_is_an_error():
     rows = [line.split() for line in message.split("bytes")[-1].splitlines()[1:]]
     assert 0 < best == min(float(row[1]) for row in rows if float(row[1]))
     assert len(rows) > 6
+
+
+def test_weights_that_blocks_do_not_divide_stay(tmp_path):
+    """Blocks of 6 divide none of 16 inputs; activations in floats leave no type without blocks."""
+    wide = RNG.normal(size=(16, 12)).astype(np.float32)
+    narrow = RNG.normal(size=(12, 5)).astype(np.float32)
+    proto = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 21]>
+        g (float[n,16] x) => (float[n,5] y) { h = MatMul(x, wide) y = MatMul(h, narrow) }""")
+    for name, value in (("wide", wide), ("narrow", narrow)):
+        proto.graph.initializer.append(numpy_helper.from_array(value, name))
+    scheme = jaxonnx.Quantization(weights="int4", activations=None, block=6)
+    with pytest.raises(jaxonnx.InputError, match=r"'wide' has 16 inputs, .*pass max_loss="):
+        jaxonnx.quantize(proto, X, scheme)
+    model = jaxonnx.quantize(proto, X, scheme, max_loss=0.05)
+    stored = {tensor.name for tensor in model.to_onnx().graph.initializer}
+    assert {"wide", "narrow_quantized"} <= stored
+    assert [*model.sensitivity.errors["narrow"]] == ["int4", "int8", "int16"]
+    assert "wide" in str(model.sensitivity)
+    model.save(tmp_path / "small.onnx")
+    exact = X @ wide @ narrow
+    assert np.square(run(str(tmp_path / "small.onnx")) - exact).sum() < 0.05 * (exact**2).sum()
 
 
 @pytest.mark.parametrize(
