@@ -27,7 +27,11 @@ _MOST, _LEAST = 6, 2
 
 @dataclass(frozen=True, repr=False)
 class Result:
-    """The trained model and the history; printing it lists the tensors that changed most."""
+    """The trained model and the history; printing it lists the tensors that changed most.
+
+    A result that was pickled comes back without `run`, which has functions: losses, optimizers,
+    hooks.
+    """
 
     model: Model
     history: History
@@ -106,6 +110,9 @@ class Result:
             self.model.save(target / "model.onnx", **options)
         if card:
             write_card(self, target, license, base_model)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Result, (self.model, self.history, self.changes, self.lora)
 
     def __str__(self) -> str:
         return "\n".join([str(self.history), *self.history.notes, *_list_changes(self)])

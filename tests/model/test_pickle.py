@@ -69,6 +69,18 @@ def test_a_folder_stays_with_its_model():
     assert other.folder == model.folder
 
 
+def test_results_are_pickled_without_their_settings():
+    """Which have functions: a loss, an optimizer, hooks."""
+    result = train(lora=jaxonnx.LoRA(rank=2), validation=0.2, on_log=lambda *_: None)
+    other = pickle.loads(pickle.dumps(result))
+    assert (other.history, other.changes) == (result.history, result.changes)
+    assert other.run is None
+    assert str(other) == str(result)
+    np.testing.assert_array_equal(call(other.model, X), call(result.model, X))
+    both = [r.lora.attach(jaxonnx.load(mlp())) for r in (result, other)]
+    np.testing.assert_array_equal(call(both[1], X), call(both[0], X))
+
+
 def test_other_processes_take_models():
     model = jaxonnx.load(mlp())
     expected = call(model, X)
