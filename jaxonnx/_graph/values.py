@@ -32,9 +32,9 @@ class Value:
     rows: int | None = None
     """The number of rows of the table that an input chooses from, where it does."""
 
-    def with_batch_axis(self) -> Value:
-        """Return the value of several examples."""
-        return self if self.shape is None else replace(self, shape=("batch", *self.shape))
+    def with_batch_axis(self, name: str) -> Value:
+        """Return the value of several examples, whose axis has this name."""
+        return self if self.shape is None else replace(self, shape=(name, *self.shape))
 
     def __str__(self) -> str:
         shape = (

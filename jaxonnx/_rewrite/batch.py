@@ -23,6 +23,7 @@ from jaxonnx import _limits as limits
 from jaxonnx._graph.ancestors import ancestors
 from jaxonnx._graph.bind import Graph, Node, bind
 from jaxonnx._graph.values import Value, hint_at_image, to_value
+from jaxonnx._io.build import unused_name
 from jaxonnx._run.program import Program
 from jaxonnx._run.scope import Context, Scope
 from jaxonnx.errors import Error, InputError
@@ -265,8 +266,8 @@ def _write_changes(graph: GraphProto, inputs: list[str], changes: _Changes, size
 
     New constants become initializers without data, which `save` fills in.
     """
-    used = {d.dim_param for v in graph.input for d in v.type.tensor_type.shape.dim}
-    batch = "batch" if "batch" not in used else "batch_size"
+    ends = (*graph.input, *graph.output)
+    batch = unused_name("batch", {d.dim_param for v in ends for d in v.type.tensor_type.shape.dim})
     for value in graph.input:
         if value.name in inputs:
             value.type.tensor_type.shape.dim[0].dim_param = batch

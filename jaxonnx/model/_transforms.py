@@ -13,6 +13,7 @@ from jaxonnx._graph.caches import find_caches
 from jaxonnx._graph.roles import running_statistics, split
 from jaxonnx._graph.select import Select
 from jaxonnx._graph.values import list_values, matching
+from jaxonnx._io.build import unused_name
 from jaxonnx._rewrite.batch import free_batch
 from jaxonnx._rewrite.head import Classes, replace_head
 from jaxonnx._rewrite.network import (
@@ -62,7 +63,8 @@ def with_whole_inputs(model: M, names: Collection[str]) -> M:
 
 def with_batch_axis(model: M) -> M:
     """Return the model of `Model.with_batch_axis`."""
-    return enter(model, BatchAxis())
+    used = {str(n) for value in (*model.inputs, *model.outputs) for n in value.shape or ()}
+    return enter(model, BatchAxis(unused_name("batch", used)))
 
 
 def with_any_batch(model: M, *, prove: bool = False) -> M:

@@ -104,6 +104,8 @@ class WholeInputs(CallView):
 class BatchAxis(CallView):
     """A network of one example is mapped over a new first axis of all inputs and outputs."""
 
+    name: str = "batch"
+    """The name of the axis, which no axis of an example has."""
     maps = True
 
     def wrap(self, evaluate: Evaluate) -> Evaluate:
@@ -120,7 +122,7 @@ class BatchAxis(CallView):
         return evaluate_batch
 
     def declare(self, value: Value) -> Value:
-        return value.with_batch_axis()
+        return value.with_batch_axis(self.name)
 
 
 # Caches of decoders that are empty in each evaluation.

@@ -133,6 +133,18 @@ def test_one_graph_is_one_batch_whose_weights_choose_nodes():
             jaxonnx.train(model, (inputs, one["y"]), batching=wrong, **LABELS)
 
 
+def test_a_new_batch_axis_has_a_name_of_its_own():
+    """Not that of an axis of the example, whose size is another."""
+    proto = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 17]>
+        g (float[batch, 4] x) => (float[batch, 3] y) { y = MatMul(x, w) }""")
+    w = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(w, "w"))
+    x = np.random.default_rng(1).normal(size=(2, 5, 4)).astype(np.float32)
+    model = jaxonnx.load(proto).with_batch_axis()
+    assert [value.shape for value in model.inputs] == [("batch_2", "batch", 4)]
+    np.testing.assert_allclose(model(x), x @ w, rtol=1e-5)
+
+
 @pytest.mark.deep
 def test_a_file_of_one_example_is_mapped():
     model, data = stored("one")
