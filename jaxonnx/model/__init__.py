@@ -15,7 +15,7 @@ from jaxonnx.model._quantize import (
     read_examples,
     sensitivity,
 )
-from jaxonnx.model._recurrent_states import start_at_zeros
+from jaxonnx.model._recurrent_states import add_states, start_at_zeros
 from jaxonnx.model._sampling import stop_tokens
 from jaxonnx.model._save import check_nodes, to_proto
 from jaxonnx.model._show import operator_name

@@ -16,11 +16,13 @@ from jaxonnx._rewrite.network import leave
 from jaxonnx.errors import InputError, TrainingError
 from jaxonnx.model import (
     Model,
+    add_states,
     as_model,
     check_quantized,
     hide_same_caches,
     insert_rounding,
     read_examples,
+    start_at_zeros,
 )
 from jaxonnx.quantization import (
     Bound,
@@ -44,7 +46,7 @@ from jaxonnx.training._losses import is_loss
 from jaxonnx.training._sequences import read_whole_sequences
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._stopping import find_direction
-from jaxonnx.views import PackedRows
+from jaxonnx.views import FixedInputs, PackedRows
 
 _BATCHES = 16
 """The batches that ranges are measured on."""
@@ -170,20 +172,34 @@ def _read_labeled(
     fitted = fit_to_evaluation(net, settings, labeled)
     read = read_data(fitted, settings, labeled, training=split)
     if split:
-        return read.model, read.examples, read.held_out
+        open_ = _free_states(read.model, net)
+        return open_, add_states(open_, read.model, read.examples), read.held_out
     return *read_examples(net, data, **options), read.examples
+
+
+def _free_states(model: Model, before: Model) -> Model:
+    """Return a model whose recurrent states are inputs again, as they are of the one before."""
+    fixed = model.program.find(FixedInputs)
+    if fixed is None or fixed is before.program.find(FixedInputs):
+        return model
+    at = [view is fixed for view in model.program.views].index(True)
+    views = (*model.program.views[:at], *model.program.views[at + 2 :])  # with their outputs
+    return replace(model, program=replace(model.program, views=views))
 
 
 def _make_evaluation(metric: Any, examples: Any) -> Callable[[Model], float]:
     """Return a function that evaluates a metric or loss of a model, where greater is worse.
 
-    Models that differ in their tensors only are compiled once.
+    Models that differ in their tensors only are compiled once. Recurrent states that the examples
+    lack start at zeros.
     """
     goals: dict[int, tuple[Any, Any]] = {}
 
     def evaluate(model: Model) -> float:
         program = model.program
         if id(program) not in goals:
+            batch = next(examples.batches(0))
+            model, _ = start_at_zeros(model, (batch.inputs, batch.targets))
             if is_loss(metric):
                 goal = objective.find(read_whole_sequences(model, metric), metric, ())
             else:

@@ -311,6 +311,11 @@ def test_all_functions_start_states_at_zeros(tmp_path):
         ["y"], {"x": X, "h": zeros, "c": zeros}
     )[0]
     assert 0 < np.abs(found - y).max() < 0.1 * np.abs(y).max()
+    data, bound = (X, TARGETS), {"max_loss": 10.0, "metric": "mse"}
+    for validation in (None, data):
+        small = jaxonnx.quantize(model, data, validation=validation, batch_size=3, **bound)
+        assert [value.name for value in small.inputs] == ["x", "h", "c"]
+        assert [value.name for value in small.outputs] == ["y", "hn", "cn"]
     assert jaxonnx.sensitivity(model, X, types=["int8"], activations=[]).errors
     manifest = jaxonnx.export_step(model, tmp_path, (X, TARGETS), "squared_error", sgd)
     run = onnxruntime.InferenceSession(tmp_path / "step.onnx").run
