@@ -235,18 +235,20 @@ class Reader:
 
     def _encode_pair(self, where: str, texts: Texts) -> Iterator[_Example]:
         """Yield the tokens of a prompt, and those of its completion with the end token."""
-        parts = []
-        for name, text in (("prompt", texts.prompt), ("completion", texts.answers[0])):
+        prompt, places = self.tokenizer.locate_tokens(texts.prompt)
+        completion = self.tokenizer.encode_target(texts.answers[0])
+        pair = {"prompt": (texts.prompt, prompt), "completion": (texts.answers[0], completion)}
+        for name, (text, ids) in pair.items():
             if not text:
                 raise TrainingError(f"{where} has an empty {name}")
-            ids = self.tokenizer.encode(text)
-            ids = self._append_end(text, ids) if name == "completion" else ids
             self._check(f"the {name} of {where}", ids, least=1)
-            parts.append(ids)
-        longest = max(map(len, parts))
-        if longest <= self.limit or self._check_long(where, longest, "cut") != "skip":
-            prompt, completion = (ids[: self.limit] for ids in parts)
-            yield prompt, completion
+        longest = max(len(prompt), len(completion))
+        if longest > self.limit and self._check_long(where, longest, "cut") == "skip":
+            return
+        # as transformers cuts texts, which keep the tokens that the tokenizer ends them with
+        own = int((places[::-1, 1] > 0).argmax())
+        cut = min(self.limit, len(prompt)) - own
+        yield np.append(prompt[:cut], prompt[len(prompt) - own :]), completion[: self.limit]
 
     def _encode(
         self, where: str, row: Mapping[str, Any], texts: Texts, images: RowImages | None
@@ -262,7 +264,7 @@ class Reader:
         text = texts.prompt + answer
         ids, places = self._locate(text, images, special=True)
         first = np.flatnonzero(places[:, 1] > len(texts.prompt))
-        ids = self._append_end(text, ids)
+        ids = self.tokenizer.append_end(text, ids)
         start = 0 if self.settings.loss == "all" else first[0] if len(first) else len(ids)
         yield ids, self._hide_images(ids, np.where(np.arange(len(ids)) < start, self.ignored, ids))
 
@@ -280,12 +282,6 @@ class Reader:
         if self.images is None:
             return labels
         return np.where(ids == self.images.token, self.ignored, labels)
-
-    def _append_end(self, text: str, ids: np.ndarray) -> np.ndarray:
-        """Append the end token to the tokens of a text that has none."""
-        ends = self.tokenizer.ends
-        ended = np.isin(ids[-1:], ends).any() or self.tokenizer.is_ended(text)
-        return ids if ended else np.append(ids, np.array(ends[:1], np.int64))
 
     def _encode_chat(
         self, where: str, row: Mapping[str, Any], texts: Texts, images: RowImages | None

@@ -136,7 +136,50 @@ class Tokenizer:
             stop = body[-1] + 1 if doubled else stop
         while not end and stop - start > 1 and added[stop - 1] and ids[stop - 1] in self.ends:
             stop -= 1
+        if (language := self._language) is not None:
+            ids[added & (ids == language)] = self._find_language("src_lang", language)
         return ids[start:stop], np.array(encoding.offsets, np.int64).reshape(-1, 2)[start:stop]
+
+    def encode_target(self, text: str) -> np.ndarray:
+        """Convert a text that the decoder behind an encoder writes to tokens, int64[n].
+
+        As in transformers' `text_target`, a tokenizer that marks the language of texts (mBART,
+        NLLB) marks that of `tgt_lang` in `tokenizer_config.json`, or else of `forced_bos_token_id`.
+
+        Raises:
+          TrainingError: the tokenizer marks languages, and neither is there.
+        """
+        ids, language = self.encode(text), self._language
+        if language is None:
+            return self.append_end(text, ids)
+        files = map(self.folder.read_json, ("generation_config.json", "config.json"))
+        forced = (file.get("forced_bos_token_id") for file in files)
+        target = self._find_language("tgt_lang", next(filter(None, forced), None))
+        if target is None:
+            raise TrainingError(
+                f"the tokenizer in '{self.folder.path}' marks the language of a text, like "
+                f'{self.name(language)}, and nothing names that of completions: set "tgt_lang" in '
+                "tokenizer_config.json"
+            )
+        return np.where(ids == self._find_language("src_lang", language), target, ids)
+
+    def append_end(self, text: str, ids: np.ndarray) -> np.ndarray:
+        """Append the end token to the tokens of a text that has none."""
+        ended = np.isin(ids[-1:], self.ends).any() or self.is_ended(text)
+        return ids if ended else np.append(ids, np.array(self.ends[:1], np.int64))
+
+    @functools.cached_property
+    def _language(self) -> int | None:
+        """The token by which the post-processor marks the language of a text, if it does."""
+        if not {"src_lang", "tgt_lang"} & self._settings.keys():
+            return None
+        named = {*self.ends, *map(self._tokens.token_to_id, self.special.values())}
+        return next((i for i in self._tokens.encode("").ids if i not in named), None)
+
+    def _find_language(self, setting: str, otherwise: int | None) -> int | None:
+        """Return the token of a language that `tokenizer_config.json` names."""
+        token = self._tokens.token_to_id(self._settings.get(setting) or "")
+        return otherwise if token is None else token
 
     def encode_segments(
         self, texts: Sequence[str], limit: int

@@ -98,10 +98,63 @@ def test_long_pairs_are_cut_and_counted(folder, lines):
     path = lines(*ROWS)
     columns, _, _, notes, _ = read(folder, path, max_length=4)
     assert [*map(len, columns["input_ids"])] == [4, 4, 4, 4]
+    # as transformers cuts them, before the end token
+    assert columns["input_ids"][0].tolist() == tokens("translate : one")
     assert columns["labels"][2].tolist() == tokens(ROWS[2]["completion"])
     assert notes[0].startswith("texts of more than 4 tokens: 2 cut")
     with pytest.raises(jaxonnx.TrainingError, match=r"line 1 of .* has 5 tokens, more than 4"):
         read(folder, path, max_length=4, long="refuse")
+
+
+LANGUAGES = {
+    # where the tokenizer marks the language, and what transformers makes of a prompt and of a
+    # completion (`text_target`): MBartTokenizer, MBart50Tokenizer and NllbTokenizer
+    "$A </s> en_XX": ([5, 6, 1, 14], [9, 10, 1, 13]),
+    "en_XX $A </s>": ([14, 5, 6, 1], [13, 9, 10, 1]),
+}
+
+
+@pytest.mark.parametrize("template", LANGUAGES)
+@pytest.mark.parametrize("where", ["tgt_lang", "forced_bos_token_id"])
+def test_completions_have_the_mark_of_their_language(folder, lines, template, where):
+    """And prompts that of `src_lang`, whichever the file of the tokenizer has."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["fr_XX", "en_XX", "de_DE"])
+    marks = [(name, tokenizer.token_to_id(name)) for name in ("</s>", "en_XX")]
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single=template.replace("en_XX", "de_DE"),
+        special_tokens=[marks[0], ("de_DE", tokenizer.token_to_id("de_DE"))],
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"eos_token": "</s>", "pad_token": "<pad>", "src_lang": "en_XX", "tgt_lang": "fr_XX"}
+    if where != "tgt_lang":
+        settings["tgt_lang"] = None
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"forced_bos_token_id": 13}))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    columns, *_ = read(folder, lines(ROWS[0] | {"prompt": "one two"}))
+    pair = [columns[name][0].tolist() for name in ("input_ids", "labels")]
+    assert tuple(pair) == LANGUAGES[template]
+    columns, *_ = read(folder, lines(ROWS[0] | {"prompt": "one two three four"}), max_length=4)
+    assert columns["input_ids"][0].tolist() == LANGUAGES[template][0]
+    assert jaxonnx.load(folder).tokenizer.encode("one two").tolist() == LANGUAGES[template][0]
+
+
+def test_a_language_of_completions_that_nothing_names_is_refused(folder, lines):
+    text = (folder / "tokenizer.json").read_text()
+    tokenizer = tokenizers.Tokenizer.from_str(text)
+    tokenizer.add_special_tokens(["en_XX"])
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="en_XX $A </s>",
+        special_tokens=[("</s>", 1), ("en_XX", tokenizer.token_to_id("en_XX"))],
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"eos_token": "</s>", "src_lang": "en_XX", "tgt_lang": None}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(
+        jaxonnx.TrainingError, match=r'like \'en_XX\', .*"tgt_lang" in tokenizer_conf'
+    ):
+        read(folder, lines(ROWS[0]))
 
 
 @pytest.mark.parametrize(
