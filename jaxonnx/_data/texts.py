@@ -80,7 +80,13 @@ def read_texts(
         if rows.is_stream:
             read[name] = replace(rows, convert=partial(_convert_part, reader, rows, name))
             continue
+        skipped = reader.long["skip"]
         read[name] = reader.read(rows, rows(), name)
+        if not read[name] and reader.long["skip"] > skipped:
+            raise TrainingError(
+                f"preprocess={{'long': 'skip'}} leaves no example of {name}: pass a larger "
+                f"'max_length' than {reader.limit} tokens, or 'cut'"
+            )
         if not read[name]:
             raise TrainingError(
                 "the loss counts no token of any example: preprocess={'loss': 'all'} counts all, "

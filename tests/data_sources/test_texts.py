@@ -128,6 +128,12 @@ def test_long_texts_are_split_or_cut_and_counted(model, lines):
     assert max(map(len, columns["input_ids"])) == 128
 
 
+def test_data_whose_texts_are_all_skipped_are_refused(model, lines):
+    path = lines({"text": "a list of lists " * 10})
+    with pytest.raises(jaxonnx.TrainingError, match=r"leaves no example of data: pass a larger"):
+        read(model, path, max_length=16, long="skip")
+
+
 def test_parts_of_which_no_token_counts_make_no_step(model, lines):
     """Nor do they change the loss, which is NumPy's in float64 of onnxruntime's logits."""
     chats = [
