@@ -20,6 +20,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
@@ -147,6 +148,8 @@ def find_folder(source: Any, variant: str | None) -> ModelFolder | None:
             names = [p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file()]
             if any(mark in names for mark in _MARKS) or any(n.startswith("onnx/") for n in names):
                 return ModelFolder(path, *choose_files(str(source), names, variant, path))
+        if path.suffix == ".onnx" and variant is None:
+            return _find_described(path)
         named = isinstance(source, str) and _HUB.fullmatch(source) and not path.exists()
         if named and path.suffix not in (".onnx", ".npz"):
             return _download(str(source), variant)
@@ -155,6 +158,22 @@ def find_folder(source: Any, variant: str | None) -> ModelFolder | None:
             f"variant={variant!r} chooses among the files of a language model's folder, and the "
             "source is not such a folder"
         )
+    return None
+
+
+def _find_described(path: Path) -> ModelFolder | None:
+    """Return the folder whose configuration describes a file; None if there is none.
+
+    It is `config.json` of transformers, or the genai_config.json that names the file, in the folder
+    of the file or, for transformers.js, in the one above.
+    """
+    for folder in (path.parent, *([path.parent.parent] if path.parent.name == "onnx" else [])):
+        name = path.relative_to(folder).as_posix()
+        with suppress(ModelError):  # another file by that name
+            config, genai = map(ModelFolder(folder, name).read_json, ("config.json", GENAI))
+            decoder = genai.get("model", {}).get("decoder", {})
+            if "model_type" in config or decoder.get("filename") == name:
+                return ModelFolder(folder, name)
     return None
 
 

@@ -91,6 +91,25 @@ def test_texts_are_padded_by_the_token_of_the_folder(tmp_path, files):
     )
 
 
+@pytest.mark.parametrize(
+    ("config", "is_described"),
+    [
+        ({"model_type": "llama", "pad_token_id": PAD}, True),
+        ({"pad_token_id": PAD}, False),  # of something else
+    ],
+)
+def test_the_path_of_a_file_is_that_of_its_folder(tmp_path, config, is_described):
+    """Where a configuration beside it is that of a language model."""
+    path = write(tmp_path, BY_TOKEN, config=config) / "model.onnx"
+    model = jaxonnx.load(path)
+    assert (model.folder == jaxonnx.load(tmp_path).folder) == is_described
+    if is_described:
+        found = model.predict({"input_ids": TEXTS}, batch_size=5)
+        np.testing.assert_allclose(found, of_each_text(tmp_path), rtol=1e-5)
+    (tmp_path / "config.json").write_text("[1]")
+    assert jaxonnx.load(path).folder is None
+
+
 def test_losses_and_calibration_see_the_same_padding(tmp_path):
     model = jaxonnx.load(write(tmp_path, BY_TOKEN, config={"pad_token_id": PAD}))
     scores = of_each_text(tmp_path)
