@@ -13,9 +13,21 @@ _TRANSCRIPT = "<|startoftranscript|>"
 """The token that Whisper's transcripts begin with."""
 
 
+_BEHIND_PADDING = {
+    *("camembert", "data2vec-text", "esm", "ibert", "layoutlmv3", "lilt", "longformer", "luke"),
+    *("markuplm", "mluke", "mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta"),
+    *("xlm-roberta-xl", "xmod"),
+}
+"""Model types of transformers whose first position is the one behind `pad_token_id`: the table of
+`max_position_embeddings` has no places for as many tokens."""
+
+
 def context_length(folder: ModelFolder) -> int | None:
     """Return the context length that the configuration files of a model give, if any does."""
     settings = folder.read_json("config.json")
+    length, fill = settings.get("max_position_embeddings"), settings.get("pad_token_id")
+    if settings.get("model_type") in _BEHIND_PADDING and isinstance(length, int):
+        return length - 1 - (fill if isinstance(fill, int) else 1)
     nested = settings.get("text_config")
     for source, name in (
         (folder.read_json(GENAI).get("model", {}), "context_length"),

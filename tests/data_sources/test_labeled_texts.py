@@ -116,6 +116,37 @@ def test_the_length_of_the_tokenizer_is_the_default(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("kind", "fill", "limit"),
+    [("roberta", 1, 10), ("xlm-roberta", 0, 11), ("mpnet", None, 10), ("bert", 0, 12)],
+)
+def test_positions_that_begin_behind_the_padding_are_fewer(tmp_path, kind, fill, limit):
+    """transformers' RoBERTa counts them from pad_token_id + 1: a table of 12 has 10 for tokens."""
+    config = {"model_type": kind, "pad_token_id": fill, "max_position_embeddings": 12}
+    model = write(tmp_path, config=config, model_max_length=10**30)
+    found, _ = read(model, [{"text": "the cat " * 9, "label": 1}])
+    assert len(found["input_ids"][0]) == limit
+    with pytest.raises(jaxonnx.TrainingError, match=f"the model has positions for {limit} tokens"):
+        read(model, [{"text": "the cat", "label": 1}], max_length=limit + 1)
+
+
+def test_several_labels_of_a_text_are_learned_by_sigmoids(tmp_path):
+    """Where the file's network is of such, as transformers does; else they may be shares."""
+    rows = [{"text": WHO, "labels": [1, 0, 1]}, {"text": MAT, "labels": [0, 0, 0]}]
+    with pytest.raises(jaxonnx.TrainingError, match="pass loss=: a text with a list of numbers"):
+        jaxonnx.train(write(tmp_path), rows)
+    model = write(tmp_path, config={"problem_type": "multi_label_classification"})
+    result = jaxonnx.train(model, rows, optimizer=optax.sgd(0.0), batch_size=2, progress=False)
+    assert "loss: sigmoid_binary_cross_entropy (default for several labels)" in (
+        result.history.notes
+    )
+    texts = SINGLE, [2, 5, 6, 7, 8, 9, 10, 3]
+    scores = np.concatenate([model.predict({"input_ids": [ids]}) for ids in texts])
+    targets = np.array([row["labels"] for row in rows])
+    losses = np.log1p(np.exp(scores)) - targets * scores
+    assert result.history.losses[0] == pytest.approx(losses.mean(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
     ("label", "expected"),
     [(2, 2), (True, 1), (1.0, 1), ("2", 2), ("Neutral", 1), ("ENTAILMENT", 0), (np.int8(1), 1)],
 )
