@@ -263,7 +263,7 @@ class Reader:
             raise TrainingError(f"{where} has an empty {name}")
         text = texts.prompt + answer
         ids, places = self._locate(text, images, special=True)
-        first = np.flatnonzero(places[:, 1] > len(texts.prompt))
+        first = np.flatnonzero(self._reach(ids, places, len(texts.prompt)))
         ids = self.tokenizer.append_end(text, ids)
         start = 0 if self.settings.loss == "all" else first[0] if len(first) else len(ids)
         yield ids, self._hide_images(ids, np.where(np.arange(len(ids)) < start, self.ignored, ids))
@@ -276,6 +276,14 @@ class Reader:
         if self.images is None or images is None:
             return ids, places
         return self.images.expand(ids, places, images, whole=whole)
+
+    def _reach(self, ids: np.ndarray, places: np.ndarray, start: int) -> np.ndarray:
+        """Check which tokens reach beyond a place in a text, bool[n].
+
+        A special token before it does not, though it may take the spaces behind it (`rstrip`).
+        """
+        before = np.isin(ids, self.tokenizer.special_tokens) & (places[:, 0] < start)
+        return (places[:, 1] > start) & ~before
 
     def _hide_images(self, ids: np.ndarray, labels: np.ndarray) -> np.ndarray:
         """Return labels without the tokens that stand for images."""
@@ -321,7 +329,7 @@ class Reader:
             ids, places = self._locate(text, images, special=False, whole=whole)
             inside = np.zeros(len(ids), bool)
             for start, stop in parts:  # a token that reaches into a part counts
-                inside |= (places[:, 1] > start) & (places[:, 0] < stop)
+                inside |= self._reach(ids, places, start) & (places[:, 0] < stop)
             labels = np.where(inside ^ counts_all, ids, self.ignored)
             for start, stop in [(0, len(text))] if counts_all else parts:
                 if not ends or self.tokenizer.is_ended(text[start:stop]):

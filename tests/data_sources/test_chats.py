@@ -69,6 +69,23 @@ def test_a_text_has_one_begin_and_one_end(folder, post, text):
         assert columns["input_ids"][0].tolist() == ids
 
 
+def test_special_tokens_that_take_spaces_are_not_of_the_answer(folder):
+    """Phi-3's tokens of roles take spaces behind them, here the first ones of the answer."""
+    template = (
+        "{% for m in messages %}{{ '^\n' if m.role == 'assistant' }}{{ m.content }}<|im_end|>"
+        "{% endfor %}{% if add_generation_prompt %}^\n{% endif %}"
+    )
+    path = folder(template, tokens=[tokenizers.AddedToken("^", rstrip=True)])
+    chats = [
+        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": answer}]}
+        for answer in ("yes", " yes", "\n\nyes")
+    ]
+    pairs, _ = read(path, *chats)
+    assert [counted for _, counted in pairs] == [f"yes{END}"] * 3
+    (pair,), _ = read(path, {"prompt": "q ^", "completion": " yes"})
+    assert pair[1] == f"yes{END}"
+
+
 def test_begin_and_end_are_those_of_transformers(folder):
     transformers = pytest.importorskip("transformers")
     path = folder(post=f"{BEGIN} $A {END}")
