@@ -146,7 +146,8 @@ def describe_ties(tied: Sequence[str]) -> str:
         return ""
     return (
         f"'{tied[0]}' is both the embedding and the output layer, which PEFT adapts apart: where "
-        "the file stores the weight twice, jaxonnx.load(path, tied=[]) keeps the two apart"
+        "the file stores the weight twice, as onnxruntime-genai's builder does with "
+        "shared_embeddings=false, jaxonnx.load(path, tied=[]) keeps the two apart"
     )
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import warnings
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._axes import Matrix
-from jaxonnx._graph.uses import uses_by_tensor
+from jaxonnx._graph.uses import Use, uses_by_tensor
 from jaxonnx._require import require
 from jaxonnx._text import list_some
 from jaxonnx.errors import InputError
@@ -115,11 +115,16 @@ def checksum(model: Model, names: Collection[str]) -> str:
 def find_tied(model: Model) -> list[str]:
     """Return the weights that are both an embedding and the matrix of a product."""
     read = uses_by_tensor(model.graph, model.tensors)
-    lookups = {
-        name: {use.matrix.lookup for use in used if not use.passes and use.matrix is not None}
-        for name, used in read.items()
-    }
-    return [name for name, kinds in lookups.items() if len(kinds) > 1]
+
+    def find_kinds(used: Sequence[Use]) -> Iterator[bool]:
+        """Yield whether a reader looks rows up, of each that reads a matrix."""
+        for use in (use for use in used if not use.passes):
+            if use.matrix is not None:
+                yield use.matrix.lookup
+            elif use.node.op.name == "GatherBlockQuantized" and use.position == 0:
+                yield True  # of packed numbers that were reshaped
+
+    return [name for name, used in read.items() if len({*find_kinds(used)}) > 1]
 
 
 def warn_about_ties(model: Model, names: Collection[str]) -> None:

@@ -177,3 +177,39 @@ def test_convolutions_that_peft_computes_otherwise(convolution, words, tmp_path)
     if "Transpose(" not in convolution:
         with pytest.raises(jaxonnx.InputError, match=words):
             jaxonnx.Adapters.load(write_folder(tmp_path / "theirs", "conv"), model)
+
+
+@pytest.mark.parametrize("module", ["lm_head", "model.embed_tokens"])
+def test_one_table_in_few_bits_for_both_ends_is_named(tmp_path, module):
+    """As onnxruntime-genai's builder stores a tied table; PEFT adapts its two readers apart."""
+    sizes = "K = 32, N = 24, bits = 4, block_size = 32"
+    proto = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["": 21, "ms": 1]>
+    g (int64[n,t] ids) => (float[n,t,24] logits) <int64[2] size = {{24, 16}}> {{
+        packed = Reshape(table, size)
+        x = ms.GatherBlockQuantized
+            <bits = 4, block_size = 32, gather_axis = 0, quantize_axis = 1> (packed, ids, scales)
+        logits = ms.MatMulNBits<{sizes}>(x, table, scales)
+    }}""")
+    renamed = {"table": "lm_head.MatMul.weight_Q4", "scales": "lm_head.MatMul.weight_scales"}
+    for node in proto.graph.node:
+        node.input[:] = [renamed.get(name, name) for name in node.input]
+        node.domain = "com.microsoft" if node.domain else ""
+    proto.opset_import[1].domain = "com.microsoft"
+    random = np.random.default_rng(0)
+    tensors = random.integers(0, 256, (24, 1, 16), np.uint8), random.random((24, 1), np.float32)
+    for name, value in zip(renamed.values(), tensors, strict=True):
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(value, name))
+    sides = (("embedding_A", 24), ("embedding_B", 32))
+    if module == "lm_head":
+        sides = (("A.weight", 32), ("B.weight", 24))
+    (tmp_path / "peft").mkdir()
+    arrays = {
+        f"base_model.model.{module}.lora_{end}": normal(*((2, n) if "A" in end else (n, 2)))
+        for end, n in sides
+    }
+    save_file(arrays, tmp_path / "peft" / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2}
+    (tmp_path / "peft" / "adapter_config.json").write_text(json.dumps(config))
+    message = r"'lm_head.MatMul.weight_Q4' is both the embedding and the output .*shared_embeddings"
+    with pytest.raises(jaxonnx.InputError, match=message):
+        jaxonnx.Adapters.load(tmp_path / "peft", jaxonnx.load(proto))
