@@ -20,7 +20,9 @@ class RunArguments(TypedDict, total=False):
     """The number of steps after which the run ends, be it in the middle of an epoch.
 
     With `epochs` as well, what comes first counts. A step is one batch, also with `accumulate`. A
-    run can be resumed with a larger number; a schedule then follows the longer run."""
+    run can be resumed with a larger number; a schedule then follows the longer run. With
+    `accumulate`, batches that wait at the end make an update of their own, which they would not
+    have made alone in a longer run."""
     steps_per_epoch: Annotated[int | None, Argument(form="count", resume=True)]
     """The number of steps of an epoch; by default those of a pass over the data.
 

@@ -170,7 +170,7 @@ def test_other_forms_of_the_model_stay_behind(browser, tmp_path):
 
 
 def test_a_folder_is_for_models_of_folders(tmp_path):
-    model = jaxonnx.load(OPTIMUM / "model.onnx")
+    model = jaxonnx.load((OPTIMUM / "model.onnx").read_bytes())
     with pytest.raises(jaxonnx.InputError, match="is a folder: give the path of a file"):
         model.save(tmp_path)
 

@@ -5,6 +5,7 @@ import json
 
 import jax
 import numpy as np
+import onnx
 import pytest
 
 import jaxonnx
@@ -223,7 +224,7 @@ def test_prompts_that_do_not_fit_are_refused_at_once(prompts, arguments, message
 
 
 def test_texts_need_a_folder():
-    model = jaxonnx.load(GENAI / "model.onnx")
+    model = jaxonnx.load(onnx.load(GENAI / "model.onnx"))
     with pytest.raises(jaxonnx.InputError, match="not loaded from a folder"):
         model.generate("a list", max_new_tokens=2)
 

@@ -179,7 +179,7 @@ def test_the_loss_is_that_of_pytorch():
     ],
 )
 def test_what_cannot_be_hidden_is_said(loss, data, message, folder):
-    model = jaxonnx.load(folder / "model.onnx")
+    model = jaxonnx.load((folder / "model.onnx").read_bytes())
     with pytest.raises(jaxonnx.TrainingError, match=message):
         jaxonnx.train(model, data, loss=loss, batch_size=4)
     with pytest.raises(jaxonnx.TrainingError, match="probability must be between 0 and 1"):
