@@ -65,7 +65,9 @@ def _make_masker(model: Model, masking: Masking, ignored: int | None) -> Callabl
     if tokenizer is not None:
         mask = tokenizer.mask_token if mask is None else mask
         special = tokenizer.special_tokens if special is None else special
-    count = vocabulary(model) if tokenizer is None else tokenizer.size
+    # a tokenizer may have more tokens than the model, or the model rows that are no tokens
+    sizes = (vocabulary(model), None if tokenizer is None else tokenizer.size)
+    count = min((size for size in sizes if size is not None), default=None)
     if mask is None or count is None:
         raise TrainingError(
             "masked_lm hides tokens by a mask token, and the model has no folder with a tokenizer "

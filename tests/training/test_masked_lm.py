@@ -102,6 +102,17 @@ def test_shares_are_those_of_transformers(folder):
     np.testing.assert_allclose(theirs, shares_of(*hide(folder), TOKENS), atol=0.03)
 
 
+def test_tokens_that_the_model_lacks_hide_nothing(folder, tmp_path):
+    """A tokenizer has more of them where some were added and the model was not resized."""
+    place = shutil.copytree(folder, tmp_path / "larger")
+    tokenizer = tokenizers.Tokenizer.from_file(str(place / "tokenizer.json"))
+    tokenizer.add_tokens([f"new{i}" for i in range(50)])
+    tokenizer.save(str(place / "tokenizer.json"))
+    tokens, labels = hide(place)
+    assert tokens.max() < 13
+    shares_of(tokens, labels, TOKENS)
+
+
 def test_draws_depend_on_the_seed_and_the_epoch(folder):
     first = hide(folder, seed=1, epoch=2)
     for other, same in (
