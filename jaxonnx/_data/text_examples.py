@@ -246,9 +246,9 @@ class Reader:
         if longest > self.limit and self._check_long(where, longest, "cut") == "skip":
             return
         # as transformers cuts texts, which keep the tokens that the tokenizer ends them with
-        own = int((places[::-1, 1] > 0).argmax())
-        cut = min(self.limit, len(prompt)) - own
-        yield np.append(prompt[:cut], prompt[len(prompt) - own :]), completion[: self.limit]
+        ends = int((places[::-1, 1] > 0).argmax())
+        cut = min(self.limit, len(prompt)) - ends
+        yield np.append(prompt[:cut], prompt[len(prompt) - ends :]), completion[: self.limit]
 
     def _encode(
         self, where: str, row: Mapping[str, Any], texts: Texts, images: RowImages | None
@@ -278,7 +278,7 @@ class Reader:
         return self.images.expand(ids, places, images, whole=whole)
 
     def _reach(self, ids: np.ndarray, places: np.ndarray, start: int) -> np.ndarray:
-        """Check which tokens reach beyond a place in a text, bool[n].
+        """Find the tokens that reach beyond a place in a text, bool[n].
 
         A special token before it does not, though it may take the spaces behind it (`rstrip`).
         """
