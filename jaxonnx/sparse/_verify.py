@@ -7,8 +7,6 @@ these integers say which elements the product sums over, and thus whether it sum
 of M along the one blocked axis of the weight, the other, or neither.
 """
 
-import importlib
-import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -98,10 +96,9 @@ def verify(
 
     Args:
       function: `function(params, *inputs)`, the forward pass; it is traced, not run. Or, alone, a
-        model that has `apply`, `params`, and `inputs` with their `shape` and `dtype` (a
-        `jaxonnx.Model`, or the path of its file); dynamic dimensions are then taken as 2.
-        Integer weights of a quantized file are proved by their values in floating point, which are
-        0 where they are.
+        model that has `apply`, `params`, and `inputs` with their `shape` and `dtype`, as a
+        `jaxonnx.Model` has; dynamic dimensions are then taken as 2. Integer weights of a quantized
+        file are proved by their values in floating point, which are 0 where they are.
       params: a pytree with the concrete weights.
       inputs: arrays or `jax.ShapeDtypeStruct`; the vjp is taken for parameters and inputs.
       layers: which weights are sparse along which axes and how, as `layers(params)` reports it. By
@@ -119,9 +116,6 @@ def verify(
         something was added to it, say). The message has the table.
     """
     check_arguments(verify, locals())
-    if isinstance(function, str | bytes | os.PathLike):
-        # the one call of this room that needs Models
-        function = importlib.import_module("jaxonnx.model").load(function)
     if params is None and not hasattr(function, "inputs"):
         raise InputError(
             "verify takes a model, or a function and its parameters, got "

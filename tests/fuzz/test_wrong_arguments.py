@@ -10,7 +10,7 @@ from tests.fuzz.wrong_arguments import CALLS, NOT_CALLED, WRONG, find_fault, fin
 from tests.support.paths import DATA
 
 
-@pytest.mark.parametrize("function", [None, [1, 2], {"a": 1}])
+@pytest.mark.parametrize("function", [None, [1, 2], {"a": 1}, "net.onnx"])
 def test_verify_takes_models(function):
     with pytest.raises(jaxonnx.InputError, match=r"takes a model.*jaxonnx\.load\(path\)"):
         jaxonnx.sparse.verify(function)

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import jaxonnx
-from jaxonnx import demo, sparse
+from jaxonnx import sparse
 from jaxonnx.errors import SparsityError
 from jaxonnx.lowering import divide
 from jaxonnx.sparse._pattern import default_axes
@@ -353,14 +352,3 @@ def test_damaged_files_are_refused(saved, tmp_path):
 def test_a_quotient_by_a_scale_keeps_the_zeros():
     pruned = sparse.prune({"w": W})
     assert products(lambda p, x: x @ divide(p["w"], jnp.float32(3)), pruned, X)
-
-
-def test_a_file_is_verified_by_its_path(tmp_path):
-    model = demo.mlp()
-    model = model.replace(params=sparse.prune(dict(model.params), select="body_weight"))
-    model.with_sparsity(select="body_weight").save(tmp_path / "net.onnx")
-    model = jaxonnx.load(tmp_path / "net.onnx")
-    for path in (tmp_path / "net.onnx", str(tmp_path / "net.onnx")):
-        assert str(sparse.verify(path)) == str(sparse.verify(model))
-    with pytest.raises(jaxonnx.Error, match=r"none\.onnx"):
-        sparse.verify(tmp_path / "none.onnx")
