@@ -55,7 +55,6 @@ ONLY = {
     "_require": {"errors"},
     "_progress": set(),
     "optim": {"_require", "errors"},
-    "losses": {"ops", "_require", "errors"},
 }
 """Rooms that know nothing of graphs and Models, and all that they may import."""
 

@@ -8,14 +8,12 @@ import jax
 import numpy as np
 
 from jaxonnx._data.ragged import (
-    DECODER_TOKENS,
     PLAIN,
+    Needs,
     Padding,
     Ragged,
     column,
     derived_inputs,
-    ignore_token,
-    next_tokens,
     with_derived,
 )
 from jaxonnx._graph.values import Value
@@ -43,7 +41,8 @@ def as_pair(
       TrainingError: something is missing, is not numbers, or has another number of examples.
     """
     names, spare = [value.name for value in values], derived_inputs(values)
-    spare = [DECODER_TOKENS, *spare] if padding.shift is not None and labels else spare
+    needs = padding.needs if labels else Needs()
+    spare = [*needs.complete, *spare]
     x, y = split_inputs(data if labels else (drop_targets(data, names), ()), names, what, spare)
     inputs = [
         None if a is None and n in spare else column(a, f"{what}: input {n!r}")
@@ -56,18 +55,14 @@ def as_pair(
         y,
         is_leaf=lambda v: isinstance(v, list),
     )
-    if padding.shift is not None and labels:
-        inputs, targets = _with_shifted(inputs, targets, names, padding.shift, what)
+    for name, complete in needs.complete.items():
+        inputs, targets = _complete_input(inputs, targets, names.index(name), complete, name, what)
     if all(array is None for array in inputs):
         lacks = "none of the inputs of the model" if names else "no use: the model has no inputs"
         raise TrainingError(f"{what} has {lacks}")
     inputs = with_derived(inputs, values)
-    if labels and padding.next_token and not jax.tree.leaves(targets):
-        targets = next_tokens(inputs, values, padding.ignored, what)
-        if padding.image_token is not None:
-            targets = ignore_token(targets, padding.image_token, padding.ignored)
-    if labels and padding.untargeted and not jax.tree.leaves(targets):
-        targets = np.zeros(count_examples(inputs, inputs, values), np.int32)
+    if needs.derive is not None and not jax.tree.leaves(targets):
+        targets = needs.derive(inputs, values, what)
     named = [(f"input {n!r}", a) for n, a in zip(names, inputs, strict=True)]
     whole = {f"input {value.name!r}" for value in values if value.whole}
     numbers = {f"input {value.name!r}" for value in values if value.shape == ()}
@@ -154,25 +149,25 @@ def _check_rows(value: Value, array: Any, what: str, negative: bool) -> None:
     )
 
 
-def _with_shifted(
+def _complete_input(
     inputs: list[Any],
     targets: Any,
-    names: list[str],
-    shift: Callable[[Any], tuple[Any, Any]],
+    place: int,
+    complete: Callable[[Any], tuple[Any, Any]],
+    name: str,
     what: str,
 ) -> tuple[list[Any], Any]:
-    """Compute the decoder's tokens from the labels by `shift`, if data omits them."""
-    place = names.index(DECODER_TOKENS)
+    """Compute an input from the labels, if data omits it."""
     if inputs[place] is not None:
         return inputs, targets
     labels, tree = jax.tree.flatten(targets)
     if len(labels) != 1:
         raise TrainingError(
             f"{what} has {'several targets' if labels else 'no targets'}, of which "
-            f"'{DECODER_TOKENS}' could be made: pass it"
+            f"'{name}' could be made: pass it"
         )
-    tokens, target = shift(labels[0])
-    return [*inputs[:place], tokens, *inputs[place + 1 :]], tree.unflatten([target])
+    array, target = complete(labels[0])
+    return [*inputs[:place], array, *inputs[place + 1 :]], tree.unflatten([target])
 
 
 def _without_examples(column: str) -> str:

@@ -237,7 +237,8 @@ def ignore_token(labels: Any, token: int, ignored: int) -> Any:
     """Return labels without those that are a token."""
     if isinstance(labels, Ragged):
         return Ragged(ignore_token(labels.values, token, ignored), labels.starts)
-    return np.where(np.asarray(labels) == token, ignored, labels)
+    where = jnp.where if isinstance(labels, jax.Array) else np.where
+    return where(labels == token, ignored, labels)
 
 
 def next_tokens(columns: Sequence[Any], inputs: Sequence[Value], ignored: int, what: str) -> Any:
@@ -275,26 +276,29 @@ def next_tokens(columns: Sequence[Any], inputs: Sequence[Value], ignored: int, w
 
 
 @dataclass(frozen=True)
+class Needs:
+    """What the losses of a run need of the data."""
+
+    ignored: Any = IGNORED
+    """The padding value of labels; a dict for several targets."""
+    group: int = 1
+    """The number of consecutive examples that a loss reads together, such as pairs."""
+    derive: Callable[[Sequence[Any], Sequence[Value], str], Any] | None = None
+    """A function of (inputs, values, what) that makes the targets of data without any."""
+    complete: Mapping[str, Callable[[Any], tuple[Any, Any]]] = field(default_factory=dict)
+    """Functions of the labels, by the names of inputs that data may omit, that return the input
+    and the labels to learn."""
+
+
+@dataclass(frozen=True)
 class Padding:
-    """Settings of `train` for padding sequences and for targets that data may omit."""
+    """Settings of `train` for padding sequences, and what losses need of the data."""
 
     pad: Mapping[str, Any] = field(default_factory=dict)
     """Padding values of inputs and targets, by name."""
     buckets: tuple[int, ...] | None = None
     """Widths of batches; None for powers of two."""
-    ignored: Any = IGNORED
-    """The padding value of labels; a dict for several targets."""
-    image_token: int | None = None
-    """The token that stands for images, which is no label of next-token prediction."""
-    next_token: bool = False
-    """Whether the tokens are the labels if data has no targets."""
-    untargeted: bool = False
-    """Whether the loss needs no targets, so that data may have none."""
-    group: int = 1
-    """The number of consecutive examples that a loss reads together, such as pairs."""
-    shift: Callable[[Any], tuple[Any, Any]] | None = None
-    """A function of the labels that returns the decoder's tokens, if data may omit these, and the
-    labels without a start token before them."""
+    needs: Needs = Needs()
     token: int = 0
     """The padding value of inputs of tokens that have none in `pad`."""
     check: Callable[[Columns, str], None] | None = None
@@ -397,8 +401,8 @@ class Padding:
                     f"{what}: the targets{jax.tree_util.keystr(path)} have unequal lengths and are "
                     f"not labels: pass their padding, pad={{{names[0]!r}: ...}}"
                 )
-            several = isinstance(self.ignored, Mapping)
-            return self.ignored.get(names[0], IGNORED) if several else self.ignored
+            ignored = self.needs.ignored
+            return ignored.get(names[0], IGNORED) if isinstance(ignored, Mapping) else ignored
 
         targets = jax.tree_util.tree_map_with_path(of_target, columns[1])
         fills = [*inputs, *jax.tree.leaves(targets)]

@@ -79,7 +79,7 @@ def examples_of(
         if weights is not None:
             weights = checked_weights(weights, len(rows), what)
         _check_batch(arrays, targets, size, len(rows))
-        also: Any = {"weights": weights, "group": padding.group if labels else 1}
+        also: Any = {"weights": weights, "group": padding.needs.group if labels else 1}
         whole = [value.whole for value in inputs]
         if any(whole):
             return Arrays(arrays, targets, size, seed, rows, whole=whole, **also)

@@ -130,10 +130,10 @@ def _token_reader(
         settings,
         _limit(model, settings),
         vocabulary(model),
-        padding.ignored if isinstance(padding.ignored, int) else -100,
+        padding.needs.ignored if isinstance(padding.needs.ignored, int) else -100,
         token_input(model),
         pairs=_takes_pairs(model, settings),
-        group=padding.group,
+        group=padding.needs.group,
         images=images,
         packing=model.program.find(PackedRows) if settings.pack else None,
     )

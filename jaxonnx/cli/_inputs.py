@@ -19,8 +19,9 @@ from jaxonnx._data.inputs_and_targets import KEY
 from jaxonnx._data.ragged import derived_inputs
 from jaxonnx._data.rows import Rows, open_rows
 from jaxonnx.errors import Error, InputError, TrainingError
+from jaxonnx.losses import find
 from jaxonnx.model import Model, load
-from jaxonnx.training import find, target_names
+from jaxonnx.training import target_names
 
 _PREPARATION = ("scale", "mean", "std", "labels", "order", "crop", "size")
 """Flags that are fields of `images.Preparation` by the same name."""
@@ -94,7 +95,7 @@ def data(path: Path, model: Model, options: argparse.Namespace) -> tuple[Any, bo
     values = sources.rename_columns(table(path), names, f"'{path}'")
     chosen = columns(path, [*values], model)
     loss = find(options.loss) if getattr(options, "loss", None) else None
-    if not chosen.targets and (loss is None or (loss.takes_targets and not loss.labels_are_tokens)):
+    if not chosen.targets and (loss is None or loss.derive(model) is None):
         raise _lacks(path, values, "the targets, as 'y'")
     inputs = {name: values[column] for name, column in chosen.inputs.items()}
     targets = {name: values[name] for name in chosen.targets}

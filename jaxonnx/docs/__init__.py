@@ -110,9 +110,7 @@ def _signature(name: str, value: Any) -> list[str]:
 
 
 def _fields(value: type) -> Iterator[tuple[str, str]]:
-    """Yield the fields of a dataclass or named tuple that have a text below them in the source."""
-    if not (dataclasses.is_dataclass(value) or hasattr(value, "_fields")):
-        return
+    """Yield the fields and attributes of a class that have a text below them in the source."""
     for cls in _classes(value):
         (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
         assert isinstance(body, ast.ClassDef)

@@ -3,35 +3,24 @@
 `cross_entropy` and `negative_log_likelihood` are those of ONNX's operators, `causal_lm`,
 `masked_lm` and `seq2seq_lm` those of language models. `distill` learns from another model, `dpo`,
 `orpo` and `kto` from preferences, `in_batch_negatives` and `contrastive` from pairs. Losses of
-optax are chosen by name.
+optax are chosen by name. A `Loss` of your own says what it needs of the model, the data and each
+batch, and `register` gives it a name.
 """
 
 from jaxonnx.losses._distill import Distillation, distill
-from jaxonnx.losses._groups import (
-    GroupLoss,
-    contrastive,
-    dpo,
-    in_batch_negatives,
-    kto,
-    log_likelihoods,
-    orpo,
-)
-from jaxonnx.losses._labels import (
-    ClassLoss,
-    Masking,
-    causal_lm,
-    cross_entropy,
-    masked_lm,
-    negative_log_likelihood,
-    seq2seq_lm,
-    shift_right,
-)
+from jaxonnx.losses._groups import GroupLoss, contrastive, in_batch_negatives
+from jaxonnx.losses._labels import ClassLoss, cross_entropy, negative_log_likelihood
+from jaxonnx.losses._loss import Loss, check_classes, register, totals
+from jaxonnx.losses._named import find, find_by_output, find_for_answers, is_loss
+from jaxonnx.losses._preferences import PreferenceLoss, dpo, kto, log_likelihoods, orpo
+from jaxonnx.losses._tokens import causal_lm, masked_lm, seq2seq_lm, shift_right
 
 __all__ = [
     "ClassLoss",
     "Distillation",
     "GroupLoss",
-    "Masking",
+    "Loss",
+    "PreferenceLoss",
     "causal_lm",
     "contrastive",
     "cross_entropy",
@@ -43,6 +32,7 @@ __all__ = [
     "masked_lm",
     "negative_log_likelihood",
     "orpo",
+    "register",
     "seq2seq_lm",
     "shift_right",
 ]

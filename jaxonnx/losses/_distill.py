@@ -1,17 +1,23 @@
 """Knowledge distillation: the loss against the outputs of another model."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxonnx._data.batches import Batch
+from jaxonnx._data.ragged import with_derived
 from jaxonnx._require import check_arguments, require, require_integer
 from jaxonnx.errors import TrainingError
+from jaxonnx.losses._loss import DeriveTargets, Loss
+from jaxonnx.losses._tokens import label_tokens, take_next_logits
+from jaxonnx.model import Model, as_model
 
 
-@dataclass(frozen=True, eq=False)
-class Distillation:
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Distillation(Loss):
     """A loss of logits and of another model's, called with `(outputs, targets)`; see `distill`."""
 
     temperature: float
@@ -19,8 +25,49 @@ class Distillation:
     ignore_index: int
     teacher: Any
     top: int | None
-    shift: bool
-    """Whether labels are tokens, which the logits at the place before score."""
+    next_token: bool
+    of_tokens = True
+
+    def prepare(self, model: Model, data: Any = None) -> Model:
+        return (take_next_logits if self.next_token else super().prepare)(model, data)
+
+    def derive(self, model: Model) -> DeriveTargets | None:
+        return label_tokens(model, self.ignore_index) if self.next_token else None
+
+    def second(self, model: Model) -> Callable[[Batch], Any] | None:
+        """Return a function that adds what the teacher computes of a batch to its labels.
+
+        Raises:
+          TrainingError: the teacher has several outputs.
+        """
+        if self.teacher is None:
+            return None
+        teacher = self.prepare(as_model(self.teacher))
+        names = [value.name for value in model.inputs]
+        if len(teacher.outputs) != 1:
+            raise TrainingError(
+                f"distill: the teacher has {len(teacher.outputs)} outputs: choose that of the "
+                "logits, with model.with_outputs(NAME)"
+            )
+
+        @jax.jit
+        def compute(params, state, inputs):
+            return self.shorten(teacher.apply(params, *inputs, state=state))
+
+        def add(batch: Batch) -> Any:
+            named = dict(zip(names, batch.inputs, strict=True))
+            inputs = [named.get(value.name) for value in teacher.inputs]
+            if len(inputs) == len(names) == 1:
+                inputs = batch.inputs
+            if all(x is None for x in inputs):
+                raise TrainingError(
+                    f"distill: the teacher takes {', '.join(v.name for v in teacher.inputs)}, and "
+                    f"the student {', '.join(names)}: they need inputs of the same names"
+                )
+            logits = compute(teacher.params, teacher.state, with_derived(inputs, teacher.inputs))
+            return logits, batch.targets
+
+        return add
 
     def shorten(self, logits: jax.Array) -> Any:
         """Select all logits of the teacher, or the greatest ones.
@@ -42,7 +89,7 @@ class Distillation:
         values = self.temperature**2 * self._diverge(outputs, teacher)
         if labels is None:
             return values.reshape(len(values), -1).mean(1)
-        if self.shift:
+        if self.next_token:
             last = jnp.full_like(labels[:, :1], self.ignore_index)
             labels = jnp.concatenate([labels[:, 1:], last], axis=1)
         counts = labels != self.ignore_index
@@ -122,4 +169,11 @@ def distill(
         require(
             "distill: top", top, teacher is not None, "left out without teacher=", TrainingError
         )
-    return Distillation(temperature, soft, ignore_index, teacher, top, next_token)
+    return Distillation(
+        temperature=temperature,
+        soft=soft,
+        ignore_index=ignore_index,
+        teacher=teacher,
+        top=top,
+        next_token=next_token,
+    )

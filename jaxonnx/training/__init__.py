@@ -15,7 +15,6 @@ from jaxonnx.training._evaluate import evaluate
 from jaxonnx.training._find_rate import RateCurve, find_rate
 from jaxonnx.training._head import with_heads
 from jaxonnx.training._history import History
-from jaxonnx.training._losses import find
 from jaxonnx.training._optimizers import optimizer
 from jaxonnx.training._plot import shade
 from jaxonnx.training._preview import Preview, preview

@@ -19,6 +19,7 @@ from jaxonnx._data.batches import Source
 from jaxonnx._data.images import preparation as images
 from jaxonnx.errors import InputError, TrainingError
 from jaxonnx.lora import writes_apart
+from jaxonnx.losses import find_by_output
 from jaxonnx.model import Model, as_model, check_nodes
 from jaxonnx.quantization import record_of
 from jaxonnx.training import _objective as objective
@@ -27,13 +28,12 @@ from jaxonnx.training._class_weights import class_weights_by_index
 from jaxonnx.training._fit_optimizer import fit_to_step
 from jaxonnx.training._gradient_step import GradientStep
 from jaxonnx.training._head import complete_settings, with_heads
-from jaxonnx.training._losses import find_by_output
+from jaxonnx.training._loss_needs import prepare_model
 from jaxonnx.training._mesh_step import MeshStep
 from jaxonnx.training._optimizers import is_planned
 from jaxonnx.training._precision import precision_notes
 from jaxonnx.training._quantize import prepare
 from jaxonnx.training._select_parameters import freeze_without_gradient, select_parameters
-from jaxonnx.training._sequences import read_whole_sequences
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._sparsity import remove_sparsity, sparsify
 from jaxonnx.training._step import Step
@@ -91,7 +91,7 @@ def step(
             "model.recompute_statistics(data)"
         )
     model = with_heads(as_model(model, settings.mesh), settings)
-    model = read_whole_sequences(model, loss)
+    model = prepare_model(model, loss)
     return build_step(model, settings, epochs, steps_per_epoch)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from jaxonnx._data.batches import Examples, Padded
 from jaxonnx._require import is_one_of, require
 from jaxonnx.errors import TrainingError
-from jaxonnx.training._losses import Loss
+from jaxonnx.losses import Loss
 
 _SHOWN = 8
 

@@ -1,6 +1,5 @@
 """Read the data arguments of `train` as sources of batches."""
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -12,16 +11,17 @@ from jaxonnx._data.batches import Examples, Source
 from jaxonnx._data.images.batches import Pictures
 from jaxonnx._data.images.folder import Folder, find_folders
 from jaxonnx._data.padding import fit_padding
-from jaxonnx._data.ragged import IGNORED, PLAIN, Padding
-from jaxonnx._data.rows import JUDGEMENT, SHAPES, Rows, check_shape, choose_splits, open_rows
+from jaxonnx._data.ragged import PLAIN, Padding
+from jaxonnx._data.rows import SHAPES, Rows, check_shape, choose_splits, open_rows
 from jaxonnx._data.sources import check_size, examples_of, rename_columns, size_of_batches
 from jaxonnx._data.streams import Portions
 from jaxonnx._data.texts import TextSettings, read_texts
 from jaxonnx._graph.values import Value
 from jaxonnx.errors import TrainingError
+from jaxonnx.losses import find_by_output
 from jaxonnx.model import Model
-from jaxonnx.training._losses import find_by_output
-from jaxonnx.training._sequences import labels_are_tokens, shift_labels, take_packed_rows
+from jaxonnx.training._loss_needs import find_needs
+from jaxonnx.training._packed_rows import take_packed_rows
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._step import target_names
 
@@ -108,16 +108,15 @@ def _check_answers(loss: Any, read: Mapping[str, Any], packs: bool) -> None:
       packs: whether several texts become one row.
     """
     for each in find_by_output(loss).values():
-        if each.rows > 1 and packs:
+        if each.group > 1 and packs:
             raise TrainingError(
                 f"preprocess={{'pack': True}} joins texts to rows, and the loss {each.name!r} "
                 "compares rows: leave it out"
             )
-        column = JUDGEMENT if each.name == "kto" else "chosen"
-        for name, rows in read.items() if each.rows > 1 and each.next_token else ():
+        for name, rows in read.items() if each.answers is not None else ():
             shape = rows.find_shape(True) if isinstance(rows, Rows) else None
-            if shape is not None and column not in shape.columns:
-                wanted = next(other for other in SHAPES if column in other.columns)
+            if shape is not None and each.answers not in shape.columns:
+                wanted = next(other for other in SHAPES if each.answers in other.columns)
                 raise TrainingError(
                     f"{name} has rows with {', '.join(map(repr, rows.rename(rows.first)))}, and "
                     f"the loss {each.name!r} takes rows like {wanted.example}"
@@ -149,8 +148,9 @@ def sources(
         if not isinstance(data, Folder):
             options: Any = {"padding": padding, "target_names": target_names}
             return examples_of(data, inputs, batch_size, seed, name, **options)
-        if padding.group != 1:
-            raise TrainingError(f"{name}: a folder of images has no groups of {padding.group}")
+        if padding.needs.group != 1:
+            group = padding.needs.group
+            raise TrainingError(f"{name}: a folder of images has no groups of {group}")
         return Pictures.of(data, size_of_batches(inputs, batch_size), seed)
 
     examples = read(data, "data", seed)
@@ -168,19 +168,9 @@ def padding_of(model: Model, settings: Settings) -> Padding:
     Raises:
       TrainingError: an argument of the wrong form, or an unknown loss.
     """
-    parts = find_by_output(settings.loss)
-    labels = {o: IGNORED if l.ignore_index is None else l.ignore_index for o, l in parts.items()}
-    by_output, next_token = parts.keys() - {None}, labels_are_tokens(settings.loss)
-    padding = Padding.of(
-        settings.pad,
-        settings.length_buckets,
-        ignored=labels if by_output and not next_token else next(iter(labels.values()), IGNORED),
-        image_token=model.folder.image_token if model.folder and model.folder.vision else None,
-        next_token=next_token,
-        untargeted=bool(parts) and not any(l.takes_targets for l in parts.values()),
-        group=math.lcm(*(l.rows for l in parts.values())),
-    )
-    return shift_labels(padding, model, settings.loss)
+    needs, pad = find_needs(model, settings.loss)
+    padding = Padding.of(settings.pad, settings.length_buckets, needs=needs)
+    return replace(padding, pad={**pad, **padding.pad})
 
 
 def _split(examples: Source, share: float) -> tuple[Examples, Examples]:

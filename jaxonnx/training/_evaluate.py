@@ -22,7 +22,7 @@ from jaxonnx.training import _objective as objective
 from jaxonnx.training._data import read_data
 from jaxonnx.training._fit_to_data import fit_to_evaluation
 from jaxonnx.training._head import choose_loss_of_texts
-from jaxonnx.training._masking import mask_tokens
+from jaxonnx.training._loss_needs import draw_batches
 from jaxonnx.training._settings import Settings
 
 
@@ -85,7 +85,7 @@ def evaluate(
     loss = settings.loss
     net = fit_to_evaluation(net, settings, data)
     net, examples, *_ = read_data(net, settings, data, training=False)
-    _, examples = mask_tokens(net, loss, [None, examples], settings.seed)
+    _, examples = draw_batches(net, loss, [None, examples], settings.seed)
     goal = objective.find(net, loss, metrics)
     return evaluate_objective(goal, examples, images.preparation(net).labels, progress)
 

@@ -8,7 +8,7 @@ from jaxonnx._data.sources import lacks_batch_axis
 from jaxonnx.errors import InputError, TrainingError
 from jaxonnx.model import Model, batch_norms, start_at_zeros, with_any_batch, with_whole_inputs
 from jaxonnx.training._head import has_own_algorithm
-from jaxonnx.training._sequences import read_whole_sequences
+from jaxonnx.training._loss_needs import prepare_model
 from jaxonnx.training._settings import Settings
 
 
@@ -25,13 +25,13 @@ def fit_to_data(model: Model, settings: Settings, data: Any) -> tuple[Model, lis
     """
     model, notes = _fit_batch_axis(model, settings, data)
     model, opened = _open_batch(model, settings)
-    return read_whole_sequences(model, settings.loss, data), [*notes, *opened]
+    return prepare_model(model, settings.loss, data), [*notes, *opened]
 
 
 def fit_to_evaluation(model: Model, settings: Settings, data: Any) -> Model:
     """Return a model that evaluates batches of the data, as `fit_to_data` fits one to training."""
     model, _ = _fit_batch_axis(model, replace(settings, statistics="frozen"), data)
-    return read_whole_sequences(model, settings.loss, data)
+    return prepare_model(model, settings.loss, data)
 
 
 def _fit_batch_axis(model: Model, settings: Settings, data: Any) -> tuple[Model, list[str]]:

@@ -17,7 +17,7 @@ from jaxonnx._data.rows import LABELS, Rows
 from jaxonnx._data.tokenizer import Tokenizer
 from jaxonnx._text import format_count
 from jaxonnx.errors import TrainingError
-from jaxonnx.losses import cross_entropy
+from jaxonnx.losses import cross_entropy, find_for_answers
 from jaxonnx.model import Model, Trainable, labels
 from jaxonnx.training._optimizers import DECAYING, find_vectors, named_optimizer
 from jaxonnx.training._settings import Settings
@@ -84,10 +84,10 @@ def choose_loss_of_texts(model: Model, settings: Settings, data: Any) -> tuple[S
             )
         loss = "sigmoid_binary_cross_entropy"
         return replace(settings, loss=loss), [f"loss: {loss} (default for several labels)"]
-    if shape.is_judged or "chosen" in shape.columns:
+    if name := find_for_answers(shape.columns):
         raise TrainingError(
             f"pass loss=: rows with {', '.join(map(repr, shape.columns))} compare answers, as the "
-            f"loss {'kto' if shape.is_judged else 'dpo'!r} does"
+            f"loss {name!r} does"
         )
     if DECODER_TOKENS in [value.name for value in model.inputs]:
         loss = "seq2seq_lm"

@@ -12,15 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._data.batches import Batch
-from jaxonnx._data.inputs_and_targets import count_examples
-from jaxonnx._data.ragged import IGNORED, next_tokens
 from jaxonnx._graph.bind import Node
 from jaxonnx._require import require
 from jaxonnx._rewrite.last_layer import ENDINGS
 from jaxonnx.errors import TrainingError
+from jaxonnx.losses import Loss
+from jaxonnx.losses import find as find_loss
 from jaxonnx.model import Model
-from jaxonnx.training import _losses as losses
 from jaxonnx.training import _metrics as metrics
+from jaxonnx.training._loss_needs import find_derivation
 from jaxonnx.training._predictions import Reader
 
 
@@ -28,7 +28,7 @@ from jaxonnx.training._predictions import Reader
 class Term:
     """A loss of one output, or of all outputs at once."""
 
-    loss: losses.Loss
+    loss: Loss
     output: str | None
     """None for all outputs and all targets, as they come."""
     value: int | None
@@ -66,22 +66,12 @@ class Objective:
         """`sums`, compiled."""
         return jax.jit(self.sums)
 
-    @property
-    def label_of_padding(self) -> int | None:
-        """The label that does not count, where the only loss is one of next tokens."""
-        if len(self.terms) != 1 or not self.terms[0].loss.next_token:
-            return None
-        index = self.terms[0].loss.ignore_index
-        return IGNORED if index is None else index
-
     def derive_targets(self, inputs: Any) -> Any:
-        """Return the targets of a batch that has none; None if a loss takes some."""
-        if self.label_of_padding is not None:
-            values = self.model.inputs
-            return next_tokens(inputs, values, self.label_of_padding, "the batch")
-        if self.terms and not any(term.loss.takes_targets for term in self.terms):
-            return jnp.zeros(count_examples(inputs, inputs, self.model.inputs), jnp.int32)
-        return None
+        """Return the targets of a batch that has none; None if it must have some."""
+        losses = [term.loss for term in self.terms]
+        drawn = any(loss.draws for loss in losses)  # of batches that `draw` has changed
+        derive = None if drawn else find_derivation(self.model, losses)
+        return None if derive is None else derive(inputs, self.model.inputs, "the batch")
 
     @property
     def denominators(self) -> list[Any]:
@@ -245,7 +235,7 @@ def find(
     notes: list[str] = []
 
     def term(output: str | None, argument: Any, share: float) -> Term:
-        resolved = losses.find(argument)
+        resolved = find_loss(argument)
         if output is None and len(names) > 1:
             return Term(resolved, None, None, share)
         position = 0 if output is None else names.index(output)
@@ -312,12 +302,12 @@ def _with_smoothing(terms: tuple[Term, ...], smoothing: float | None) -> tuple[T
     """Smooth the labels of all cross entropies."""
     if not smoothing:
         return terms
-    if not any(term.loss.has_distributions for term in terms):
+    if not any(term.loss.smooths for term in terms):
         raise TrainingError(
             "label_smoothing goes with cross entropies of classes and of tokens, not with "
-            f"{', '.join(str(term.loss.name or term.loss.function) for term in terms)}"
+            f"{', '.join(str(term.loss.name or term.loss) for term in terms)}"
         )
-    pairs = [(term, term.loss.has_distributions) for term in terms]
+    pairs = [(term, term.loss.smooths) for term in terms]
     return tuple(
         replace(term, loss=term.loss.with_label_smoothing(smoothing)) if fits else term
         for term, fits in pairs
@@ -363,7 +353,7 @@ def _find_ending(model: Model, output: str) -> Node | None:
     return None
 
 
-def _fits(node: Node, loss: losses.Loss, shape: tuple | None) -> bool:
+def _fits(node: Node, loss: Loss, shape: tuple | None) -> bool:
     """Check whether the loss contains this operator, over the same axis."""
     if ENDINGS[node.op.name] != loss.logits_of:
         return False

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxonnx.errors import TrainingError
-from jaxonnx.training._losses import Loss
+from jaxonnx.losses import Loss
 
 
 class Choices(NamedTuple):

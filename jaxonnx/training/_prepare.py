@@ -16,8 +16,7 @@ from jaxonnx.training._continuations import as_messages
 from jaxonnx.training._data import open_data, read_data
 from jaxonnx.training._fit_to_data import fit_to_data
 from jaxonnx.training._head import choose_loss_of_texts, with_heads
-from jaxonnx.training._masking import mask_tokens
-from jaxonnx.training._second_model import add_second_model
+from jaxonnx.training._loss_needs import ask_second_model, draw_batches
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._step import Step
 
@@ -71,8 +70,8 @@ def prepare_run(
         held_out=read.held_out,
     )
     changed = augment_examples(read.examples, settings.augment, settings.seed)
-    sources = add_second_model(read.model, settings.loss, [changed, read.held_out])
-    sources = mask_tokens(read.model, settings.loss, sources, settings.seed)
+    sources = ask_second_model(read.model, settings.loss, [changed, read.held_out])
+    sources = draw_batches(read.model, settings.loss, sources, settings.seed)
     return Prepared(
         *(step, read.examples, read.held_out, sources, settings),
         *([*splits, *chosen, *notes], read.notes, read.long),

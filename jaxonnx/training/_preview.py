@@ -19,13 +19,12 @@ from jaxonnx._arguments import TrainArguments, check_names, documented
 from jaxonnx._data.augmented import Augmented
 from jaxonnx._data.batches import Batch, Examples, Padded, Source
 from jaxonnx._data.ragged import IGNORED, Ragged
-from jaxonnx._data.rows import JUDGEMENT
 from jaxonnx._limits import format_bytes
 from jaxonnx._text import Rendered
-from jaxonnx.losses import Distillation, GroupLoss
+from jaxonnx.losses import Loss
 from jaxonnx.model import Model
 from jaxonnx.training._check_batches import BatchChecks
-from jaxonnx.training._losses import Loss, find_by_output
+from jaxonnx.training._loss_needs import find_only
 from jaxonnx.training._memory import FitCheck, explain_memory_errors
 from jaxonnx.training._mesh_step import automatic
 from jaxonnx.training._prepare import prepare_run
@@ -148,30 +147,29 @@ def preview(
     with automatic(settings.mesh), explain_memory_errors(settings):
         run = prepare_run(model, data, settings)
         step, examples, source = run.step, run.examples, run.sources[0]
-        loss = _find_loss_of_tokens(settings.loss)
+        loss = find_only(settings.loss)
         shown = batch = _find_widest(examples)
         batch = source.apply(batch) if isinstance(source, Augmented) else batch
         BatchChecks(step, batch, source).check_data(source, run.sources[1])
-        stride = 2 if _is_judged(batch) else 1  # every other answer estimates a distance
         if isinstance(examples, Padded):  # in the order of the data
-            shown = _take(examples, examples.rows[: _SHOWN * stride])
-        if draws := loss is not None and loss.masking is not None:
+            shown = _take(examples, examples.rows[: _SHOWN * loss.stride])
+        if loss.draws:
             shown = source.apply(shown)
-        if stride > 1:
-            shown = jax.tree.map(lambda x: x[::stride], shown)
+        if loss.stride > 1:
+            shown = jax.tree.map(lambda x: x[:: loss.stride], shown)
         planned = run.settings.max_steps, examples.steps and examples.steps * run.settings.epochs
         steps = [count for count in planned if count is not None]
         return Preview(
             rows=len(examples.rows) if isinstance(examples, Examples) else None,
             steps=min(steps, default=None),
-            **_count_tokens(examples, source, loss, stride),
+            **_count_tokens(examples, source, loss),
             long=dict(run.long),
             shapes=_describe(step, batch),
             classes=_count_classes(examples),
             **_run_step(step, step.put(batch, examples.in_shares)),
             examples=[*_decode(step, shown, loss)],
-            captions=_caption(shown, loss),
-            draws=draws,
+            captions=loss.caption(shown.targets)[:_SHOWN],
+            draws=loss.draws,
             notes=[*run.notes, *step.notes],
         )
 
@@ -192,27 +190,12 @@ def _take(examples: Padded, rows: np.ndarray) -> Batch:
     return Batch(*examples.columns.rows(rows), weight)
 
 
-def _find_loss_of_tokens(loss: Any) -> Loss | None:
-    """Return the only loss, if it is one of tokens: its own, those of pairs, or of a teacher."""
-    losses = [*find_by_output(loss).values()]
-    if len(losses) != 1:
-        return None
-    (only,) = losses
-    of_tokens = only.labels_are_tokens or only.forcing or isinstance(only.function, Distillation)
-    return only if of_tokens or getattr(only.function, "reference", False) else None
-
-
 def _get_labels(targets: Any) -> Any:
     """Return the labels of tokens among targets; None if there are several or none."""
     if isinstance(targets, Mapping):
         targets = targets.get("labels", targets)
     leaves = jax.tree.leaves(targets, is_leaf=lambda x: isinstance(x, Ragged))
     return leaves[0] if len(leaves) == 1 else None
-
-
-def _is_judged(batch: Batch) -> bool:
-    """Check whether answers have a judgement each, and are followed by those of other rows."""
-    return isinstance(batch.targets, Mapping) and {"labels", JUDGEMENT} <= batch.targets.keys()
 
 
 def _run_step(step: Step, batch: Batch) -> dict[str, Any]:
@@ -230,9 +213,7 @@ def _run_step(step: Step, batch: Batch) -> dict[str, Any]:
     return {"loss": losses[0], "memory": update.planned, **measured}
 
 
-def _count_tokens(
-    examples: Source, source: Source, loss: Loss | None, stride: int
-) -> dict[str, Any]:
+def _count_tokens(examples: Source, source: Source, loss: Loss) -> dict[str, Any]:
     """Count the tokens of all examples, those that count, and examples by their width."""
     widths: Mapping[int, int] = {}
     if isinstance(examples, Padded):
@@ -241,31 +222,22 @@ def _count_tokens(
     labels = _get_labels(
         examples.columns.pair[1] if isinstance(examples, Padded) else examples.targets
     )
-    if loss is None or labels is None or not isinstance(examples, Examples):
+    if not loss.of_tokens or np.ndim(labels) != 2 or not isinstance(examples, Examples):
         return {"tokens": None, "trained_tokens": None, "widths": widths}
     labels = labels if isinstance(labels, Ragged) else Ragged.rectangular(np.asarray(labels))
     counted = labels.values != _find_ignored_label(loss)
     if loss.next_token:  # nothing predicts the first one
         counted[labels.starts[:-1][labels.lengths > 0]] = False
-    of_rows = np.isin(np.arange(len(labels)), examples.rows[::stride]).repeat(labels.lengths)
+    of_rows = np.isin(np.arange(len(labels)), examples.rows[:: loss.stride]).repeat(labels.lengths)
     trained = int((counted & of_rows).sum())
-    if loss.masking is not None:
-        batches = [batch.targets[batch.weight > 0] for batch in source.batches(0)]
+    if loss.draws:
+        batches = [_get_labels(batch.targets)[batch.weight > 0] for batch in source.batches(0)]
         trained = sum(int((x != _find_ignored_label(loss)).sum()) for x in batches)
     return {"tokens": int(of_rows.sum()), "trained_tokens": trained, "widths": widths}
 
 
 def _find_ignored_label(loss: Loss) -> int:
     return IGNORED if loss.ignore_index is None else loss.ignore_index
-
-
-def _caption(batch: Batch, loss: Loss | None) -> Sequence[str]:
-    """Return captions of the first examples, for a loss of preferences."""
-    if _is_judged(batch):
-        judgements = np.asarray(batch.targets[JUDGEMENT][:_SHOWN]) > 0
-        return ["desirable" if judgement else "undesirable" for judgement in judgements]
-    of_pairs = loss is not None and isinstance(loss.function, GroupLoss)
-    return ["chosen", "rejected"] if of_pairs else []
 
 
 def _describe(step: Step, batch: Batch) -> dict[str, str]:
@@ -283,10 +255,10 @@ def _count_classes(examples: Source) -> dict[int, int]:
     return {int(c): n for c, n in sorted(Counter(labels.tolist()).items())}
 
 
-def _decode(step: Step, batch: Batch, loss: Loss | None) -> Iterator[Parts]:
+def _decode(step: Step, batch: Batch, loss: Loss) -> Iterator[Parts]:
     """Yield the texts of the first examples of a batch, in parts that count and others."""
     targets = _get_labels(batch.targets)
-    if loss is None or np.ndim(targets) != 2:
+    if not loss.of_tokens or np.ndim(targets) != 2:
         return
     named = dict(zip((v.name for v in step.model.inputs), batch.inputs, strict=True))
     tokens, mask = named.get("input_ids"), named.get("attention_mask")

@@ -14,6 +14,7 @@ from jaxonnx._data.batches import Source
 from jaxonnx._require import check_arguments, require_integer
 from jaxonnx._rewrite.network import leave
 from jaxonnx.errors import InputError, TrainingError
+from jaxonnx.losses import is_loss
 from jaxonnx.model import (
     Model,
     add_states,
@@ -42,8 +43,7 @@ from jaxonnx.training import _objective as objective
 from jaxonnx.training._data import open_data, read_data
 from jaxonnx.training._evaluate import evaluate_objective
 from jaxonnx.training._fit_to_data import fit_to_evaluation
-from jaxonnx.training._losses import is_loss
-from jaxonnx.training._sequences import read_whole_sequences
+from jaxonnx.training._loss_needs import prepare_model
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._stopping import find_direction
 from jaxonnx.views import FixedInputs, PackedRows
@@ -201,9 +201,9 @@ def _make_evaluation(metric: Any, examples: Any) -> Callable[[Model], float]:
             batch = next(examples.batches(0))
             model, _ = start_at_zeros(model, (batch.inputs, batch.targets))
             if is_loss(metric):
-                goal = objective.find(read_whole_sequences(model, metric), metric, ())
+                goal = objective.find(prepare_model(model, metric), metric, ())
             else:
-                goal = objective.find(read_whole_sequences(model, None), None, [metric])
+                goal = objective.find(prepare_model(model, None), None, [metric])
             goals[id(program)] = program, goal  # the program lives as long as its id is a key
         _, goal = goals[id(program)]
         like = replace(goal.model, params=model.params, state=model.state)
@@ -246,7 +246,7 @@ def prepare(
     if Quantization.of(scheme).learn is not None:
         rounded = learn_scales(rounded)
     inputs = {value.name: value for value in model.inputs}
-    rounded = read_whole_sequences(rounded, settings.loss, inputs)
+    rounded = prepare_model(rounded, settings.loss, inputs)
     if model.program.find(PackedRows) is not None and rounded.program.find(PackedRows) is None:
         raise TrainingError("preprocess={'pack': True} cannot be combined with quantize")
     return rounded, note

@@ -27,7 +27,7 @@ from jaxonnx.training import _objective as objective
 from jaxonnx.training._evaluate import evaluate_objective
 from jaxonnx.training._fit_to_data import fit_to_evaluation
 from jaxonnx.training._history import History
-from jaxonnx.training._sequences import take_packed_rows
+from jaxonnx.training._packed_rows import take_packed_rows
 from jaxonnx.training._settings import Settings
 
 _CLASSES = 30

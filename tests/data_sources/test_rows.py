@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jaxonnx
-from jaxonnx._data.ragged import Padding
+from jaxonnx._data.ragged import Needs, Padding
 from jaxonnx._data.rows import SHAPES, open_rows
 from jaxonnx._data.streams import Portions, RowStream
 from jaxonnx._data.texts import read_texts
@@ -32,7 +32,7 @@ def model():
 def read(model, data, names=None, group=1, **preprocess):
     """Return the texts of rows, as [text, text that counts], and the notes."""
     rows = open_rows(data, "data", names)
-    made = read_texts(rows, None, model, preprocess, Padding(group=group))
+    made = read_texts(rows, None, model, preprocess, Padding(needs=Needs(group=group)))
     decode = Tokenizer(model.folder).decode
     pairs = zip(made.data["input_ids"], made.data["labels"], strict=True)
     return [[decode(ids), decode(labels[labels >= 0])] for ids, labels in pairs], made.notes

@@ -283,6 +283,9 @@ CALLS: dict[str, Call] = {
     "jaxonnx.training.restore_checkpoint": Call(
         lambda: training.restore_checkpoint, step=step, path="none"
     ),
+    "jaxonnx.losses.register": Call(
+        lambda: losses.register, name="of one's own", loss=lambda: losses.Loss(), also_called=""
+    ),
     "jaxonnx.losses.shift_right": Call(
         lambda: losses.shift_right, labels=np.zeros((1, 3), int), start=0, padding=0
     ),
@@ -414,6 +417,8 @@ NOT_CALLED = {
     "jaxonnx.training.State.replace": "that of dataclasses",
     "jaxonnx.losses.ClassLoss": PROTOCOL,
     "jaxonnx.losses.Distillation": PROTOCOL,
+    "jaxonnx.losses.Loss": PROTOCOL,
+    "jaxonnx.losses.PreferenceLoss": PROTOCOL,
     "jaxonnx.losses.log_likelihoods": TRACED,
     "jaxonnx.optim.adam_rule": TRACED,
     "jaxonnx.optim.adagrad_rule": TRACED,

@@ -101,6 +101,14 @@ def test_answers_with_judgements_are_shown_without_those_of_other_rows():
     assert seen.tokens - before == seen.trained_tokens
 
 
+def test_classes_that_a_teacher_has_are_counted_and_not_tokens():
+    loss = jaxonnx.losses.distill(teacher=tiny_networks.mlp(hidden=8), soft=0.5)
+    x, labels = tiny_networks.examples()
+    found = preview(tiny_networks.mlp(), (x, labels), loss=loss, optimizer=optax.sgd(0.1), epochs=1)
+    assert found.classes == dict(enumerate(np.bincount(labels)))
+    assert found.tokens is None
+
+
 def test_weights_of_examples_count_in_the_first_loss():
     pytest.importorskip("tokenizers")
     rows = [{"text": "a list of lists", "weight": 0.0}, {"text": "is a list", "weight": 2.0}]

@@ -11,8 +11,8 @@ import optax
 import pytest
 
 import jaxonnx
+from jaxonnx import losses
 from jaxonnx.losses import cross_entropy, negative_log_likelihood
-from jaxonnx.training import _losses as losses
 from jaxonnx.training import _objective as objective
 
 LABELS = "softmax_cross_entropy_with_integer_labels"
@@ -254,6 +254,17 @@ def test_refused(case):
     call, message = BAD[case]
     with pytest.raises(jaxonnx.TrainingError, match=message):
         call()
+
+
+@pytest.mark.parametrize("smoothing", [None, 0.1])
+@pytest.mark.parametrize("loss", [LABELS, cross_entropy()])
+def test_weights_of_unknown_classes_are_refused(loss, smoothing):
+    settings = {"class_weights": {3: 2.0}, "label_smoothing": smoothing}
+    step = jaxonnx.training.step(network("y = MatMul(x, w)"), loss, optax.sgd(0.1), **settings)
+    with pytest.raises(
+        jaxonnx.TrainingError, match=r"class_weights has 3; the classes .* 0 \.\.\. 2"
+    ):
+        step.check(examples())
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 import jaxonnx
 from jaxonnx import losses
-from jaxonnx._data.ragged import Padding
+from jaxonnx._data.ragged import Needs, Padding
 from jaxonnx._data.sources import examples_of
 from jaxonnx.errors import TrainingError
 from tests.support.genai_builder import whisper_batch
@@ -18,7 +18,7 @@ from tests.support.paths import DATA
 
 FILES = DATA / "transformers"
 DEEP = pytest.mark.deep
-PAIRS = Padding(untargeted=True, group=2)
+PAIRS = Padding(needs=Needs(group=2, derive=losses.in_batch_negatives().derive(None)))
 CROSS_ENTROPY = "softmax_cross_entropy_with_integer_labels"
 WATCHED = {
     "bert": {
@@ -293,7 +293,7 @@ def test_pairs_stay_together():
         jax.debug.callback(lambda *rows: seen.append(rows), outputs, weight)
         return outputs.sum(1)
 
-    loss = losses.GroupLoss("spy", spy, rows=2, targets=False)
+    loss = losses.GroupLoss(name="spy", function=spy, group=2, takes_targets=False)
     settings = {
         "optimizer": optax.set_to_zero(),
         "epochs": 2,

@@ -1,0 +1,323 @@
+"""A loss: its values, and what it needs of the model, the data and each batch."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxonnx._data.batches import Batch
+from jaxonnx._data.inputs_and_targets import count_examples, is_zero_or_one
+from jaxonnx._data.ragged import IGNORED
+from jaxonnx._graph.values import Value
+from jaxonnx._require import check_arguments, require
+from jaxonnx._text import format_count
+from jaxonnx.errors import TrainingError
+from jaxonnx.model import Model, hide_caches
+
+_SHOWN = 8
+
+REGISTERED: "dict[str, Loss]" = {}
+"""The losses that have a name, apart from optax's."""
+ALSO_CALLED: dict[str, str] = {}
+"""Names of losses elsewhere, in lower case and without "loss", by their names here."""
+
+DeriveTargets = Callable[[Sequence[Any], Sequence[Value], str], Any]
+"""`(inputs, values, what)`: the targets of inputs, for the model's inputs `values`; `what` is the
+data, for errors. Inputs are arrays, or `Ragged` for sequences of unequal length."""
+CompleteInput = Callable[[Any], tuple[Any, Any]]
+"""A function of the labels that returns an input that data omits, and the labels to learn."""
+
+
+class Loss:
+    """A loss of `(outputs, targets)`, and what `jaxonnx.train` must know to compute it.
+
+    Called, it returns a scalar, or an array with the examples along its first axis. A function does
+    as well, where nothing of the following differs. A subclass sets what does; `register` gives it
+    a name. What is said of labels holds for targets that are such.
+    """
+
+    name: str | None = None
+    """For errors, and for `train(..., loss=name)`."""
+    takes: str = "targets of the shape of the outputs"
+    """The targets, for errors."""
+
+    # outputs and targets
+    takes_targets: bool = True
+    """Whether there are targets at all."""
+    elementwise: bool = False
+    """Whether outputs and targets are one array each: targets have a value for each output, or a
+    label for all those along `class_axis`."""
+    class_axis: int | None = None
+    """The axis of the outputs that targets which are labels do not have."""
+    one_hot: bool = False
+    """Whether targets are distributions over the classes, on the last axis."""
+    ignore_index: int | None = None
+    """The label that does not count."""
+    logits_of: str | None = None
+    """The operator ("Softmax" or "Sigmoid") that the loss contains: behind such a node it takes the
+    node's input."""
+    metrics: Sequence[Any] = ()
+    """The metrics of validation data by default."""
+    smooths: bool = False
+    """Whether labels can be smoothed: `with_label_smoothing`."""
+
+    # rows
+    group: int = 1
+    """The number of consecutive examples that are compared, which shuffles keep together."""
+    answers: str | None = None
+    """The column that rows of texts must have, for a loss that compares answers."""
+    stride: int = 1
+    """Of so many rows the first is learned; the others serve for comparison."""
+
+    # tokens
+    of_tokens: bool = False
+    """Whether labels are tokens, which `preview` counts and decodes."""
+    next_token: bool = False
+    """Whether the outputs at each place are scored by the label at the next one."""
+    forcing: bool = False
+    """Whether a decoder reads the labels before each one (teacher forcing)."""
+
+    def __call__(self, outputs: Any, targets: Any) -> Any:
+        raise NotImplementedError
+
+    def totals(self, outputs: Any, targets: Any, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return a sum over a batch and its divisor, which add up to the mean of an epoch.
+
+        The sum of a scalar loss sees the examples that fill a batch, whose weight is 0, as well.
+        """
+        return totals(self(outputs, targets), weight)
+
+    @property
+    def denominator(self) -> str | None:
+        """The divisor of `totals`: "examples" (their weights), "none", or None for its own."""
+        return "examples"
+
+    def align(self, outputs: Any, targets: Any) -> tuple[Any, Any]:
+        """Return outputs and targets aligned by position, for metrics."""
+        return outputs, targets
+
+    def prepare(self, model: Model, data: Any = None) -> Model:
+        """Return the model that is trained: without caches, unless the data has values of them."""
+        return hide_caches(model, data)
+
+    def derive(self, model: Model) -> DeriveTargets | None:
+        """Return a function that makes targets where data has none; None if it must have some."""
+        return None if self.takes_targets else _no_targets
+
+    def complete(self, model: Model) -> Mapping[str, tuple[CompleteInput, Any]]:
+        """Return functions by the names of inputs that data may omit, and the inputs' padding."""
+        return {}
+
+    def second(self, model: Model) -> Callable[[Batch], Any] | None:
+        """Return a function that adds what a second model computes of a batch to its targets.
+
+        Args:
+          model: as it is before the training.
+        """
+        return None
+
+    def draw(self, model: Model) -> Callable[[np.random.Generator, Batch], Batch] | None:
+        """Return a function that changes a batch at random, on the host."""
+        return None
+
+    @property
+    def draws(self) -> bool:
+        """Whether `draw` changes batches, which a step of your own gets changed already."""
+        return type(self).draw is not Loss.draw
+
+    def caption(self, targets: Any) -> Sequence[str]:
+        """Return captions of rows with these targets, for `preview`."""
+        return []
+
+    def with_class_weights(self, classes: Mapping[int, float]) -> "Loss":
+        """Return the loss with class weights.
+
+        Raises:
+          TrainingError: the loss is not one of classes, or has such weights.
+        """
+        raise TrainingError(
+            "class_weights go with losses of classes, like "
+            "'softmax_cross_entropy_with_integer_labels', not with "
+            f"{self!r}; weights of examples, beside x and y, go with any loss that has one value "
+            "for each"
+        )
+
+    def with_label_smoothing(self, share: float) -> "Loss":
+        """Return the loss of labels of which a share is spread over all classes alike.
+
+        Called where `smooths` is true. It is that of PyTorch's `label_smoothing`, which weighs the
+        share of each class by its class weight, and of transformers' `label_smoothing_factor`.
+        """
+        raise NotImplementedError
+
+    def check(self, outputs: Any, targets: Any, what: str = "the loss", weight: Any = None) -> None:
+        """Refuse shapes that do not fit, given arrays or `jax.ShapeDtypeStruct`s.
+
+        Args:
+          weight: of the examples, where it is known.
+        """
+        if self.elementwise:
+            self.check_shapes(outputs, targets, f"{what} {self.name!r}")
+        loss = jax.eval_shape(self.__call__, outputs, targets)
+        size = len(jax.tree.leaves(targets if self.takes_targets else outputs)[0])
+        fits = isinstance(loss, jax.ShapeDtypeStruct) and loss.shape[:1] in ((), (size,))
+        expected = f"a scalar or one value for each of {size} examples"
+        require(what, loss, fits, expected, TrainingError)
+        real = jnp.issubdtype(loss.dtype, jnp.floating)
+        require(what, loss.dtype, real, "of a floating-point type", TrainingError)
+        if not loss.shape and self.denominator == "examples" and not is_zero_or_one(weight):
+            raise TrainingError(
+                f"{what} is a scalar, which weights of examples cannot weigh: return one value for "
+                f"each of {size} examples"
+            )
+
+    def check_shapes(self, outputs: Any, targets: Any, what: str) -> None:
+        """Refuse targets of other shapes, for an `elementwise` loss."""
+        if not hasattr(outputs, "shape") or not hasattr(targets, "shape"):
+            hint = ""
+            if isinstance(targets, Mapping):
+                columns = ", ".join(map(repr, targets))
+                hint = (
+                    f", and beside the inputs the data has {columns}: leave out those that are not "
+                    "targets"
+                )
+            raise TrainingError(
+                f"{what} takes one output and one target{hint}; for a model with several pass a "
+                "dict of losses by output name, or a callable (outputs, targets) -> loss"
+            )
+        shape, axis = outputs.shape, self.class_axis
+        if axis is not None:
+            if not jnp.issubdtype(targets.dtype, jnp.integer):
+                raise TrainingError(
+                    f"{what} needs integer labels; they are {targets.dtype}: {self.name} is a loss "
+                    "of classes, for real targets use loss='squared_error'"
+                )
+            if len(shape) <= abs(axis):
+                raise TrainingError(
+                    f"{what} needs outputs with the classes on axis {axis}; their shape is {shape}"
+                )
+            shape = (*shape[:axis], *shape[axis:][1:])
+        if targets.shape != shape:
+            raise TrainingError(
+                f"{what} needs targets of shape {shape} for outputs of shape {outputs.shape}; "
+                f"they have {targets.shape}"
+            )
+
+    def check_labels(
+        self, targets: Any, outputs: Any, what: str, names: Sequence[str] | None = None
+    ) -> None:
+        """Refuse labels outside of 0 ... classes - 1, which optax would read as others."""
+        if self.class_axis is None:
+            return
+        classes = outputs.shape[self.class_axis]
+        if names is not None and len(names) != classes:
+            shown = ", ".join(names[:_SHOWN]) + ", ..." * (len(names) > _SHOWN)
+            raise TrainingError(
+                f"{what} has {len(names)} classes ({shown}), and the outputs have {classes}: "
+                f"head={len(names)} (--head {len(names)}) replaces the last layer"
+            )
+        check_classes(targets, classes, self.ignore_index, what)
+
+    def __repr__(self) -> str:
+        return repr(self.name) if self.name else f"<{type(self).__name__}>"
+
+
+def register(name: str, loss: Loss, *, also_called: str = "") -> None:
+    """Register a loss, so that `train(..., loss=name)` and the command line can name it.
+
+    Args:
+      also_called: names that it has elsewhere, in lower case, separated by spaces. An error about
+        one of these suggests the loss.
+
+    Raises:
+      TrainingError: `loss` is not a `Loss`.
+    """
+    check_arguments(register, locals(), TrainingError)
+    require("register: loss", loss, isinstance(loss, Loss), "a Loss", TrainingError)
+    REGISTERED[name], ALSO_CALLED[name] = loss, also_called
+
+
+def _no_targets(inputs: Sequence[Any], values: Sequence[Value], what: str) -> np.ndarray:
+    return np.zeros(count_examples(inputs, inputs, values), np.int32)
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class WeighedLoss(Loss):
+    """A loss whose classes may have weights; 1 for classes that are missing."""
+
+    class_weights: Mapping[int, float] | None = None
+
+    @property
+    def denominator(self) -> str | None:
+        return None if self.class_weights else "examples"
+
+    def totals(self, outputs: Any, targets: Any, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if not self.class_weights:
+            return totals(self(outputs, targets), weight)
+        shares = self._weigh_labels(*self.align(outputs, targets))
+        total, _ = totals(self(outputs, targets) * shares, weight)
+        return total, totals(shares, weight)[0]
+
+    def with_class_weights(self, classes: Mapping[int, float]) -> Loss:
+        if self.class_axis is None and not self.one_hot:
+            return super().with_class_weights(classes)
+        return replace(self, class_weights=classes)
+
+    def _weigh_classes(self, count: int) -> np.ndarray:
+        """Return the weight of each class."""
+        weights = np.ones(count, np.float32)
+        for number, weight in (self.class_weights or {}).items():
+            weights[number] = weight
+        return weights
+
+    def _weigh_labels(self, outputs: Any, targets: Any) -> jax.Array:
+        """Return the weights of the classes that targets are, or of their mixture."""
+        if self.one_hot:
+            return targets @ self._weigh_classes(outputs.shape[-1])
+        return jnp.take(self._weigh_classes(outputs.shape[self.class_axis]), targets, mode="clip")
+
+    def check(self, outputs: Any, targets: Any, what: str = "the loss", weight: Any = None) -> None:
+        if not self.class_weights:
+            return super().check(outputs, targets, what, weight)
+        replace(self, class_weights=None).check(outputs, targets, what, weight)
+        classes = outputs.shape[-1 if self.class_axis is None else self.class_axis]
+        if wrong := [number for number in self.class_weights if not 0 <= number < classes]:
+            raise TrainingError(
+                f"class_weights has {', '.join(map(str, wrong))}; the classes of {what} are "
+                f"0 ... {classes - 1}"
+            )
+
+
+def check_classes(targets: np.ndarray, classes: int, ignored: int | None, what: str) -> None:
+    """Refuse labels outside of 0 ... classes - 1 but for one that is ignored."""
+    wrong = (targets < 0) | (targets >= classes)
+    if ignored is not None:
+        wrong &= targets != ignored
+    if wrong.any():
+        first = tuple(np.argwhere(wrong)[0])
+        padding = ignored is None and targets[first] == IGNORED
+        raise TrainingError(
+            f"{what} has {format_count(int(wrong.sum()), 'label')} outside of 0 ... {classes - 1}, "
+            f"the first is {targets[first]} at {', '.join(map(str, first))}"
+            + (
+                "; jaxonnx.losses.cross_entropy(axis=-1, ignore_index=-100) ignores these where "
+                "labels are tags, and 'causal_lm' where they are the tokens, which it shifts"
+            )
+            * bool(padding)
+        )
+
+
+def totals(values: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the weighted sum of the values of examples, or of their means, and of the weights.
+
+    Half precision, whose sums end at 65504, is summed in float32.
+    """
+    examples = weight.sum()
+    values = values.astype(jnp.promote_types(values.dtype, jnp.float32))
+    if not values.ndim:
+        return values * examples, examples
+    values = values.reshape(values.shape[0], -1).mean(1)
+    return jnp.where(weight > 0, values * weight, 0).sum(), examples

@@ -1,0 +1,256 @@
+"""Losses of preferences: answers to one prompt that are compared, or judged.
+
+The functions return a `PreferenceLoss`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxonnx._data.batches import Batch
+from jaxonnx._data.rows import JUDGEMENT
+from jaxonnx._require import check_arguments, require
+from jaxonnx.errors import TrainingError
+from jaxonnx.losses._groups import GroupLoss
+from jaxonnx.losses._loss import DeriveTargets, register
+from jaxonnx.losses._tokens import label_tokens, take_next_logits
+from jaxonnx.model import Model
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class PreferenceLoss(GroupLoss):
+    """A loss of pairs of rows: an answer, and the one that it is compared with, as tokens."""
+
+    group: int = 2
+    ignore_index: int | None = -100
+    """The label of tokens that do not count."""
+    reference: bool = False
+    """Whether it takes log-likelihoods by the model before the training, as `train` adds them."""
+    takes = "pairs of answers, chosen and rejected"
+    answers = "chosen"
+    of_tokens = next_token = True
+
+    def caption(self, targets: Any) -> Sequence[str]:
+        return ["chosen", "rejected"]
+
+    def prepare(self, model: Model, data: Any = None) -> Model:
+        return take_next_logits(model, data)
+
+    def derive(self, model: Model) -> DeriveTargets | None:
+        return label_tokens(model, self.ignore_index)
+
+    def second(self, model: Model) -> Callable[[Batch], Any] | None:
+        """Return a function that adds the log-likelihoods of rows by the model to their labels."""
+        if not self.reference:
+            return None
+        ignored = -100 if self.ignore_index is None else self.ignore_index
+
+        @jax.jit
+        def compute(params, state, inputs, labels):
+            logits = model.apply(params, *inputs, state=state)
+            return log_likelihoods(logits, labels, ignored)
+
+        def add(batch: Batch) -> Any:
+            targets = batch.targets
+            targets = targets if isinstance(targets, Mapping) else {"labels": targets}
+            if "reference" in targets:  # the user computed them
+                return targets
+            reference = compute(model.params, model.state, batch.inputs, targets["labels"])
+            return {**targets, "reference": reference}
+
+        return add
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class JudgedLoss(PreferenceLoss):
+    """A loss of answers with a judgement each, and behind each one the answer to another prompt."""
+
+    takes = "answers with a judgement each"
+    answers = JUDGEMENT
+    stride = 2
+
+    def caption(self, targets: Any) -> Sequence[str]:
+        return ["desirable" if x > 0 else "undesirable" for x in np.asarray(targets[JUDGEMENT])]
+
+
+def dpo(*, beta: float = 0.1, ignore_index: int = -100) -> PreferenceLoss:
+    """Return the loss of direct preference optimization, of pairs of answers to one prompt.
+
+    The rows of a batch come in pairs: each answer that was chosen, and behind it the one that was
+    rejected. Targets are labels (N, length), the tokens with those of prompt and padding ignored.
+    Both rows of a pair have its loss, -log sigmoid(beta * (r_chosen - r_rejected)) with r the
+    log-likelihood less that by the model before the training. `train` evaluates that model on each
+    batch, without adapters. Otherwise, targets are a dict of "labels" and "reference" (N,), these
+    `log_likelihoods`. `train` keeps the pairs of data in one piece together; an iterable of
+    batches has whole ones. Rafailov et al., "Direct Preference Optimization", 2023
+    (arXiv:2305.18290).
+
+    Metrics of validation data are "accuracy", the share of pairs with r_chosen > r_rejected, and
+    "margin", the mean of beta * (r_chosen - r_rejected).
+
+    >>> labels, reference = jnp.array([[0, 1], [0, 0]]), jnp.full(2, -jnp.log(2))
+    >>> loss = dpo(beta=0.1)
+    >>> print(loss(jnp.zeros((2, 2, 2)), {"labels": labels, "reference": reference}).round(4))
+    [0.6931 0.6931]
+
+    Args:
+      beta: above 0; the smaller, the further the model may go from the reference.
+
+    Raises:
+      TrainingError: `beta` is not; or a batch has an odd number of rows, or other targets.
+    """
+    check_arguments(dpo, locals(), TrainingError)
+    require("dpo: beta", beta, beta > 0, "above 0", TrainingError)
+
+    def margin(outputs: jax.Array, targets: Any) -> jax.Array:
+        if not isinstance(targets, dict) or targets.keys() != {"labels", "reference"}:
+            raise TrainingError("dpo takes targets in a dict of 'labels' and 'reference'")
+        scores = log_likelihoods(outputs, targets["labels"], ignore_index)
+        chosen, rejected = _split_pairs("dpo", scores - targets["reference"])
+        return jnp.repeat(beta * (chosen - rejected), 2)
+
+    def accuracy(outputs: jax.Array, targets: Any) -> jax.Array:
+        return margin(outputs, targets) > 0
+
+    def loss(outputs: jax.Array, targets: Any, weight: Any) -> jax.Array:
+        return -jax.nn.log_sigmoid(margin(outputs, targets))
+
+    metrics = accuracy, margin
+    return PreferenceLoss(
+        name="dpo", function=loss, metrics=metrics, ignore_index=ignore_index, reference=True
+    )
+
+
+def kto(
+    *,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+    ignore_index: int = -100,
+) -> PreferenceLoss:
+    """Return the loss of Kahneman-Tversky optimization, of answers with a judgement each.
+
+    The rows of a batch come in pairs: each prompt with its answer, and behind it the same prompt
+    with the answer to another one. Targets are a dict of "labels" (N, length) as for `dpo`, "label"
+    (N,), which is 1 for a desirable answer and 0 for others, and "reference", which `train` adds.
+    With r as for `dpo` and z the mean of r over the mismatched rows of the batch, at least 0 and
+    without a gradient, both rows of a pair have the loss w (1 - sigmoid(beta * (r - z))) for a
+    desirable answer, and w (1 - sigmoid(beta * (z - r))) for others. `train` makes the pairs of
+    rows with "prompt", "completion" and "label", each with the completion of the row before.
+    Ethayarajh et al., "KTO: Model Alignment as Prospect Theoretic Optimization", 2024
+    (arXiv:2402.01306).
+
+    >>> labels, even = jnp.array([[0, 1], [0, 0]]), jnp.full(2, -jnp.log(2))
+    >>> targets = {"labels": labels, "label": jnp.ones(2), "reference": even}
+    >>> print(kto()(jnp.zeros((2, 2, 2)), targets).round(4))
+    [0.5 0.5]
+
+    Args:
+      beta: above 0; the smaller, the further the model may go from the reference.
+      desirable_weight, undesirable_weight: w, at least 0.
+
+    Raises:
+      TrainingError: an argument is out of its range; or a batch has an odd number of rows, or other
+        targets.
+    """
+    check_arguments(kto, locals(), TrainingError)
+    require("kto: beta", beta, beta > 0, "above 0", TrainingError)
+    weights = desirable_weight, undesirable_weight
+    require("kto: the weights", weights, min(weights) >= 0, "at least 0", TrainingError)
+
+    def loss(outputs: jax.Array, targets: Any, weight: Any) -> jax.Array:
+        if not isinstance(targets, dict) or targets.keys() != {"labels", "label", "reference"}:
+            raise TrainingError(
+                "kto takes rows with 'prompt', 'completion' and 'label' (true or false), or targets"
+                " in a dict of 'labels', 'label' and 'reference'"
+            )
+        scores = log_likelihoods(outputs, targets["labels"], ignore_index) - targets["reference"]
+        answers, mismatched = _split_pairs("kto", scores)
+        counts = jnp.ones(len(answers)) if weight is None else (weight[::2] > 0).astype(jnp.float32)
+        divergence = (mismatched * counts).sum() / jnp.maximum(counts.sum(), 1)
+        above = answers - jax.lax.stop_gradient(jnp.maximum(divergence, 0))
+        wanted = targets["label"][::2] > 0
+        values = jax.nn.sigmoid(beta * jnp.where(wanted, above, -above))
+        return jnp.repeat(jnp.where(wanted, *weights) * (1 - values), 2)
+
+    return JudgedLoss(name="kto", function=loss, ignore_index=ignore_index, reference=True)
+
+
+def orpo(*, beta: float = 0.1, ignore_index: int = -100) -> PreferenceLoss:
+    """Return the loss of odds ratio preference optimization, which needs no reference.
+
+    Rows and labels are those of `dpo`. With P the geometric mean of the probabilities of an
+    answer's tokens, the loss of a pair is -log P_chosen - beta * log sigmoid(log odds_chosen -
+    log odds_rejected), where odds = P / (1 - P). Hong, Lee and Thorne, "ORPO: Monolithic Preference
+    Optimization without Reference Model", 2024 (arXiv:2403.07691). TRL takes the first term over
+    the tokens of all answers in a batch, and of the prompt; here, as in the paper, it is of each
+    answer.
+
+    >>> labels = jnp.array([[0, 1], [0, 0]])
+    >>> print(orpo(beta=0.1)(jnp.zeros((2, 2, 2)), labels).round(4))  # log 2 + 0.1 * log 2
+    [0.7625 0.7625]
+
+    Metrics of validation data are "accuracy", the share of pairs with P_chosen > P_rejected, and
+    "margin", the mean of beta * (log P_chosen - log P_rejected).
+
+    Args:
+      beta: above 0, the weight of the second term.
+
+    Raises:
+      TrainingError: `beta` is not; or a batch has an odd number of rows.
+    """
+    check_arguments(orpo, locals(), TrainingError)
+    require("orpo: beta", beta, beta > 0, "above 0", TrainingError)
+
+    def means(outputs: jax.Array, labels: Any) -> tuple[jax.Array, jax.Array]:
+        counts = (labels[:, 1:] != ignore_index).sum(1)
+        scores = log_likelihoods(outputs, labels, ignore_index) / jnp.maximum(counts, 1)
+        return _split_pairs("orpo", scores)
+
+    def margin(outputs: jax.Array, labels: Any) -> jax.Array:
+        chosen, rejected = means(outputs, labels)
+        return jnp.repeat(beta * (chosen - rejected), 2)
+
+    def accuracy(outputs: jax.Array, labels: Any) -> jax.Array:
+        return margin(outputs, labels) > 0
+
+    def loss(outputs: jax.Array, labels: Any, weight: Any) -> jax.Array:
+        chosen, rejected = means(outputs, labels)
+        odds = (x - jnp.log(-jnp.expm1(jnp.minimum(x, -1e-7))) for x in (chosen, rejected))
+        first, second = odds
+        return jnp.repeat(-chosen - beta * jax.nn.log_sigmoid(first - second), 2)
+
+    metrics = accuracy, margin
+    return PreferenceLoss(name="orpo", function=loss, metrics=metrics, ignore_index=ignore_index)
+
+
+def _split_pairs(name: str, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the values of answers chosen and of answers rejected."""
+    if len(values) % 2:
+        raise TrainingError(f"{name} takes pairs of rows, and a batch has {len(values)} rows")
+    return values[::2], values[1::2]
+
+
+def log_likelihoods(logits: jax.Array, labels: jax.Array, ignore_index: int = -100) -> jax.Array:
+    """Return the log-likelihood of each row of tokens (N, length) by logits (N, length, tokens).
+
+    Labels are the tokens themselves, as in `causal_lm`; those of `ignore_index` (a prompt, padding)
+    do not count. It is what `dpo` takes of the model before its training, as the reference.
+
+    >>> print(log_likelihoods(jnp.zeros((1, 3, 2)), jnp.array([[-100, 0, 1]])).round(4))  # -2 log 2
+    [-1.3863]
+    """
+    scores = jax.nn.log_softmax(logits[:, :-1].astype(jnp.float32))
+    labels = labels[:, 1:]
+    counts = labels != ignore_index
+    taken = jnp.take_along_axis(scores, jnp.where(counts, labels, 0)[..., None], -1)[..., 0]
+    return jnp.where(counts, taken, 0).sum(1)
+
+
+register("dpo", dpo())
+register("kto", kto())
+register("orpo", orpo())

@@ -1,0 +1,103 @@
+"""Give the losses of a run what they need: of the model, of the data, and of each batch.
+
+What a loss needs it says itself (`losses.Loss`). Only a single loss prepares the model, changes
+batches, or makes inputs of labels.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxonnx._data.augmented import Augmented
+from jaxonnx._data.batches import Batch
+from jaxonnx._data.ragged import IGNORED, Needs
+from jaxonnx.losses import Loss, find_by_output
+from jaxonnx.model import Model
+
+
+def find_only(loss: Any) -> Loss:
+    """Return the only loss in the argument of `train`; one without needs if there are several."""
+    losses = [*find_by_output(loss).values()]
+    return losses[0] if len(losses) == 1 else Loss()
+
+
+def prepare_model(model: Model, loss: Any, data: Any = None) -> Model:
+    """Return the model that a loss trains: without caches, and of a decoder all logits.
+
+    Raises:
+      TrainingError: the loss does not go with the model.
+    """
+    return find_only(loss).prepare(model, data)
+
+
+def find_needs(model: Model, loss: Any) -> tuple[Needs, dict[str, Any]]:
+    """Return the needs of losses of the data, and the padding of inputs that they make.
+
+    Raises:
+      TrainingError: an unknown loss.
+    """
+    losses = find_by_output(loss)
+    ignored = {o: IGNORED if x.ignore_index is None else x.ignore_index for o, x in losses.items()}
+    by_output = losses.keys() - {None} and not find_only(loss).of_tokens
+    complete = find_only(loss).complete(model)
+    needs = Needs(
+        ignored if by_output else next(iter(ignored.values()), IGNORED),
+        math.lcm(*(x.group for x in losses.values())),
+        find_derivation(model, [*losses.values()]),
+        {name: function for name, (function, _) in complete.items()},
+    )
+    return needs, {name: padding for name, (_, padding) in complete.items()}
+
+
+def find_derivation(model: Model, losses: Sequence[Loss]) -> Any:
+    """Return a function that makes targets of inputs, or None if the data must have some."""
+    alone = len(losses) == 1
+    made = [loss.derive(model) for loss in losses if alone or not loss.takes_targets]
+    return made[0] if made and len(made) == len(losses) else None
+
+
+def ask_second_model(model: Model, loss: Any, sources: Sequence[Any]) -> list[Any]:
+    """Return sources whose targets have what the loss takes of a second model.
+
+    It is evaluated in inference mode, batch by batch, so that no table of all logits is kept.
+
+    Args:
+      model: as it is before the training.
+      sources: that of training, that of validation; or None.
+    """
+    add = find_only(loss).second(model)
+    if add is None:
+        return [*sources]
+
+    def change(key: Any, epoch: Any, number: Any, batch: Batch) -> Batch:
+        return batch._replace(targets=add(batch))
+
+    return [source and Augmented(source, change, jax.random.key(0)) for source in sources]
+
+
+def draw_batches(model: Model, loss: Any, sources: Sequence[Any], seed: int) -> list[Any]:
+    """Return sources whose batches a loss changes at random, as `masked_lm` hides tokens.
+
+    What is drawn depends on the seed, the epoch and the number of a batch: a resumed run draws the
+    same, and validation data is always changed alike.
+
+    Args:
+      sources: as in `ask_second_model`.
+      seed: of the run.
+    """
+    draw = find_only(loss).draw(model)
+    if draw is None:
+        return [*sources]
+
+    def change(purpose: int) -> Any:
+        def apply(key: Any, epoch: Any, number: Any, batch: Batch) -> Batch:
+            epoch = 0 if purpose else int(epoch)
+            return draw(np.random.default_rng([seed, purpose, epoch, int(number)]), batch)
+
+        return apply
+
+    key = jax.random.key(0)
+    return [source and Augmented(source, change(i), key) for i, source in enumerate(sources)]
