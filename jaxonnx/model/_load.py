@@ -79,7 +79,9 @@ def load(
     Args:
       source: one of these:
 
-        * the path of an ONNX file, or of a packed .npz that `Model.save` wrote;
+        * the path of an ONNX file, or of a packed .npz that `Model.save` wrote; a file that is
+          described beside it, by the `config.json` of transformers or by genai_config.json, is the
+          one of that folder;
         * the bytes of a file, or a ModelProto (which is not changed);
         * the `checkpoint_dir` of a run: the model of its newest checkpoint;
         * the folder of a language model in the layout of onnxruntime-genai, optimum or
