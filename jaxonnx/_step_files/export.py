@@ -262,11 +262,6 @@ class _Exporter:
         For weights in few bits, these are the factors of their adapters, named as by `save`.
         """
 
-        def tensors(values):
-            state = jax.tree_util.tree_unflatten(self._structure, values)
-            trained = self._step.to_model(self._step.view(state), state.state)
-            return file_tensors(trained)
-
         model = self._step.model
         renewed, apart = {*self.state.params, *self.state.state}, writes_apart(model)
         if not apart:
@@ -276,8 +271,14 @@ class _Exporter:
             n for n, x in file_tensors(model).items() if n in renewed or x is not before.get(n)
         ]
         outputs = {name: f"file.{name}" for name in names}
+
+        def read(values):
+            state = jax.tree_util.tree_unflatten(self._structure, values)
+            trained = file_tensors(self._step.to_model(self._step.view(state), state.state))
+            return [trained[name] for name in outputs]
+
         proto = write_model(
-            lambda values: [tensors(values)[name] for name in outputs],
+            read,
             (self.leaves,),
             self.names,
             [*outputs.values()],

@@ -49,7 +49,13 @@ class Adaption(Merge, View):
                 "merge_adapters(requantize=True) and save(path, adapters='merged') round"
             )
         tensors = {**network.state, **network.params}
-        params = jax.jit(lambda t: {n: to_array(self.read(t)[n]) for n in self.targets})(tensors)
+
+        @jax.jit
+        def merge(tensors):
+            merged = self.read(tensors)
+            return {name: to_array(merged[name]) for name in self.targets}
+
+        params = merge(tensors)
         lost = [name for name, share in self._find_lost(tensors, params).items() if share > 0.5]
         if lost:
             kind = tensors[lost[0]].dtype
