@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import filecmp
 import functools
 import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -147,8 +149,16 @@ class Tokenizer:
         NLLB) marks that of `tgt_lang` in `tokenizer_config.json`, or else of `forced_bos_token_id`.
 
         Raises:
-          TrainingError: the tokenizer marks languages, and neither is there.
+          TrainingError: the tokenizer marks languages, and neither is there; or it is Marian's,
+            which splits completions by pieces that tokenizer.json lacks.
         """
+        if self._has_pieces_of_targets:
+            raise TrainingError(
+                f"the tokenizer in '{self.folder.path}' is Marian's, which splits completions by "
+                "the pieces of target.spm, and tokenizer.json has those of source.spm alone; take "
+                "'input_ids' and 'labels' as tokens from transformers: "
+                "the argument text_target of MarianTokenizer takes completions"
+            )
         ids, language = self.encode(text), self._language
         if language is None:
             return self.append_end(text, ids)
@@ -167,6 +177,16 @@ class Tokenizer:
         """Append the end token to the tokens of a text that has none."""
         ended = np.isin(ids[-1:], self.ends).any() or self.is_ended(text)
         return ids if ended else np.append(ids, np.array(self.ends[:1], np.int64))
+
+    @functools.cached_property
+    def _has_pieces_of_targets(self) -> bool:
+        """Whether tokenizer.json, of one language, is half of a tokenizer of Marian's."""
+        kind = self._settings.get("tokenizer_class") or ""
+        model = self.folder.read_json("config.json").get("model_type")
+        if not kind.startswith("Marian") and model != "marian":
+            return False
+        files = [self.folder.path / name for name in ("source.spm", "target.spm")]
+        return not (all(map(Path.is_file, files)) and filecmp.cmp(*files, shallow=False))
 
     @functools.cached_property
     def _language(self) -> int | None:

@@ -157,6 +157,22 @@ def test_a_language_of_completions_that_nothing_names_is_refused(folder, lines):
         read(folder, lines(ROWS[0]))
 
 
+@pytest.mark.parametrize("named", ["tokenizer_config.json", "config.json"])
+def test_completions_for_the_two_vocabularies_of_marian_are_refused(folder, lines, named):
+    """tokenizer.json has the pieces of prompts; transformers splits targets by target.spm."""
+    key = {"tokenizer_class": "MarianTokenizer"} if named != "config.json" else {}
+    key = key or {"model_type": "marian"}
+    settings = json.loads((folder / named).read_text())
+    (folder / named).write_text(json.dumps(settings | key))
+    (folder / "source.spm").write_bytes(b"pieces of English")
+    (folder / "target.spm").write_bytes(b"pieces of French")
+    with pytest.raises(jaxonnx.TrainingError, match=r"'labels' .* the argument text_target of"):
+        read(folder, lines(*ROWS))
+    (folder / "target.spm").write_bytes(b"pieces of English")
+    columns, *_ = read(folder, lines(*ROWS))
+    assert columns["labels"][1].tolist() == tokens("trois")
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
