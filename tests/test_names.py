@@ -41,6 +41,7 @@ NO_NAMES = {
     "jaxonnx.operators",  # entry points
     "onnx.proto",
     "onnx.quantize",
+    "model.embed_tokens",
     "model.embed_tokens.weight",
 }
 """Keys of records in files, a file of ONNX's specification, a producer's and a tensor's name."""

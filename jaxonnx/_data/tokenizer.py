@@ -37,8 +37,8 @@ class Tokenizer:
 
     @functools.cached_property
     def _tokens(self) -> Any:
-        path = self.folder.path / "tokenizer.json"
-        if not path.is_file():
+        path, text = self.folder.path / "tokenizer.json", self.folder.changed.get("tokenizer.json")
+        if text is None and not path.is_file():
             raise TrainingError(
                 f"'{self.folder.path}' has no tokenizer.json, by which texts become tokens; "
                 "transformers.AutoTokenizer.from_pretrained(...).save_pretrained(folder) writes it"
@@ -46,10 +46,47 @@ class Tokenizer:
         tokenizers = import_package("tokenizers")
         # the package raises nothing narrower than Exception
         with wrap_errors(f"'{path}' is not a tokenizer, or is damaged", TrainingError, Exception):
-            tokenizer = tokenizers.Tokenizer.from_str(path.read_text("utf-8"))
+            tokenizer = tokenizers.Tokenizer.from_str(text or path.read_text("utf-8"))
         tokenizer.no_truncation()
         tokenizer.no_padding()
         return tokenizer
+
+    def add_tokens(
+        self, tokens: Sequence[str], special: bool
+    ) -> tuple[Tokenizer, dict[str, int], dict[str, int]]:
+        """Add tokens as `add_tokens` of transformers does, with the ids that it gives them.
+
+        A token is found as a whole wherever its text occurs.
+
+        Args:
+          tokens: their texts.
+          special: whether they are no text, as end tokens are.
+
+        Returns:
+          The tokenizer, the new tokens, and those of `tokens` that it has already, by their texts.
+
+        Raises:
+          TrainingError: the folder has no tokenizer.json.
+        """
+        ids = {text: self._tokens.token_to_id(text) for text in tokens}
+        present = {text: token for text, token in ids.items() if token is not None}
+        form = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": not special}
+        form |= {"special": special}
+        added = type(self._tokens).from_str(self._tokens.to_str())
+        kind = import_package("tokenizers").AddedToken
+        added.add_tokens([kind(text, **form) for text in tokens if text not in present])
+        new = {text: added.token_to_id(text) for text in tokens if text not in present}
+        entries = [{"id": token, "content": text, **form} for text, token in new.items()]
+        files = {"tokenizer.json": self.folder.read_json("tokenizer.json")}
+        listed = files["tokenizer.json"].get("added_tokens") or []
+        files["tokenizer.json"]["added_tokens"] = [*listed, *entries]
+        if "added_tokens_decoder" in self._settings:  # which transformers 5 does not write
+            more = {str(token): {"content": text, **form} for text, token in new.items()}
+            decoder = {**self._settings["added_tokens_decoder"], **more}
+            files["tokenizer_config.json"] = {**self._settings, "added_tokens_decoder": decoder}
+        if older := self.folder.read_json("added_tokens.json"):
+            files["added_tokens.json"] = older | new
+        return Tokenizer(self.folder.with_json(files)), new, present
 
     @property
     def size(self) -> int:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._graph.bind import Graph, Node
-from jaxonnx._graph.uses import Use, Weight, uses_by_tensor, weights
+from jaxonnx._graph.uses import Use, Weight, direct_uses, uses_by_tensor, weights
 from jaxonnx.errors import ModelError
 
 
@@ -56,10 +56,10 @@ def find_own_parts(read: Mapping[str, Sequence[Use]], name: str) -> list[str]:
     """Return the scales and zero points that only the nodes of a weight read."""
 
     def find_nodes(name: str) -> set[int]:
-        return {use.node.index for use in read.get(name, ()) if use.is_direct}
+        return {use.node.index for use in read.get(name, ())}
 
-    parts, nodes = next(use.parts for use in read[name] if use.is_direct), find_nodes(name)
-    return [part for part in parts[:2] if part and find_nodes(part) <= nodes]
+    (first, *_), nodes = direct_uses(read[name]) or read[name], find_nodes(name)
+    return [part for part in first.parts[:2] if part and find_nodes(part) <= nodes]
 
 
 def _follow_axes(shape: tuple[int, ...], weight: Weight) -> tuple[int | None, ...]:

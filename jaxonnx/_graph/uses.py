@@ -73,13 +73,22 @@ class Use:
             return None
         place = form.axes(len(axes), self.node.attributes, self.position)
         if self._is_repacked:  # axes of the matrix have no view of the tensor
-            return place if self.is_direct else None
+            return place if self.is_direct or self._reads_rows else None
         return None if place is None else place.of(axes, self.rank, self.view.apart)
 
     @property
     def is_direct(self) -> bool:
         """Whether the node reads the tensor itself, and no view of it."""
         return self.node.inputs[self.position] == self.name
+
+    @property
+    def _reads_rows(self) -> bool:
+        """Whether the node reads a packed matrix behind a Reshape that keeps its rows apart.
+
+        An embedding in few bits reads the codes of its output layer so.
+        """
+        axes = self.view.axes or ()
+        return axes[:1] == (0,) and len(axes) == 2 and not self.view.part
 
     @property
     def _is_repacked(self) -> bool:
@@ -148,6 +157,11 @@ def uses_by_tensor(graph: Graph, tensors: Mapping[str, Any]) -> Mapping[str, Seq
         return read
 
     return graph.recall(("uses by tensor", _describe(tensors)), group)
+
+
+def direct_uses(all_uses: Sequence[Use]) -> list[Use]:
+    """Return the uses of a tensor itself, without Reshape, which passes its numbers on."""
+    return [use for use in all_uses if use.is_direct and use.node.op.name != "Reshape"]
 
 
 def _describe(tensors: Mapping[str, Any]) -> Hashable:
@@ -431,7 +445,12 @@ def _find_stacked_axes(shape: tuple[int, ...], readers: Sequence[Use]) -> tuple[
 
 def _storage(tensor: Any, all_uses: Sequence[Use]) -> Storage | None:
     """Return the storage of a quantized matrix; None if a reader cannot add an adapter to it."""
-    shape, direct = tuple(tensor.shape), [use for use in all_uses if use.is_direct]
+    shape, direct = tuple(tensor.shape), direct_uses(all_uses)
+    if len(direct) < sum(use.is_direct for use in all_uses):
+        # behind a Reshape of codes, only rows can have a change
+        others = [use for use in all_uses if not use.is_direct]
+        if not direct or any(use.matrix is None for use in others):
+            return None
     narrow = not jnp.issubdtype(tensor.dtype, jnp.floating) or tensor.dtype.itemsize == 1
     changes = LowRank, ChangedWeight
     if not narrow or not all(use.node.op.takes(use.position, *changes) for use in direct):

@@ -254,3 +254,7 @@ def _copy_companions(model: Model, original: str | os.PathLike[str] | None, targ
             copy.parent.mkdir(exist_ok=True)
             if path.is_file() and not (copy.exists() and copy.samefile(path)):
                 shutil.copyfile(path, copy)
+    for name, text in (model.folder.changed if model.folder else {}).items():
+        if any(Path(name).match(pattern) for pattern in _COMPANIONS):
+            with write_atomically(target / name) as written:
+                written.write_text(text, "utf-8")

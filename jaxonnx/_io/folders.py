@@ -19,9 +19,9 @@ import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -73,6 +73,8 @@ class ModelFolder:
     """The file of the vision encoder, where `file` is the decoder of a vision-language model."""
     embedding: str = ""
     """The file of the embedding, likewise."""
+    changed: Mapping[str, str] = field(default_factory=dict, kw_only=True, hash=False, repr=False)
+    """The texts of files that the model has in place of the folder's, by name."""
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -105,13 +107,18 @@ class ModelFolder:
           ModelError: it is damaged.
         """
         path = self.path / name
-        if not path.is_file():
+        if name not in self.changed and not path.is_file():
             return {}
         with _safe_read.wrap_errors(f"'{path}' is not JSON, or is damaged", ModelError):
-            settings = json.loads(path.read_text("utf-8"))
+            settings = json.loads(self.changed.get(name) or path.read_text("utf-8"))
             if not isinstance(settings, dict):
                 raise ValueError("it has no object")
             return settings
+
+    def with_json(self, files: Mapping[str, Any]) -> ModelFolder:
+        """Return the folder of a model that has other contents of JSON files, by name."""
+        texts = {n: json.dumps(x, indent=2, ensure_ascii=False) + "\n" for n, x in files.items()}
+        return replace(self, changed={**self.changed, **texts})
 
     @property
     def repository(self) -> str:
@@ -339,6 +346,9 @@ def save_folder(
         if not (target / name).exists() or not os.path.samefile(source / name, target / name):
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source / name, target / name)
+    for name, text in home.changed.items():
+        with write_atomically(target / name) as written:
+            written.write_text(text, "utf-8")
     config = home.read_json("config.json")
     if config and classes and [*classes] != [*(config.get("id2label") or {}).values()]:
         text = json.dumps(config | describe_classes(classes), indent=2, ensure_ascii=False)

@@ -49,6 +49,8 @@ class Network:
     """64-bit tensors of the file, which the 32-bit arrays of JAX cannot hold."""
     heads: tuple[Head, ...] = ()
     """The layers that `with_head` put in the place of others."""
+    new_rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """The rows of tokens that `with_tokens` added, by the embedding or output layer."""
     folder: ModelFolder | None = None
     """The folder of a language model that the file is in, if it was loaded from one."""
     source: ModelProto | None = field(default=None, repr=False)

@@ -95,8 +95,11 @@ def _find_reordered(op: Op, arguments: Sequence[Any]) -> Any:
 
 
 def _fit(op: Op, position: int, value: Any) -> Any:
-    """Convert an argument to ONNX's order, and to a plain array unless the operator takes more."""
-    if isinstance(value, StoredArray) and op.takes(position, type(value)):
+    """Convert an argument to ONNX's order, and to a plain array unless the operator takes more.
+
+    An operator that takes a form takes its subclasses.
+    """
+    if isinstance(value, StoredArray) and op.takes(position, *type(value).mro()):
         return value.map(to_array) if isinstance(value, RoundedArray) else value
     return to_array(value)
 

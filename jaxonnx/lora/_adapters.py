@@ -27,16 +27,20 @@ from jaxonnx.lora._merge import (
     check_magnitudes,
     check_scale,
     checksum,
+    find_chosen,
     find_tied,
+    index_member,
     is_float,
     magnitude,
     pair,
+    row_axis,
     warn_about_ties,
 )
-from jaxonnx.lora._module_names import module_name, torch_axes
+from jaxonnx.lora._module_names import Block, module_name, torch_axes
 from jaxonnx.lora._nodes import factor_names, magnitude_name
 from jaxonnx.lora._view import Adaption
 from jaxonnx.model import Model
+from jaxonnx.quantization import dequantize
 
 _ABOUT = "jaxonnx.lora"
 """The array of a file that holds its metadata, as JSON."""
@@ -52,7 +56,9 @@ class Adapters:
       layouts: the adapted weights, and what their axes mean.
       values: by name: A ("<weight>.lora_A", rank x inputs) and B ("<weight>.lora_B", outputs x
         rank) of each weight, with DoRA the norms of its outputs ("<weight>.lora_magnitude"),
-        tensors that were trained in full, and running statistics.
+        tensors that were trained in full, and running statistics. Where rows of an embedding or of
+        its output layer were trained (`Model.with_tokens`), one factor has their indices, int32[n],
+        and the other one their changes, which alpha / rank does not scale.
       base: a checksum of the weights that they were trained for; "" if it is not known.
       model: the model of a run that trained them, by which `save` names the modules of PEFT.
     """
@@ -69,6 +75,8 @@ class Adapters:
         ranks = set()
         for name in self.layouts:
             a, b = (getattr(self.values.get(member), "shape", ()) for member in pair(name))
+            if {len(a), len(b)} == {1, 2} and a[:1] == b[-1:]:  # the rows of tokens
+                continue
             rank = a[-2:-1]  # a lower rank is that of a folder of PEFT
             if not rank or rank != b[-1:] or not 0 < rank[0] <= self.rank or len(a) != len(b):
                 shapes = f"A {[*a]} and B {[*b]}"
@@ -88,8 +96,9 @@ class Adapters:
         if merge is None:
             raise InputError("the model has no adapters; LoRA.attach gives it some")
         statistics = running_statistics(model.graph)
-        renewed = {name: v for name, v in model.state.items() if name in statistics}
-        values, base = {**model.params, **renewed}, checksum(model, merge.layouts)
+        rows = {member for name in merge.layouts for member in pair(name)}
+        others = {name: v for name, v in model.state.items() if name in statistics | rows}
+        values, base = {**model.params, **others}, checksum(model, merge.layouts, model.tensors)
         return cls(merge.rank, merge.alpha, merge.layouts, values, base)
 
     @property
@@ -137,6 +146,7 @@ class Adapters:
             raise InputError(f"{len(adapters)} adapters and {len(weights)} weights to combine")
         for each in adapters:
             each._refuse_others()
+            each._refuse_rows("cannot be combined: save the models, or train on in one run")
             if each.has_magnitudes:
                 raise InputError(
                     "adapters with magnitudes (DoRA) cannot be combined: these are norms of the "
@@ -176,8 +186,8 @@ class Adapters:
                 "the model has adapters already; merge them first with .merge_adapters()"
             )
         self._check(model)
-        warn_about_ties(model, {*self.layouts, *self.values})
-        if self.base and self.base != checksum(model, self.layouts):
+        warn_about_ties(model, {*self._without_rows, *self.values})
+        if self.base and self.base != checksum(model, self.layouts, self.values):
             warnings.warn(
                 "the adapters were trained for other values of these weights, and the model may "
                 "not compute what it learned: attach them to the file that was trained",
@@ -185,7 +195,8 @@ class Adapters:
             )
         statistics = running_statistics(model.graph)
         values = {name: jnp.asarray(value) for name, value in self.values.items()}
-        params = {name: value for name, value in values.items() if name not in statistics}
+        rows = [name for name, value in values.items() if jnp.issubdtype(value.dtype, jnp.integer)]
+        params = {n: value for n, value in values.items() if n not in statistics and n not in rows}
         constants = model.program.constants
         moved = {n: jnp.asarray(constants[n]) for n in {*params, *self.layouts} & constants.keys()}
         tensors = {**model.state, **model.params, **moved, **values}
@@ -218,6 +229,7 @@ class Adapters:
             no such file holds.
         """
         self._refuse_others()
+        self._refuse_rows(f"have no place in an {files.SUFFIX}: save the model, or an .npz")
         if self.has_magnitudes:
             raise InputError(
                 "onnxruntime's adapters have no magnitudes, which DoRA trains: save the model, or "
@@ -239,6 +251,16 @@ class Adapters:
                 "leave it out of trainable=, or save an .npz or the model"
             )
 
+    @property
+    def _without_rows(self) -> list[str]:
+        """The weights that have adapters, and not changes of some rows."""
+        return [name for name in self.layouts if find_chosen(self.values, name) is None]
+
+    def _refuse_rows(self, reason: str) -> None:
+        """Raise an InputError if rows of tokens were trained (`Model.with_tokens`)."""
+        if tables := [name for name in self.layouts if name not in self._without_rows]:
+            raise InputError(f"the trained rows of tokens in '{tables[0]}' {reason}")
+
     def _save_peft(
         self,
         path: str | os.PathLike[str],
@@ -256,7 +278,9 @@ class Adapters:
         if odd := [name for name, place in self.layouts.items() if place.batch]:
             raise InputError(f"PEFT has no format for the adapter of '{odd[0]}'; save an .npz")
         tied = (
-            [name for name in find_tied(model) if name in {*self.layouts, *others}] if model else []
+            [name for name in find_tied(model) if name in {*self._without_rows, *others}]
+            if model
+            else []
         )
         if tied:
             raise InputError(f"{files.describe_ties(tied)}; or save an .npz or the model")
@@ -266,14 +290,18 @@ class Adapters:
                 f"'{kernels[0]}' is the kernel of a convolution, whose shape PEFT has: pass the "
                 "model as well, save(path, model)"
             )
+        if model is None:
+            self._refuse_rows("need the model as well: save(path, model)")
         changes = {}
-        for name in self.layouts:
+        for name in self._without_rows:
             a, b = (np.asarray(self.values[member], np.float32) for member in pair(name))
             norms = self.values.get(magnitude(name))
             b = b * np.float32(self.alpha / self.rank)
             changes[name] = a, b, None if norms is None else np.asarray(norms, np.float32)
         rows = {name: len(b) for name, (_, b, _) in changes.items()}
-        rows |= {n: w.matrix.sizes(w.shape)[0] for n, w in whole.items() if w.matrix}
+        more = {n: self.layouts[n] for n in self.layouts if n not in changes}
+        more |= {n: w.matrix for n, w in whole.items() if w.matrix}
+        rows |= {name: place.sizes(meanings[name].shape)[0] for name, place in more.items()}
         blocks = peft_modules.choose_blocks(model, names, rows)
         heights = {}
         for block in blocks:
@@ -308,7 +336,33 @@ class Adapters:
         about = {"base_model_name_or_path": base_model}
         if home and home.task == "text-generation":
             about["task_type"] = "CAUSAL_LM"  # AutoPeftModelForCausalLM asks for it
-        files.write_peft(path, moved, about, tables, full, biases, self.base)
+        files.write_peft(
+            path, moved, about, tables, full, biases, self.base, self._read_tokens(model, blocks)
+        )
+
+    def _read_tokens(
+        self, model: Model | None, blocks: Sequence[Block]
+    ) -> dict[str, tuple[list[int], np.ndarray]]:
+        """Return the rows that were trained, and their values, by module, as PEFT has them."""
+        tokens: dict[str, tuple[list[int], np.ndarray]] = {}
+        if model is None:
+            return tokens
+        # the model of a run has the changes in its weights, unless these are in few bits
+        merged, tied = model.program.find(Adaption) is None and self.base, find_tied(model)
+        is_merged = merged and checksum(model, self.layouts, self.values) != self.base
+        for block in blocks:
+            rows = find_chosen(self.values, block.source) if block.source in self.layouts else None
+            if rows is None:
+                continue
+            place, rows = self.layouts[block.source], np.asarray(rows)
+            a, b = (self.values[member] for member in pair(block.source))
+            (matrix,) = dequantize(model.graph, model.tensors, [block.source]).values()
+            present = matrix.take(rows, row_axis(place))
+            present = present.T if row_axis(place) else present
+            changes = np.asarray(b).T if a.ndim == 1 else np.asarray(a)
+            module = peft_modules.table_of(block.target) if block.source in tied else block.target
+            tokens[module] = rows.tolist(), present if is_merged else present + changes
+        return tokens
 
     def save(
         self,
@@ -352,9 +406,14 @@ class Adapters:
 
     @property
     def about(self) -> dict[str, Any]:
-        """Rank, alpha, layouts and checksum, as JSON has them."""
+        """Rank, alpha, layouts, trained rows and checksum, as JSON has them."""
         places = {name: dataclasses.asdict(place) for name, place in self.layouts.items()}
-        return {"rank": self.rank, "alpha": self.alpha, "layouts": places, "base": self.base}
+        chosen = ((name, find_chosen(self.values, name)) for name in self.layouts)
+        rows = {
+            name: np.asarray(indices).tolist() for name, indices in chosen if indices is not None
+        }
+        about = {"rank": self.rank, "alpha": self.alpha, "layouts": places, "base": self.base}
+        return about | ({"rows": rows} if rows else {})
 
     @classmethod
     def read(cls, about: Mapping[str, Any], inputs: Mapping[str, Any]) -> Adapters:
@@ -370,6 +429,8 @@ class Adapters:
                 values[factor] = jnp.matrix_transpose(jnp.asarray(values.pop(member), jnp.float32))
             if (norms := values.pop(magnitude_name(name, module_name), None)) is not None:
                 values[magnitude(name)] = jnp.asarray(norms, jnp.float32)
+        for name, indices in about.get("rows", {}).items():  # which a file has as a matrix
+            values[index_member(name, places[name])] = jnp.asarray(indices, jnp.int32)
         return cls(about["rank"], float(about["rank"]), places, values, about.get("base", ""))
 
     @classmethod
@@ -404,7 +465,10 @@ class Adapters:
                 for name, weight in meanings.items()
                 if weight.matrix and pair(name)[0] in factors
             }
-            arrays = {name: jnp.asarray(x, jnp.float32) for name, x in factors.items()}
+            arrays = {
+                n: jnp.asarray(x, x.dtype if x.ndim == 1 else jnp.float32)
+                for n, x in factors.items()
+            }
             result = cls(rank, alpha, layouts, arrays, base)
             result._check(model)
             return result
@@ -427,6 +491,8 @@ class Adapters:
                 if (~np.isfinite(value) if factor else np.isnan(value)).any():
                     raise ValueError(f"'{name}' has values that are not finite")
             arrays = {name: jnp.asarray(value) for name, value in values.items()}
+            for name, indices in about.get("rows", {}).items():  # no tensors of a checkpoint
+                arrays[index_member(name, places[name])] = jnp.asarray(indices, jnp.int32)
             return cls(about["rank"], float(about["alpha"]), places, arrays, about.get("base", ""))
 
     def _check(self, model: Model) -> None:
@@ -438,7 +504,11 @@ class Adapters:
             a, b = map(wanted.pop, pair(name))
             norms = wanted.pop(magnitude(name), None)
             fits = sorted(place.order) == [*range(len(shapes[name]))]
-            if fits:
+            if fits and (chosen := find_chosen(self.values, name)) is not None:
+                height, width = place.sizes(shapes[name])[:: -1 if place.lookup else 1]
+                width_of_rows = b[0] if len(a) == 1 else a[1]
+                fits = width_of_rows == width and bool((np.asarray(chosen) < height).all())
+            elif fits:
                 outputs = (*np.delete(shapes[name], place.summed).tolist(),)
                 fits = (a, b) == place.factors(shapes[name], a[-2]) and norms in (None, outputs)
             if not fits:

@@ -255,6 +255,7 @@ def write_peft(
     others: Mapping[str, np.ndarray] = MappingProxyType({}),
     biases: Mapping[str, np.ndarray] = MappingProxyType({}),
     base: str = "",
+    tokens: Mapping[str, tuple[list[int], np.ndarray]] = MappingProxyType({}),
 ) -> None:
     """Write `adapter_model.safetensors` and `adapter_config.json` of changes by module.
 
@@ -269,6 +270,7 @@ def write_peft(
       others: weights that were trained in full, by module.
       biases: those that were, by module.
       base: the checksum.
+      tokens: by module, rows that were trained, and their values.
     """
     # PEFT looks for a name at the end of others: unless it is anchored, "q" is "block.q", too
     ranks = {f"^{re.escape(name)}$": len(a) for name, (a, *_) in sorted(changes.items())}
@@ -288,6 +290,8 @@ def write_peft(
         "use_rslora": False,
         "use_dora": any(norms is not None for *_, norms in changes.values()),
     }
+    if tokens:
+        config["trainable_token_indices"] = {name: rows for name, (rows, _) in tokens.items()}
     ends, ends_of_table = ("A.weight", "B.weight", _NORMS), ("embedding_A", "embedding_B", _NORMS)
     arrays = {
         f"{_PREFIX}{name}.lora_{end}": np.ascontiguousarray(x)
@@ -296,6 +300,8 @@ def write_peft(
         if x is not None
     }
     arrays |= {f"{_PREFIX}{name}.weight": np.ascontiguousarray(x) for name, x in others.items()}
+    for name, (_, x) in tokens.items():
+        arrays[f"{_PREFIX}{name}{_TOKENS}"] = np.ascontiguousarray(x)
     for name, x in biases.items():
         inner = "base_layer." if name in changes else ""
         arrays[f"{_PREFIX}{name}.{inner}bias"] = np.ascontiguousarray(x)

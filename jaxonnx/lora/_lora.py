@@ -21,7 +21,14 @@ from jaxonnx._rewrite.masks import describe_masks
 from jaxonnx.errors import InputError
 from jaxonnx.lora._adapters import Adapters
 from jaxonnx.lora._loftq import approximate_errors
-from jaxonnx.lora._merge import check_magnitudes, check_scale, is_float, magnitude, pair
+from jaxonnx.lora._merge import (
+    check_magnitudes,
+    check_scale,
+    index_member,
+    is_float,
+    magnitude,
+    pair,
+)
 from jaxonnx.lora._view import drop_inputs
 from jaxonnx.lowering import norms, unfold_change
 from jaxonnx.model import Model
@@ -39,6 +46,10 @@ class LoRA:
     zero, so that training starts from the model as it is. Weights of half precision have adapters
     in float32. Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021
     (arXiv:2106.09685).
+
+    The rows of tokens that `Model.with_tokens` added are trained beside the adapters, as PEFT's
+    `trainable_token_indices` are, in the embedding and in the output layer. They start as they are,
+    and rank, alpha and dropout do not apply to them.
 
     The memory of the optimizer and the exported file are small. Matrices of MatMul and Gemm in
     float32 have no dense gradient: x passes through A, then B. Into other weights the change is
@@ -128,6 +139,16 @@ class LoRA:
                 place, (a, b) = places[name], (values[member] for member in pair(name))
                 change = unfold_change(a, b * (alpha / self.rank), place, matrix.shape)
                 values[magnitude(name)] = norms(matrix + change, place.summed).astype(b.dtype)
+        for name, rows in model.new_rows.items():
+            place = meanings[name].matrix if name in meanings else None
+            if place is None or name in places:
+                continue  # trained in full, or as a whole
+            check_stored(model.graph, tensors, [name] if meanings[name].storage else [])
+            width = place.sizes(meanings[name].shape)[0 if place.lookup else 1]
+            changes = np.zeros((width, len(rows)) if place.lookup else (len(rows), width))
+            values |= dict.fromkeys(pair(name), jnp.asarray(changes, jnp.float32))
+            values[index_member(name, place)] = jnp.asarray(rows, jnp.int32)
+            places = {**places, name: place}
         adapted = Adapters(self.rank, alpha, places, values).attach(model)
         return drop_inputs(adapted, self.dropout) if self.dropout else adapted
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import warnings
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._axes import Matrix
-from jaxonnx._graph.uses import Use, uses_by_tensor
+from jaxonnx._graph.uses import uses_by_tensor
 from jaxonnx._require import require
 from jaxonnx._text import list_some
 from jaxonnx.errors import InputError
-from jaxonnx.lowering import ChangedWeight, LowRank, is_half, merge_change, to_array
+from jaxonnx.lowering import ChangedRows, ChangedWeight, LowRank, is_half, merge_change, to_array
 from jaxonnx.model import Model
 
 
@@ -41,12 +41,19 @@ class Merge:
         return tuple(name for name in self.params if name not in self.stored)
 
     def factors(self, tensors: Mapping[str, Any]) -> dict[str, tuple[Matrix, Any, Any]]:
-        pairs = {name: [to_array(tensors[part]) for part in pair(name)] for name in self.layouts}
-        scale = self.alpha / self.rank
-        return {
-            name: (self.layouts[name], jnp.matrix_transpose(a), jnp.matrix_transpose(b) * scale)
-            for name, (a, b) in pairs.items()
-        }
+        result = {}
+        for name, place in self.layouts.items():
+            a, b = (to_array(tensors[part]) for part in pair(name))
+            if chosen := name in self.find_rows(tensors):
+                count = tensors[name].shape[row_axis(place)]
+                a, b = choose_rows(a, count), choose_rows(b, count).T if b.ndim == 1 else b
+            b = b if chosen else b * (self.alpha / self.rank)
+            result[name] = place, jnp.matrix_transpose(a), jnp.matrix_transpose(b)
+        return result
+
+    def find_rows(self, tensors: Mapping[str, Any]) -> list[str]:
+        """Return the weights of which rows are trained: one of the factors has their indices."""
+        return [name for name in self.layouts if find_chosen(tensors, name) is not None]
 
     def magnitudes(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         named = {name: tensors.get(magnitude(name)) for name in self.layouts}
@@ -62,6 +69,10 @@ class Merge:
             # a step may store those of a stack of matrices in the order of kernels
             a, b = (to_array(result.pop(member)) for member in pair(name))
             w, norms = tensors[name], result.pop(magnitude(name), None)
+            if a.ndim == 1 or b.ndim == 1:
+                rows, changes = (a, b.T) if a.ndim == 1 else (b, a)
+                result[name] = ChangedRows(w, rows, changes, by_row=row_axis(place) == 0)
+                continue
             plain = w.ndim == 2 and ((w.dtype == a.dtype and not is_half(w)) or self._drops(place))
             b = b * (self.alpha / self.rank)
             if plain or not (is_float(w) or place.kernel or place.batch):
@@ -82,7 +93,9 @@ class Merge:
             return tensors
         keys = {n: jax.random.fold_in(key, zlib.crc32(n.encode())) for n in self.layouts}
         changed = {
-            n: dataclasses.replace(tensors[n], key=k, ratio=self.dropout) for n, k in keys.items()
+            n: dataclasses.replace(tensors[n], key=k, ratio=self.dropout)
+            for n, k in keys.items()
+            if not isinstance(tensors[n], ChangedRows)
         }
         return {**tensors, **changed}
 
@@ -100,14 +113,19 @@ def check_magnitudes(model: Model, names: Collection[str]) -> None:
                 )
 
 
-def checksum(model: Model, names: Collection[str]) -> str:
-    """Return a checksum of the first row of each of these weights; "" if one is on other hosts."""
+def checksum(model: Model, layouts: Mapping[str, Matrix], values: Mapping[str, Any]) -> str:
+    """Return a checksum of a row of each adapted weight; "" if one is on other hosts.
+
+    It is the first row, or the first one that is trained.
+    """
     result = 0
-    for name in sorted(names):
+    for name, place in sorted(layouts.items()):
         x = to_array(model.tensors[name])
         if isinstance(x, jax.Array) and not x.is_fully_addressable:
             return ""
-        row = np.ascontiguousarray(x[0])
+        chosen = find_chosen(values, name)
+        first = 0 if chosen is None or row_axis(place) else int(chosen[0])
+        row = np.ascontiguousarray(x[first])
         result = zlib.crc32(f"{name} {row.dtype}".encode() + row.tobytes(), result)
     return f"{result:08x}"
 
@@ -115,16 +133,11 @@ def checksum(model: Model, names: Collection[str]) -> str:
 def find_tied(model: Model) -> list[str]:
     """Return the weights that are both an embedding and the matrix of a product."""
     read = uses_by_tensor(model.graph, model.tensors)
-
-    def find_kinds(used: Sequence[Use]) -> Iterator[bool]:
-        """Yield whether a reader looks rows up, of each that reads a matrix."""
-        for use in (use for use in used if not use.passes):
-            if use.matrix is not None:
-                yield use.matrix.lookup
-            elif use.node.op.name == "GatherBlockQuantized" and use.position == 0:
-                yield True  # of packed numbers that were reshaped
-
-    return [name for name, used in read.items() if len({*find_kinds(used)}) > 1]
+    lookups = {
+        name: {use.matrix.lookup for use in used if not use.passes and use.matrix is not None}
+        for name, used in read.items()
+    }
+    return [name for name, kinds in lookups.items() if len(kinds) > 1]
 
 
 def warn_about_ties(model: Model, names: Collection[str]) -> None:
@@ -149,6 +162,26 @@ def check_scale(rank: Any, alpha: Any) -> None:
 
 def pair(name: str) -> tuple[str, str]:
     return f"{name}.lora_A", f"{name}.lora_B"
+
+
+def row_axis(place: Matrix) -> int:
+    """Return the axis of a weight that has the rows of an embedding, or its output layer's."""
+    return place.input if place.lookup else place.output
+
+
+def find_chosen(values: Mapping[str, Any], name: str) -> Any:
+    """Return the indices of the rows that are trained of a weight; None if it has an adapter."""
+    return next((values[member] for member in pair(name) if values[member].ndim == 1), None)
+
+
+def index_member(name: str, place: Matrix) -> str:
+    """Return the name of the factor that has the indices of the rows that are trained."""
+    return pair(name)[0 if place.lookup else 1]
+
+
+def choose_rows(rows: Any, count: int) -> Any:
+    """Return the matrix that chooses rows among `count`, one for each index; a matrix as it is."""
+    return jax.nn.one_hot(rows, count, dtype=jnp.float32) if rows.ndim == 1 else rows
 
 
 def magnitude(name: str) -> str:

@@ -11,7 +11,7 @@ from onnx import GraphProto, ModelProto, NodeProto, helper, numpy_helper
 
 from jaxonnx._axes import Matrix
 from jaxonnx._graph.bind import Graph
-from jaxonnx._graph.uses import Use, uses_by_tensor
+from jaxonnx._graph.uses import Use, direct_uses, uses_by_tensor
 from jaxonnx._io import order, records
 from jaxonnx._io.build import names as all_names
 from jaxonnx._io.build import unused_name
@@ -141,7 +141,7 @@ def _float_type(weight: str, read: Sequence[Use], tensors: Mapping[str, Any]) ->
     dtype = np.dtype(tensors[weight].dtype)
     if dtype.kind not in "iu" and dtype.itemsize > 1:
         return dtype
-    for use in (use for use in read if use.is_direct):
+    for use in direct_uses(read):
         scale = tensors.get((use.parts or use.node.inputs)[0])
         if scale is not None:
             return np.dtype(scale.dtype)
@@ -246,6 +246,9 @@ class _Writer:
             rows = new("Gather", [pair[0], node.input[1]], "lora_A", axis=0)
         else:
             x = use.node.inputs[0]
+            if change.place.lookup:  # of the embedding, whose transpose this is
+                first = new("Transpose", [pair[1]], "lora_B_transposed", perm=[1, 0])
+                pair = first, new("Transpose", [pair[0]], "lora_A_transposed", perm=[1, 0])
             if 0 in use.node.op.quantized:
                 *scale_and_zero, _ = replace(use, position=0).parts
                 x = new("DequantizeLinear", [x, *filter(None, scale_and_zero)], "lora_x")
@@ -304,9 +307,11 @@ def _takes_product(use: Use, change: Factors) -> bool:
     bias = () if op.bias is None else use.node.inputs[op.bias :][:1]
     if change.scale is not None and any(bias):  # which is not scaled
         return False
-    if change.place.lookup:
+    if change.place.lookup and op.like == "Gather":
         form = op.form(use.position)
         first = form is not None and use.node.attributes.get(form.rows, 0) == 0
-        return op.like == "Gather" and first and use.view.axes in (None, (0, 1))
+        return first and (use.view.axes in (None, (0, 1)) or use.matrix is not None)
+    if change.place.lookup and use.position not in op.quantized:
+        return False
     product = op.like in ("Gemm", "MatMul") and use.position == 1
     return product and use.matrix is not None

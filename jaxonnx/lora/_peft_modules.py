@@ -31,6 +31,13 @@ from jaxonnx.lora._peft_config import CONVERTED, Settings
 from jaxonnx.model import Model
 from jaxonnx.quantization import dequantize
 
+_HEAD, _TABLE = "lm_head", "model.embed_tokens"
+
+
+def table_of(head: str) -> str:
+    """Return the module of the embedding that shares its matrix with an output layer."""
+    return head.removesuffix(_HEAD) + _TABLE if head.endswith(_HEAD) else head
+
 
 def choose_blocks(
     model: Model | None, names: Callable[[str], str] | None, rows: Mapping[str, int]
@@ -103,7 +110,13 @@ def read(
             module = files.plain_name(block.target)
             targets.setdefault(module, []).append(block._replace(target=module).invert())
         places = targets | places
-    contents = files.read(path, places, find_tied(model))
+    tied = find_tied(model)
+    places |= {
+        table_of(module): blocks
+        for module, blocks in [*places.items()]
+        if module.endswith(_HEAD) and blocks[0].target in tied
+    }
+    contents = files.read(path, places, tied)
     changes, scales, tables = contents.changes, contents.scales, contents.tables
     meanings = weights(model.graph, model.tensors)
     if contents.settings.start:
@@ -120,7 +133,6 @@ def read(
         if place is not None and place.lookup != (module in tables):  # a tied table, the other way
             a, b, norms = changes[module]
             changes[module] = b.T, a.T, norms
-    tied = find_tied(model)
     alone = [m for m in changes if places[m][0].target in tied]
     if alone:
         raise InputError(f"'{os.fspath(path)}' adapts '{alone[0]}': {files.describe_ties(tied)}")
@@ -128,27 +140,40 @@ def read(
     for module, trained in contents.tokens.items():  # PEFT trains those of a tied layer, too
         matrix = _read_matrix(path, model, module, places)
         tokens |= dict.fromkeys(_find_copies(path, model, module, matrix, places), trained)
+    trained_rows = {}
     for module, (indices, values) in tokens.items():
-        matrix = _read_matrix(path, model, module, places)
-        present, chosen = matrix[indices], np.eye(len(matrix), dtype=np.float32)[indices]
-        difference = values.astype(np.float32) - present
-        place = meanings[places[module][0].target].matrix
-        lookup = place is not None and place.lookup
-        factors = (chosen, difference.T) if lookup else (difference, chosen.T)
-        changes[module], scales[module] = (*factors, None), 1.0
-    scale = next(iter(scales.values()))
+        matrix, (block, *rest) = _read_matrix(path, model, module, places), places[module]
+        if rest or block.rows != rows[block.target]:
+            raise InputError(
+                f"'{os.fspath(path)}' has rows (trainable_token_indices) of '{module}', which in "
+                f"this file is a part of '{block.target}'"
+            )
+        if beyond := [index for index in indices if index >= len(matrix)]:
+            raise InputError(
+                f"'{os.fspath(path)}' has a trained row {beyond[0]} of '{module}', which has "
+                f"{len(matrix)} rows here: model.with_tokens(...) adds rows"
+            )
+        difference, chosen = (
+            values.astype(np.float32) - matrix[indices],
+            np.array(indices, np.int32),
+        )
+        place: Any = meanings[block.target].matrix
+        factors = (chosen, difference.T) if place.lookup else (difference, chosen)
+        trained_rows |= dict(zip(pair(block.target), factors, strict=True))
+        changes.pop(module, None)
+    scale = next(iter(scales.values()), 1.0)
     if len({*scales.values()}) > 1:  # B has them
         changes = {name: (a, scales[name] * b, m) for name, (a, b, m) in changes.items()}
         scale = 1.0
     moved = move_rows(changes, [block for name in changes for block in places[name]], rows)
-    rank = max((a.shape[-2] for a, *_ in moved.values()), default=0)
+    rank = max((a.shape[-2] for a, *_ in moved.values()), default=1)
     named = {
         member: value
         for weight, change in moved.items()
         for member, value in zip((*pair(weight), magnitude(weight)), change, strict=True)
         if value is not None
     }
-    named |= _place_weights(path, model, meanings, contents, places)
+    named |= trained_rows | _place_weights(path, model, meanings, contents, places)
     return named, rank, rank * scale, files.read_base(path)
 
 

@@ -74,7 +74,8 @@ class Adaption(Merge, View):
             changes |= {n: factors[n].change_of(matrix) for n, matrix in scaled if n in changes}
             rounded, losses = quantization.requantize(network.graph, network.tensors, changes)
             warnings.warn(_describe_losses(losses), stacklevel=2)
-        state = {n: v for n, v in tensors.items() if n in network.state and n not in params}
+        left = self.without_factors(network.state)
+        state = {name: value for name, value in left.items() if name not in params}
         state |= {name: jnp.asarray(value) for name, value in rounded.items()}
         constants = {n: v for n, v in network.program.constants.items() if n not in rounded}
         program = dataclasses.replace(network.program.leave(Adaption), constants=constants)
@@ -92,6 +93,7 @@ class Adaption(Merge, View):
             return jnp.where(trained, error / change, 0)
 
         halves = {name for name in self.layouts if name in merged and is_half(tensors[name])}
+        halves.difference_update(self.find_rows(tensors))  # new rows start from nothing
         result = {}
         for name in halves:
             a, b = (to_array(tensors[member]) for member in pair(name))
@@ -113,8 +115,9 @@ class Adaption(Merge, View):
             graph, tensors, inputs = network.graph, network.tensors, form == "inputs"
             return insert_adapters(proto, graph, tensors, factors, module_name, as_inputs=inputs)
 
-        params = self.without_factors(network.params)
-        bare = dataclasses.replace(network, params=params, program=network.program.leave(Adaption))
+        params, state = map(self.without_factors, (network.params, network.state))
+        program = network.program.leave(Adaption)
+        bare = dataclasses.replace(network, params=params, state=state, program=program)
         return bare, [Addition(frozenset(self.layouts), insert)]
 
     def _arrays(self, network: Network, values: Mapping[str, Any]) -> dict[str, Factors]:

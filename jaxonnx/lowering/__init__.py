@@ -18,6 +18,7 @@ from jaxonnx.lowering._layout import (
     transpose_tree,
 )
 from jaxonnx.lowering._low_rank import (
+    ChangedRows,
     ChangedWeight,
     LowRank,
     map_changed,

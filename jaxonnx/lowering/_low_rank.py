@@ -108,6 +108,33 @@ class LowRank(StoredArray):
         return (x @ self.value + more).astype(x.dtype)
 
 
+class ChangedRows(LowRank):
+    """A matrix of which some rows (columns, unless `by_row`) change: `a` has their indices, `b` the
+    changes [rows, width].
+
+    Products and lookups add the changes to their results, so that the other rows have no gradient.
+    """
+
+    @property
+    def T(self) -> "ChangedRows":
+        return replace(self, value=self.value.T, by_row=not self.by_row)
+
+    def change(self, x: Any) -> Any:
+        return (x[..., self.a] @ self.b if self.by_row else x @ self.b.T).astype(x.dtype)
+
+    def change_rows(self, indices: Any) -> Any:
+        return (indices[..., None] == self.a).astype(self.b.dtype) @ self.b
+
+    def to_array(self) -> Any:
+        w = to_array(self.value)
+        b = self.b.astype(w.dtype)
+        return w.at[self.a].add(b) if self.by_row else w.at[:, self.a].add(b.T)
+
+    def __rmatmul__(self, x: Any) -> Any:
+        y, change = x @ self.value, self.change(x)
+        return y + change if self.by_row else y.at[..., self.a].add(change)
+
+
 class ChangedWeight(StoredArray):
     """A quantized tensor of any rank, and the change b a of what it is dequantized to."""
 

@@ -32,6 +32,7 @@ from jaxonnx._run.program import Program
 from jaxonnx._text import Rendered, format_count
 from jaxonnx.errors import Error, InputError
 from jaxonnx.model import _transforms as transforms
+from jaxonnx.model._add_tokens import add_tokens
 from jaxonnx.model._call_arguments import (
     check_tensors,
     inputs_first,
@@ -511,6 +512,37 @@ class Model(Network, Rendered):
         """
         check_arguments(Model.with_head, locals())
         return transforms.with_new_head(self, classes, at, ending, rng, initializer)
+
+    def with_tokens(self, tokens: str | Sequence[str], *, special_tokens: bool = False) -> Model:
+        """Return a language model with more tokens, in its tokenizer and in its vocabulary.
+
+        Each token gets a row of the embedding and an output of the output layer, tied to it or not,
+        and of its bias. They start at the mean of those of the tokens that there are, up to
+        rounding what `resize_token_embeddings` of transformers does by default (Hewitt,
+        "Initializing New Word Embeddings for Pretrained Language Models", 2021). Rows without a
+        token, by which vocabularies are often padded, are used first. `train`, `generate` and
+        `save` use the new tokenizer, and a saved folder has it, with `vocab_size` in `config.json`
+        and `genai_config.json`.
+
+        `train(..., lora=)` trains the new rows beside the adapters, and no other rows; without
+        adapters all rows are trained. Rows in few bits (GatherBlockQuantized, MatMulNBits) are
+        rounded; what is trained of them is saved beside them, like an adapter.
+
+        Args:
+          tokens: their texts. Texts that are tokens already stay as they are, and a warning names
+            them.
+          special_tokens: whether they are no text, as end tokens are, so that
+            `decode(..., skip_special_tokens=True)` of other tokenizers leaves them out.
+
+        Raises:
+          InputError: a text is empty or comes twice; the model was not loaded from a folder; there
+            is no embedding; the embedding or the output layer is quantized in another form, or is
+            computed in a way that is not known; or the model has adapters.
+          TrainingError: the folder has no tokenizer.json.
+        """
+        check_arguments(Model.with_tokens, locals())
+        listed = [tokens] if isinstance(tokens, str) else [*tokens]
+        return add_tokens(self, self.tokenizer, listed, special_tokens)
 
     def then(self, function: Any, *, outputs: Sequence[str] | None = None) -> Model:
         """Return a model followed by a JAX function or a Flax module.

@@ -8,11 +8,12 @@ from jax import lax
 
 from jaxonnx._axes import table
 from jaxonnx.errors import NodeError
+from jaxonnx.lowering import ChangedRows
 from jaxonnx.ops.common import axis_of, index_of
 from jaxonnx.registry import Static, is_known, op, xp
 
 
-@op("Gather", since=1, weights={"x": table("axis")})
+@op("Gather", since=1, weights={"x": table("axis")}, accepts={"x": ChangedRows})
 def gather(x, indices, *, axis=0):
     """Slices of `x` along `axis`: the shape of `indices` takes the place of that axis."""
     axis = axis_of(axis, x.ndim)
@@ -20,6 +21,12 @@ def gather(x, indices, *, axis=0):
     indices = index_of(indices, size)
     if is_known(x, indices):
         return np.take(x, indices, axis)
+    if isinstance(x, ChangedRows):
+        if axis == 0 and x.by_row:
+            rows = jnp.take(x.value, indices, 0)
+            places = jnp.where(indices < 0, indices + size, indices)
+            return rows + x.change_rows(places).astype(rows.dtype)
+        x = x.to_array()
     if isinstance(x, np.ndarray):
         x = jnp.asarray(x)
     if is_known(indices) and indices.ndim == 0:

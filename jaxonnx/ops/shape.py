@@ -62,9 +62,19 @@ def reshape_1(x, *, shape=None):
     return _reshape(x, shape or ())
 
 
-@op("Reshape", since=5, view=True, shapes="shape (r)", accepts={"x": MergedRows | RoundedArray})
+@op(
+    "Reshape",
+    since=5,
+    view=True,
+    shapes="shape (r)",
+    accepts={"x": MergedRows | RoundedArray | LowRank},
+)
 def reshape(x, shape: Static, *, allowzero=0):
     """-1 is inferred; 0 keeps the input's dimension, or with `allowzero` is meant literally."""
+    if isinstance(x, LowRank) and not jnp.issubdtype(x.dtype, jnp.floating):
+        # an embedding in few bits that reads the codes of its output layer, row by row
+        return x.map(lambda codes: _reshape(codes, shape, allowzero))
+    x = x.to_array() if isinstance(x, LowRank) else x
     return _reshape(x, shape, allowzero)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxonnx._graph.bind import Graph
 from jaxonnx._graph.stored import find_own_parts
-from jaxonnx._graph.uses import Use, uses_by_tensor, weights
+from jaxonnx._graph.uses import Use, direct_uses, uses_by_tensor, weights
 from jaxonnx.errors import InputError
 from jaxonnx.quantization._grids import Grid, read_grid
 
@@ -51,7 +51,7 @@ def requantize(
     arrays: dict[str, np.ndarray] = {}
     losses: dict[str, Loss] = {}
     for name, change in changes.items():
-        first, *others = (use for use in read[name] if use.is_direct)
+        first, *others = direct_uses(read[name])
         for use in others:
             if use.parts != first.parts or use.node.attributes != first.node.attributes:
                 raise InputError(
@@ -85,7 +85,7 @@ def dequantize(
         if not all_weights[name].storage:
             result[name] = np.asarray(tensors[name], np.float32)
             continue
-        grid = _read(next(use for use in read[name] if use.is_direct), tensors)
+        grid = _read(direct_uses(read[name])[0], tensors)
         there, shape = grid.groups >= 0, all_weights[name].shape
         group = np.empty(grid.codes.shape[1], int)
         group[grid.groups[there]] = np.nonzero(there)[0]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._arrays import to_host
@@ -184,7 +185,11 @@ def _count_parameters(result: Result, count: int, moved: Mapping[str, float]) ->
     if result.lora is None:
         return [f"{len(moved)} of {format_count(count, 'trained tensor')} changed ({changed})"]
     values = result.lora.values
-    trained = sum(x.size for name, x in values.items() if name not in result.model.state)
+    trained = sum(
+        x.size
+        for name, x in values.items()
+        if name not in result.model.state and not jnp.issubdtype(x.dtype, jnp.integer)
+    )
     weights = format_count(len(result.lora.layouts), "weight")
     done = f"{format_count(trained, 'parameter')} trained, in adapters of {weights}"
     if result.model.program.adapts:
