@@ -1,7 +1,7 @@
 """The files of `tests/data` through every change of a Model, as digests of what comes out.
 
     python -m tests.support.corpus before.json                        before a change of the code
-    python -m tests.support.corpus after.json --against before.json   and after it
+    python -m tests.support.corpus --against before.json              and after it: 1 if any changed
     python -m tests.support.corpus --stored                           writes what a test compares
 
 A digest of the structure of a saved file holds on every machine: nodes, attributes, names, types,
@@ -290,7 +290,7 @@ def main() -> None:
         return store_digests()
     before = json.loads(options.against.read_text()) if options.against else {}
     results: dict[str, dict[str, str]] = {}
-    last = None
+    last, changed = None, 0
     for path, changes in cases():
         name = str(path.relative_to(DATA))
         if options.only not in name:
@@ -301,11 +301,14 @@ def main() -> None:
         key = " | ".join((name, *changes))
         results[key] = describe(path, changes, bits=True, runs=True)
         if before and results[key] != before.get(key):
+            changed += 1
             print(f"{key}: {before.get(key)} -> {results[key]}", flush=True)
     if options.output:
         options.output.write_text(json.dumps(results, indent=0, sort_keys=True) + "\n")
     refused = sum("refused" in row for row in results.values())
-    print(f"{len(results)} cases, {refused} refused")
+    print(f"{len(results)} cases, {refused} refused, {changed} changed")
+    if changed:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":
