@@ -103,6 +103,13 @@ class RunArguments(TypedDict, total=False):
     optimizer state and the data must be the same: the number, dtypes and a checksum of the examples
     are compared. "anyway" accepts other data. Iterables are not compared: they must yield the same
     batches, from the start of the epoch on."""
+    check: Annotated[bool, Argument(True, "toggle")]
+    """With `quantize` or `lora`, compare the file of the trained model with the model.
+
+    If the file that `save` writes computes something else, a warning says so and names the first
+    node that differs; `history.notes` has it, too, or the reason why the file was not compared. If
+    `quantize` needs a newer opset, the file in that opset is compared before the training, and a
+    difference is an error."""
     on_log: Annotated[
         Hook | Sequence[Hook] | None,
         Argument(

@@ -18,7 +18,8 @@ from jaxonnx.registry import lookup
 TIES = 5e-3
 """The share of integers that may differ, by one: ties, which another order of a sum decides."""
 
-_ROUNDS = ("QuantizeLinear", "DynamicQuantizeLinear")
+ROUNDS = ("QuantizeLinear", "DynamicQuantizeLinear")
+"""The operators that round to integers."""
 
 
 class Integers(NamedTuple):
@@ -69,7 +70,7 @@ def _is_float(dtype: np.dtype) -> bool:
 
 def _gives_integers(node: NodeProto) -> bool:
     op = lookup(node.domain, node.op_type, sys.maxsize)
-    return node.op_type in _ROUNDS or (op is not None and op.result is not None)
+    return node.op_type in ROUNDS or (op is not None and op.result is not None)
 
 
 def compare_integers(

@@ -248,7 +248,7 @@ def _settings(
     }
     if options.resume_anyway:
         settings["resume"] = "anyway"
-    toggles = ("master", "progress")  # whose default is not False
+    toggles = ("master", "progress", "check")  # whose default is not False
     settings = {n: x for n, x in settings.items() if x is not False or n in toggles}
     settings = {name: x for name, x in settings.items() if x is not None}
     return {name: x for name, x in settings.items() if x not in ([], {})}

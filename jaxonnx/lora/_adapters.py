@@ -169,10 +169,10 @@ class Adapters:
         rank = max(values[pair(name)[0]].shape[-2] for name in layouts)
         return cls(rank, float(rank), layouts, values, next(iter(bases), ""))
 
-    def apply(self, model: Model) -> Model:
-        """Return `attach(model).merge_adapters()`, a plain model."""
+    def apply(self, model: Model, *, check: bool = True) -> Model:
+        """Return `attach(model).merge_adapters(check=check)`, a plain model."""
         check_arguments(Adapters.apply, locals())
-        return self.attach(model).merge_adapters()
+        return self.attach(model).merge_adapters(check=check)
 
     def attach(self, model: Model) -> Model:
         """Return the model with these adapters as its parameters, to be trained further.

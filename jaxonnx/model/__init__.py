@@ -9,7 +9,7 @@ from jaxonnx.model._load import as_model, load
 from jaxonnx.model._model import Model, Trainable
 from jaxonnx.model._predict import hide_caches, read_inputs
 from jaxonnx.model._quantize import (
-    check_quantized,
+    compare_quantized,
     hide_same_caches,
     insert_rounding,
     read_examples,
@@ -17,7 +17,7 @@ from jaxonnx.model._quantize import (
 )
 from jaxonnx.model._recurrent_states import add_states, start_at_zeros
 from jaxonnx.model._sampling import stop_tokens
-from jaxonnx.model._save import check_nodes, to_proto
+from jaxonnx.model._save import check_nodes, compare_merged, to_proto
 from jaxonnx.model._show import operator_name
 from jaxonnx.model._sparsity import report_layers
 from jaxonnx.model._statistics import (

@@ -88,7 +88,7 @@ class Model(Network, Rendered):
     @cached_property
     def training(self) -> Training:
         """The `training_info` of the file as pure functions `init` and `step`."""
-        return Training(self.proto, self.merge_adapters()._file_values)
+        return Training(self.proto, merge(self)._file_values)
 
     @property
     def sensitivity(self) -> Sensitivity | None:
@@ -739,7 +739,7 @@ class Model(Network, Rendered):
         """
         return open_quantized(self)[0] if is_quantized(self) else self
 
-    def merge_adapters(self, *, requantize: bool = False) -> Model:
+    def merge_adapters(self, *, requantize: bool = False, check: bool = True) -> Model:
         """Return a model with its adapters (`jaxonnx.LoRA`) merged into the weights.
 
         Its parameters are those of the model before the adapters were attached, and the tensors
@@ -751,13 +751,18 @@ class Model(Network, Rendered):
             smallest error: the old one, the one of the new range, or either refined by least
             squares. Changes below the quantization step are lost. A warning lists the relative
             errors, the largest first.
+          check: compare the file of the merged model on random inputs with the model that has its
+            adapters apart, by onnxruntime where it is installed. A warning says so where this is
+            not possible. Adapters of weights of 16 bits or fewer, which merging rounds, are not
+            compared.
 
         Raises:
           InputError: `requantize` is False and weights have few bits; or a weight is dequantized in
             several ways, or by an operator that cannot be quantized again.
+          ModelError: `check` finds a difference; the message names the first node that differs.
         """
         check_arguments(Model.merge_adapters, locals())
-        return merge(self, requantize=requantize)
+        return merge(self, requantize=requantize, check=check)
 
     # Files.
 
@@ -803,12 +808,14 @@ class Model(Network, Rendered):
             stored in few bits, else "merged".
           check: if nodes were added or rewritten since the file was loaded, check by onnx's checker
             and, where it is installed, by a session of onnxruntime that the file is valid, before
-            anything is written. Above 256 MiB of weights it is not checked, with a warning.
+            anything is written. With adapters as nodes the file is also compared with the model, on
+            random inputs. Above 256 MiB of weights it is not checked, with a warning.
 
         Raises:
           InputError: the format does not have an option, adapters cannot be written in this way, or
             the path is a folder and the model was not loaded from one.
-          ModelError: `check` finds that the file is not valid; the message names the node.
+          ModelError: `check` finds that the file is not valid, or that it computes something
+            else; the message names the node.
           OSError: the path cannot be written.
           SparsityError: a packed or sparse format is requested, and the model has no record of
             sparse weights.

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any, Literal
 
 from onnx import ModelProto
 
-from jaxonnx._compare.written import check_written, make_origin
+from jaxonnx._compare.written import compare_written, make_origin
 from jaxonnx._data.batches import Source
 from jaxonnx._data.ragged import PLAIN
 from jaxonnx._require import check_arguments, require_integer
@@ -21,6 +22,7 @@ from jaxonnx.model._load import as_model
 from jaxonnx.model._model import Model
 from jaxonnx.model._predict import hide_caches, open_inputs, read_inputs
 from jaxonnx.model._recurrent_states import add_states, inputs_alone, start_at_zeros
+from jaxonnx.model._save import fill_source
 from jaxonnx.quantization import (
     Bound,
     Quantization,
@@ -144,20 +146,21 @@ def insert_rounding(
     return insert(converted, scheme, examples, method, keep_norms=keep_norms)
 
 
-def check_quantized(model: Model, before: Model, scheme: Quantization) -> None:
+def compare_quantized(model: Model, scheme: Quantization) -> str:
     """Compare the file of a quantized model with the model, by onnxruntime.
 
-    Args:
-      before: the model in floating point, whose file is no better if it is refused, too.
+    Returns:
+      Why it was not compared; "" if it was.
 
     Raises:
-      ModelError: onnxruntime refuses the file or computes something else, as of a node.
+      ModelError: onnxruntime refuses the file, and not the one that was loaded; or it computes
+        something else, as of a node.
     """
     whole = leave(model, CallView)
-    check_written(
+    return compare_written(
         "the quantized file",
         whole.to_onnx,
-        make_origin(whole, before.to_onnx),
+        make_origin(whole, partial(fill_source, whole)),
         rounded=True,
         optimized=scheme.dialect == "onnxruntime",
     )

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 from onnx import ModelProto, helper
 
-from jaxonnx._compare.written import check_valid
+from jaxonnx._compare.written import (
+    Origin,
+    check_valid,
+    check_written,
+    compare_written,
+    make_origin,
+    warn_unproven,
+)
 from jaxonnx._data.images.preparation import preparation
 from jaxonnx._io import folders, formats
 from jaxonnx._io.protos import all_graphs, all_nodes, tensor_of_constant
 from jaxonnx._io.save import to_onnx
 from jaxonnx._require import require_choice
-from jaxonnx._rewrite.network import Network
+from jaxonnx._rewrite.network import Network, leave
 from jaxonnx.errors import InputError
 from jaxonnx.model._sparsity import describe_unrecorded
-from jaxonnx.views import Addition
+from jaxonnx.quantization import is_quantized
+from jaxonnx.views import Addition, CallView
 
 N = TypeVar("N", bound=Network)
 AdapterForm = Literal["merged", "nodes", "inputs"]
@@ -37,12 +45,14 @@ def to_proto(
 
     Args:
       repeat: write a parameter that equals another one a second time.
-      check: check the file if it has other nodes than the one that was loaded.
+      check: check the file if it has other nodes than the one that was loaded, and compare it with
+        the model if adapters are among them.
 
     Raises:
-      ModelError: `check` finds that the file is not valid.
+      ModelError: `check` finds that the file is not valid, or computes something else.
     """
     _check_form(model, adapters)
+    whole = model
     model, additions = _leave_views(model, adapters)
     values, adapted = model._file_values, {name for a in additions for name in a.tensors}
     proto = to_onnx(model.proto, values, model.params, model.state, repeat=repeat, adapted=adapted)
@@ -50,7 +60,11 @@ def to_proto(
         proto = addition.write(proto)
     source = model.source
     if check and source is not None and (additions or _differ(model.proto, source)):
-        check_valid("the file to be saved", proto, partial(_fill, source, values))
+        what = "the file to be saved"
+        if adapted and adapters != "inputs":
+            check_written(what, proto, _with_adapters(whole))
+        else:
+            check_valid(what, proto, partial(fill_source, whole))
     return proto
 
 
@@ -61,8 +75,9 @@ def _differ(proto: ModelProto, source: ModelProto) -> bool:
     )
 
 
-def _fill(source: ModelProto, values: Mapping[str, np.ndarray]) -> ModelProto:
+def fill_source(model: Network) -> ModelProto:
     """Return the file that was loaded, with values of its kind where these are not known."""
+    source, values = model.source or model.proto, model._file_values
     tensors = {tensor.name: tensor for g in all_graphs(source.graph) for tensor in g.initializer}
     for node in all_nodes(source.graph):
         if (constant := tensor_of_constant(node)) is not None:
@@ -96,11 +111,41 @@ def check_nodes(model: Network) -> None:
         proto = addition.write(proto)
 
 
-def merge(model: N, *, requantize: bool = False) -> N:
+def merge(model: N, *, requantize: bool = False, check: bool = False) -> N:
     """Return the model of `Model.merge_adapters`."""
+    merged = model
     for view in reversed(model.program.views):
-        model = view.merge(model, requantize=requantize)
-    return model
+        merged = view.merge(merged, requantize=requantize)
+    if check and (reason := compare_merged(model, merged)):
+        warn_unproven(reason, stacklevel=4)
+    return merged
+
+
+def compare_merged(model: Network, merged: Network) -> str:
+    """Compare the file of merged adapters with the model that has them apart.
+
+    Adapters of weights of 16 bits or fewer, and quantized networks, are left out: merging rounds.
+
+    Returns:
+      Why it was not compared; "" if it was.
+
+    Raises:
+      ModelError: the file computes something else, as of a node.
+    """
+    if not model.program.adapts:
+        return ""
+    adapted = [name for view in model.program.views if view.adapts for name in view.targets]
+    narrow = any(model.tensors[name].dtype.itemsize < 4 for name in adapted)
+    if narrow or is_quantized(model) or any(node.op.quantized for node in model.graph.nodes):
+        return ""
+    write = partial(to_proto, merged)
+    return compare_written("the file with merged adapters", write, _with_adapters(model))
+
+
+def _with_adapters(model: Network) -> Origin:
+    """Return a model whose adapters are apart as the network that a file was written from."""
+    origin = make_origin(leave(model, CallView), partial(fill_source, model))
+    return origin._replace(extends=True)
 
 
 def _check_form(model: Network, form: AdapterForm | None) -> None:

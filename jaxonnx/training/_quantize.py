@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from onnx import ModelProto
 
+from jaxonnx._compare.written import warn_unproven
 from jaxonnx._data.batches import Source
 from jaxonnx._require import check_arguments, require_integer
 from jaxonnx._rewrite.network import leave
@@ -19,7 +20,7 @@ from jaxonnx.model import (
     Model,
     add_states,
     as_model,
-    check_quantized,
+    compare_quantized,
     hide_same_caches,
     insert_rounding,
     read_examples,
@@ -151,8 +152,8 @@ def quantize(
             evaluate = _make_evaluation(metric, held_out)
         bound = Bound(rule.max_loss, evaluate, str(metric or "the outputs"))
     quantized = insert_rounding(whole, rule, examples, method, bound=bound, check=check)
-    if check:
-        check_quantized(quantized, whole, rule)
+    if check and (reason := compare_quantized(quantized, rule)):
+        warn_unproven(reason)
     return hide_same_caches(quantized, net)
 
 
@@ -284,7 +285,9 @@ def _round(
             raise InputError("quantize: max_loss needs loss=, which it limits the change of")
         evaluate = _make_evaluation(arguments.loss, held_out or source)
         bound = Bound(settings.max_loss, evaluate, "the loss")
-    model = insert_rounding(model, settings, examples, keep_norms=True, bound=bound)
+    model = insert_rounding(
+        model, settings, examples, keep_norms=True, bound=bound, check=arguments.check
+    )
     entry, activations = record_of(model.proto), "no activations"
     assert entry is not None
     weights = len(entry.names)

@@ -1,8 +1,10 @@
 """The result of a run."""
 
 import os
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,9 +16,10 @@ from jaxonnx._data.batches import Source
 from jaxonnx._hub.checkpoints import export_safetensors
 from jaxonnx._require import check_arguments
 from jaxonnx._text import format_count
-from jaxonnx.errors import InputError
+from jaxonnx.errors import InputError, ModelError
 from jaxonnx.lora import Adapters
-from jaxonnx.model import Model
+from jaxonnx.model import Model, compare_merged, compare_quantized
+from jaxonnx.quantization import Quantization
 from jaxonnx.training._card import NAME, has_other_card, write_card
 from jaxonnx.training._history import History
 from jaxonnx.training._report import Run, write
@@ -132,13 +135,33 @@ def to_result(
         adapters = Adapters.of(trained)
         names = {*adapters.layouts, *adapters.values}
         if not adapters.are_apart(before):
-            trained, before = trained.merge_adapters(), before.merge_adapters()
+            apart, trained = trained, trained.merge_adapters(check=False)
+            before = before.merge_adapters(check=False)
+            if step.settings.check:
+                history.notes += _note_differences(partial(compare_merged, apart, trained))
     elif trained.program.adapts:  # those of `Adapters.attach` stay apart
         adapters = Adapters.of(trained)
+    if step.settings.quantize is not None and step.settings.check:
+        scheme = Quantization.of(step.settings.quantize)
+        history.notes += _note_differences(partial(compare_quantized, trained, scheme))
     old, tensors = {**before.state, **before.params}, {**trained.params, **trained.state}
     new = {n: x for n, x in tensors.items() if n in old and (names is None or n in names)}
     adapters = adapters and replace(adapters, model=trained)
     return Result(trained, history, changes(old, new), adapters, Run(step.settings, held_out, data))
+
+
+def _note_differences(compare: Callable[[], str]) -> list[str]:
+    """Compare the file of a trained model with the model; warn if it computes something else.
+
+    Returns:
+      A note, if it does, or was not compared.
+    """
+    try:
+        reason = compare()
+    except ModelError as error:
+        reason = f"{error}. The trained model is returned all the same"
+        warnings.warn(reason, stacklevel=4)
+    return [reason] if reason else []
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, float]:

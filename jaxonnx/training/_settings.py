@@ -81,7 +81,7 @@ class Settings(_VALUES):
             value = getattr(self, name)
             if value is not None or name in ("accumulate", "keep_best"):
                 require_integer(name, value, error=TrainingError)
-        for name in ("remat", "master", "validate_first"):
+        for name in ("remat", "master", "validate_first", "check"):
             _flag(name, getattr(self, name))
         if not is_one_of(self.resume, ("anyway",)):
             _flag("resume", self.resume, " or 'anyway'")

@@ -48,7 +48,7 @@ def train(
     * data: batch_size, fixed, batching, pad, length_buckets, columns, preprocess;
     * run: epochs, steps_per_epoch, max_steps, validation, validate_every, validate_first, augment,
       patience, min_improvement, monitor, checkpoint_dir, checkpoint_every, keep_best, resume,
-      on_log, samples, progress.
+      check, on_log, samples, progress.
 
     Args:
       model: a Model, or anything that `jaxonnx.load` accepts. It is not changed.

@@ -109,6 +109,18 @@ def test_a_file_that_is_quantized_otherwise_is_refused():
         jaxonnx.quantize(demo.model(), x)
 
 
+@pytest.mark.usefixtures("wrong_pools")
+def test_a_trained_file_that_is_quantized_otherwise_is_told():
+    x, y = demo.digits()[0]
+    data = x[:32], y[:32]
+    options = {"loss": "softmax_cross_entropy_with_integer_labels", "quantize": "int8"}
+    with pytest.warns(UserWarning, match=f"{DIFFERENCE}.*returned all the same"):
+        result = jaxonnx.train(demo.model(), data, **options, batch_size=32)
+    assert "integers differ by more than 1" in result.history.notes[-1]
+    result = jaxonnx.train(demo.model(), data, **options, batch_size=32, check=False)
+    assert not any("differ" in note for note in result.history.notes)
+
+
 MIXED = """<ir_version: 8, opset_import: ["": 10]> g (float[n, 2, 6, 6] x) => (float[n, 4, 15, 2] y)
     <float[4] s = {1, 1, 2.5, 0.33333334}, float[4, 2, 1, 1] w = {1, 2, -1, 3, 0, 1, 2, 2}> {
         [up] a = Resize<mode = "nearest">(x, s)

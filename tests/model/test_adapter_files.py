@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import jaxonnx
+from jaxonnx import demo
 from jaxonnx._io import checkpoints
 from tests.support.adapter_files import base_tensors, changed, peft_folder, session, two_layers
 from tests.support.few_bit_files import FILES, normal
@@ -47,6 +48,7 @@ def test_adapters_beside_weights_in_few_bits(kind, form, tmp_path):
         adapted.merge_adapters()
 
 
+@pytest.mark.filterwarnings("ignore:the file to be saved was not compared:UserWarning")  # left
 @pytest.mark.parametrize("form", ["nodes", "inputs"])
 @pytest.mark.parametrize("kind", FORMS)
 def test_adapters_beside_weights_in_float(kind, form, tmp_path):
@@ -64,6 +66,34 @@ def test_adapters_beside_weights_in_float(kind, form, tmp_path):
     if form == "inputs":
         plain = session(proto.SerializeToString()).run(None, {"x": x})[0]
         np.testing.assert_allclose(session(path).run(None, {"x": x})[0], plain, atol=1e-5)
+
+
+@pytest.mark.parametrize("model", [demo.mlp, lambda: jaxonnx.load(two_layers())])
+def test_what_computes_something_else_is_refused(model, tmp_path, monkeypatch):
+    """Wrong signs of B, in the merged weights and in the nodes."""
+    adapted, path = changed(model(), where=".*"), tmp_path / "adapted.onnx"
+    adapted.save(path, adapters="nodes")
+    before, kind = path.read_bytes(), type(adapted.program.views[-1])
+    factors, merge = kind.factors, kind.merge
+
+    def negate(self, tensors):
+        return {n: (place, a, -b) for n, (place, a, b) in factors(self, tensors).items()}
+
+    def merge_negated(self, network, *, requantize):
+        wrong = {n: -x if n.endswith("lora_B") else x for n, x in network.params.items()}
+        return merge(self, network.replace(params=wrong), requantize=requantize)
+
+    monkeypatch.setattr(kind, "factors", negate)
+    monkeypatch.setattr(kind, "merge", merge_negated)
+    difference = r"computes something else .* the first value that differs is '.*', of"
+    with pytest.raises(jaxonnx.ModelError, match=f"to be saved {difference}"):
+        adapted.save(path, adapters="nodes")
+    assert path.read_bytes() == before
+    adapted.save(path, adapters="nodes", check=False)
+    if model is demo.mlp:
+        with pytest.raises(jaxonnx.ModelError, match=f"merged adapters {difference}"):
+            adapted.merge_adapters()
+        adapted.merge_adapters(check=False)
 
 
 TWICE = ["MatMul", "MatMul, batch", "Gemm", "Gemm, transB", "Gemm, alpha", "Transpose", "Gather"]

@@ -48,6 +48,7 @@ def assert_near(found, wanted, rtol=1e-4):
     np.testing.assert_allclose(found, wanted, rtol=rtol, atol=rtol * max(np.abs(wanted).max(), 1))
 
 
+@pytest.mark.filterwarnings("ignore:the file to be saved was not compared:UserWarning")  # left
 @pytest.mark.parametrize("form", FORMS)
 def test_values_gradients_and_files_are_those_of_the_definition(form, tmp_path):
     nodes, shape, size, _ = FORMS[form]
