@@ -23,7 +23,15 @@ from jaxonnx._compare.arrays import Difference, compare_arrays, largest
 from jaxonnx._compare.inputs import find_cache_sizes
 from jaxonnx._compare.integers import compare_integers
 from jaxonnx._compare.sessions import INSTALL, Session, has_onnxruntime
-from jaxonnx._compare.written import QUANTIZED, Origin, make_origin, name_difference, run_session
+from jaxonnx._compare.written import (
+    QUANTIZED,
+    Origin,
+    find_excess,
+    find_fault,
+    make_origin,
+    name_difference,
+    run_session,
+)
 from jaxonnx._data.images.folder import list_folder
 from jaxonnx._data.ragged import Padding
 from jaxonnx._data.random_inputs import draw_inputs
@@ -92,9 +100,10 @@ def validate(
     """Check outputs, gradients and files of a model on this machine; the result prints as a table.
 
     Outputs are compared with those of onnxruntime, on random inputs at several sizes and on `data`;
-    an untouched save must have all bits of the file; gradients are compared with central
-    differences; integers of a quantized model with those of onnxruntime; and products with sparse
-    weights are proved to be N:M. The page "How to convince yourself" describes each row.
+    onnx's checker looks at the file; an untouched save must have all bits of the file; gradients
+    are compared with central differences; integers of a quantized model with those of onnxruntime;
+    and products with sparse weights are proved to be N:M. The page "How to convince yourself"
+    describes each row.
 
     >>> import jaxonnx
     >>> from jaxonnx import demo
@@ -125,7 +134,7 @@ def validate(
         raise ModelError(f"against: {error}") from error
     with tempfile.TemporaryDirectory() as folder:
         run = _Run(model, data, sizes or {}, preprocess, Path(folder))
-        rows = [*run.check_outputs(), *run.check_save(), *run.check_gradients()]
+        rows = [*run.check_outputs(), *run.check_file(), *run.check_save(), *run.check_gradients()]
         rows += [*run.count_parameters(), *run.check_integers(), *run.check_sparsity()]
         if other is not None:
             rows += run.compare(other, tolerance)
@@ -234,6 +243,16 @@ class _Run:
                 pair = origin.run, run_session(proto)
                 where = name_difference(proto.graph, origin.names, pair, feeds, self._tolerance)
             yield _judge(name, text, worst, where)
+
+    def check_file(self) -> Iterator[Check]:
+        """Ask onnx's checker, whose refusal does not make a file wrong that runtimes accept."""
+        name, size = "file, as onnx's checker", sum(x.nbytes for x in self.model.tensors.values())
+        if reason := find_excess(size):
+            yield Check(name, None, f"not checked: {reason}")
+        elif fault := find_fault(onnx.load(self._file)):
+            yield Check(name, None, f"refuses it: {fault}")
+        else:
+            yield Check(name, True, "accepts it")
 
     def check_save(self) -> Iterator[Check]:
         """Load and save the file, and compare all bits."""

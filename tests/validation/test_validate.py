@@ -48,6 +48,7 @@ def test_files_that_are_right(name, more):
     result = jaxonnx.validate(DATA / name)
     assert result.ok, str(result)
     always = {"outputs, as onnxruntime", "untouched save", "gradients", "trained"}
+    always |= {"file, as onnx's checker"}
     assert rows(result).keys() >= always
     assert rows(result).keys() <= always | more
     assert rows(result)["gradients"]
@@ -162,6 +163,18 @@ def test_sparsity_is_proved(tmp_path):
     tensor.CopyFrom(numpy_helper.from_array(dense, weight))
     result = rows(jaxonnx.validate(proto))
     assert not result["sparsity"]
+
+
+def test_what_the_checker_of_onnx_refuses_is_told():
+    text = """<ir_version: 10, opset_import: ["": 21]> g (float[n, 4] x) => (float[n, 4] y)
+        { y = Tanh(x) }"""
+    proto = onnx.parser.parse_model(text)
+    proto.graph.output[0].type.tensor_type.ClearField("shape")
+    result = jaxonnx.validate(proto)
+    (row,) = (row for row in result.rows if "checker" in row.name)
+    assert result.ok
+    assert row.ok is None
+    assert "refuses it: Field 'shape' of 'type' is required" in row.text
 
 
 def test_without_onnxruntime_nothing_is_proved(network, monkeypatch):
