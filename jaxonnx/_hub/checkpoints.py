@@ -23,10 +23,10 @@ from jaxonnx._data.images.preparation import preparation
 from jaxonnx._graph.uses import Weight, uses_by_tensor, weights
 from jaxonnx._hub.tensor_names import HEAD, TABLE, name_weights
 from jaxonnx._io.folders import CHAT_TEMPLATES, ModelFolder, describe_classes
-from jaxonnx._io.formats import write_safetensors
+from jaxonnx._io.formats import open_safetensors, write_safetensors
 from jaxonnx._require import check_arguments, require
 from jaxonnx._text import list_some
-from jaxonnx.errors import InputError
+from jaxonnx.errors import InputError, ModelError
 from jaxonnx.lora import Block, find_family, read_weight, torch_axes
 from jaxonnx.model import Model, as_model
 
@@ -60,6 +60,7 @@ def export_safetensors(
     names: Mapping[str, str] | None = None,
     dequantize: bool = False,
     dtype: Literal["float32", "float16", "bfloat16"] | None = None,
+    check: bool = True,
 ) -> None:
     """Write a checkpoint that transformers loads, as do the converters of llama.cpp and MLX.
 
@@ -81,10 +82,13 @@ def export_safetensors(
       dequantize: write matrices in few bits as floating-point numbers, in float32 unless `dtype`
         says otherwise.
       dtype: of all weights; None keeps those of the file.
+      check: check that the checkpoint has each row of each weight once, and read the files back
+        before they replace others: names, types, shapes and numbers must be those of the model.
 
     Raises:
       InputError: the name of a tensor in transformers is not known; matrices are in few bits, and
         not to be dequantized; the folder has other weights, which transformers would load.
+      ModelError: `check` finds a difference; the message names the tensor.
       Error: the package safetensors is missing.
       OSError: a file cannot be read or written.
     """
@@ -110,13 +114,15 @@ def export_safetensors(
         key: partial(_read_tensor, net, meanings, parts, _scales_from_one(key, family), dtype)
         for key, parts in blocks.items()
     }
+    if check:
+        _check_rows(net, meanings, blocks)
     tied = HEAD not in arrays
     if not tied and TABLE in arrays and settings.get("tie_word_embeddings"):
         tied = np.array_equal(arrays[HEAD](), arrays[TABLE]())
     if tied:
         arrays.pop(HEAD, None)
     target.mkdir(parents=True, exist_ok=True)
-    types = _write_weights(target, arrays)
+    types = _write_weights(target, arrays, check)
     if settings:
         settings.pop("quantization_config", None)
         settings |= _describe_classes(net, settings)
@@ -182,11 +188,61 @@ def _is_added(model: Model, name: str) -> bool:
     return any(use.node.op.name == "Add" for use in used)
 
 
-def _write_weights(target: Path, arrays: Arrays) -> Counter[str]:
+def _check_rows(
+    model: Model, meanings: Mapping[str, Weight], blocks: Mapping[str, list[Block]]
+) -> None:
+    """Check that tensors of a checkpoint have each row of each weight once, without a gap.
+
+    Raises:
+      ModelError: with the tensor that has not.
+    """
+    counts: Counter[str] = Counter()
+    sizes = {
+        name: [meanings[name].shape[axis] for axis in torch_axes(model, name, meanings[name])]
+        for name in {block.source for parts in blocks.values() for block in parts}
+    }
+    for key, parts in blocks.items():
+        end = 0
+        for block in sorted(parts, key=lambda block: block.start):
+            rows = block.rows or (*sizes[block.source], 1)[0]
+            counts[block.source] += rows
+            if block.start != end:
+                problem = "twice" if block.start < end else "not at all"
+                row = min(block.start, end)
+                raise ModelError(f"'{key}' of the checkpoint would have row {row} {problem}")
+            end = block.start + rows
+    for name, size in sizes.items():
+        if counts[name] != (*size, 1)[0]:
+            text = f"{counts[name]} rows of '{name}' {size}"
+            raise ModelError(f"the checkpoint would have {text}")
+
+
+def _check_file(path: Path, shard: Mapping[str, np.ndarray]) -> None:
+    """Check that a file that was written has these tensors.
+
+    Raises:
+      ModelError: with the tensor that differs.
+    """
+    with open_safetensors(path) as file:
+        written = {*file.keys()}
+        if different := sorted(written ^ shard.keys()):
+            raise ModelError(f"the checkpoint has other tensors: {list_some(different)}")
+        for key, array in shard.items():
+            back = file.get_tensor(key)
+            same = back.dtype == array.dtype and back.shape == array.shape
+            if not same or back.tobytes() != array.tobytes():
+                raise ModelError(
+                    f"'{key}' of the checkpoint is {back.dtype} {[*back.shape]}, and does not have "
+                    f"the numbers of the model's, {array.dtype} {[*array.shape]}"
+                )
+
+
+def _write_weights(target: Path, arrays: Arrays, check: bool) -> Counter[str]:
     """Write `model.safetensors`, or several files and their index; return the bytes of each type.
 
     Raises:
       InputError: the folder has other files of weights.
+      ModelError: `check` finds that a file has other tensors.
     """
     shards: list[list[str]] = []
     types: Counter[str] = Counter()
@@ -195,7 +251,10 @@ def _write_weights(target: Path, arrays: Arrays) -> Counter[str]:
         for key in (*arrays, None):
             value = arrays[key]() if key else np.empty(0)
             if key is None or (shard and _count_bytes(shard) + value.nbytes > SHARD):
-                write_safetensors(Path(scratch, str(len(shards))), shard, {"format": "pt"})
+                path = Path(scratch, str(len(shards)))
+                write_safetensors(path, shard, {"format": "pt"})
+                if check:
+                    _check_file(path, shard)
                 shards.append([*shard])
                 shard = {}
             if key is not None:

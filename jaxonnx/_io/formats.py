@@ -172,8 +172,13 @@ def read_weights(path: Path) -> dict[str, np.ndarray]:
 
 def read_metadata(path: Path) -> dict[str, str]:
     """Return the texts in a safetensors file."""
-    with _safetensors().safe_open(path, framework="numpy") as file:
+    with open_safetensors(path) as file:
         return file.metadata() or {}
+
+
+def open_safetensors(path: Path) -> Any:
+    """Open a safetensors file, to read its tensors one by one."""
+    return _safetensors().safe_open(path, framework="numpy")
 
 
 def _write_safetensors(path: Path, _: Graph, weights: Weights) -> None:

@@ -351,7 +351,7 @@ VERBS: Mapping[str, Verb] = {
             "": [
                 _MODEL,
                 Flag("folder", "the folder to write to", FOLDER),
-                *read_flags(*of.EXPORT_SAFETENSORS, ("original", "dequantize", "dtype")),
+                *read_flags(*of.EXPORT_SAFETENSORS, ("original", "dequantize", "dtype", "check")),
             ],
         },
     ),

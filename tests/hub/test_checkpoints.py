@@ -205,3 +205,32 @@ def test_a_classifier_has_the_classes_of_the_file(classes, names, reloaded, tmp_
     if classes is not None:
         assert written["label2id"] == {name: i for i, name in enumerate(names)}
         assert (written["num_labels"], written["problem_type"]) == (len(names), None)
+
+
+def test_a_checkpoint_that_was_written_wrongly_is_refused(tmp_path, monkeypatch):
+    """One number of a tensor, and rows that are left out."""
+    model = jaxonnx.load(genai_builder.FOLDER / "qwen2.onnx")
+    config = write_config(tmp_path, "qwen2")
+    key, write = "model.layers.1.self_attn.k_proj.weight", checkpoints.write_safetensors
+
+    def write_other(path, arrays, about):
+        other = arrays[key].copy()
+        other[0, 0] += 1
+        write(path, {**arrays, key: other}, about)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "write_safetensors", write_other)
+        with pytest.raises(jaxonnx.ModelError, match=f"'{key}' of the checkpoint .* numbers"):
+            jaxonnx.export_safetensors(model, tmp_path / "hf", original=config)
+        assert not [*(tmp_path / "hf").iterdir()]
+        jaxonnx.export_safetensors(model, tmp_path / "hf", original=config, check=False)
+    name = checkpoints.name_weights
+
+    def name_fewer(*arguments):
+        blocks = name(*arguments)
+        del blocks[key]
+        return blocks
+
+    monkeypatch.setattr(checkpoints, "name_weights", name_fewer)
+    with pytest.raises(jaxonnx.ModelError, match=r"rows of 'model\.layers\.1\.attn\.qkv_proj"):
+        jaxonnx.export_safetensors(model, tmp_path / "hf", original=config)
