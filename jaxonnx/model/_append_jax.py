@@ -9,12 +9,13 @@ from onnx import ModelProto
 from onnx.helper import make_value_info
 from onnx.numpy_helper import to_array
 
+from jaxonnx._compare.written import Origin, Run
 from jaxonnx._graph.bind import Graph
 from jaxonnx._graph.values import Value, to_value
 from jaxonnx._io.protos import opset_of
 from jaxonnx._run.shapes import evaluate_shapes, infer_types
 from jaxonnx.errors import InputError
-from jaxonnx.onnx_out import OLDEST, append
+from jaxonnx.onnx_out import OLDEST, Written, append
 
 
 def append_function(
@@ -24,7 +25,7 @@ def append_function(
     function: Callable,
     consumed: Sequence[str],
     outputs: Sequence[str] | None,
-) -> tuple[ModelProto, dict[str, np.ndarray]]:
+) -> tuple[ModelProto, dict[str, np.ndarray], Written]:
     """Return a file in which the results of a function replace the outputs that it consumes.
 
     Args:
@@ -32,7 +33,7 @@ def append_function(
       outputs: names of its results.
 
     Returns:
-      The file, and its new tensors.
+      The file, its new tensors, and the nodes of the function.
 
     Raises:
       InputError: the opset is too old, a shape is not known, or a name is taken.
@@ -48,11 +49,40 @@ def append_function(
     result.CopyFrom(proto)
     del result.training_info[:]
     unconsumed = [value for value in proto.graph.output if value.name not in consumed]
-    added = append(result.graph, function, examples, list(consumed), outputs, opset)
+    written = append(result.graph, function, examples, list(consumed), outputs, opset)
     del result.graph.output[:]
-    result.graph.output.extend([*added, *unconsumed])
+    result.graph.output.extend([*written.outputs, *unconsumed])
     new = {x.name: to_array(x) for x in result.graph.initializer[len(proto.graph.initializer) :]}
-    return result, new
+    return result, new, written
+
+
+def continue_origin(
+    origin: Origin, outputs: Sequence[str], written: Written, consumed: Sequence[str]
+) -> Origin:
+    """Return a network that a function follows, as what its file is compared with.
+
+    Args:
+      origin: the network before, and
+      outputs: its outputs.
+      written: the nodes of the function.
+      consumed: as in `append_function`.
+    """
+    count = len(written.outputs)
+
+    def continued(run: Run) -> Run:
+        def run_whole(feeds: Mapping[str, Any], names: Sequence[str] = ()) -> list[Any]:
+            within = [n for n in names if n in origin.names and n not in outputs]
+            behind = [n for n in names if n in written.names]
+            values = dict(zip([*outputs, *within], run(feeds, within), strict=True))
+            results = written.run([values[name] for name in consumed], behind)
+            values |= zip(behind, results[count:], strict=True)
+            others = [name for name in outputs if name not in consumed]
+            return [*results[:count], *(values[name] for name in (*others, *names))]
+
+        return run_whole
+
+    names = {*origin.names, *written.names, *(value.name for value in written.outputs)}
+    return origin._replace(names=names, continued=continued)
 
 
 def _values(

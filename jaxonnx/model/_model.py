@@ -544,7 +544,9 @@ class Model(Network, Rendered):
         listed = [tokens] if isinstance(tokens, str) else [*tokens]
         return add_tokens(self, self.tokenizer, listed, special_tokens)
 
-    def then(self, function: Any, *, outputs: Sequence[str] | None = None) -> Model:
+    def then(
+        self, function: Any, *, outputs: Sequence[str] | None = None, check: bool = True
+    ) -> Model:
         """Return a model followed by a JAX function or a Flax module.
 
         The saved file has the nodes of the model, followed by the nodes of the function. The
@@ -560,15 +562,19 @@ class Model(Network, Rendered):
             linen module as `net.bind(variables)`. Outputs that continue caches are not passed to it
             and stay outputs, after the results.
           outputs: the names of the results; by default "output" followed by their path.
+          check: compare the file of both on random inputs with the model's file followed by the
+            function itself, by onnxruntime where it is installed. A warning says so where this is
+            not possible.
 
         Raises:
+          ModelError: `check` finds a difference; the message names the first node that differs.
           UnsupportedError: a primitive of the function cannot be expressed in ONNX; the message has
             its source line.
           InputError: the opset of the file is below 13; or the shape of an output depends on values
             of inputs and is not declared; or a name is already used.
         """
         check_arguments(Model.then, locals())
-        return transforms.append_jax(self, function, outputs)
+        return transforms.append_jax(self, function, outputs, check)
 
     def without_cache(self) -> Model:
         """Return a model of whole sequences, from a decoder with caches as inputs and outputs.

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
+from jaxonnx._compare.written import check_written, make_origin
 from jaxonnx._graph.caches import find_caches
 from jaxonnx._graph.roles import running_statistics, split
 from jaxonnx._graph.select import Select
@@ -19,6 +21,7 @@ from jaxonnx._rewrite.head import Classes, replace_head
 from jaxonnx._rewrite.network import (
     Network,
     enter,
+    leave,
     refuse_change,
     with_file,
     with_outputs,
@@ -26,9 +29,10 @@ from jaxonnx._rewrite.network import (
     without_cache,
 )
 from jaxonnx.errors import InputError
-from jaxonnx.model._append_jax import append_function
+from jaxonnx.model._append_jax import append_function, continue_origin
 from jaxonnx.model._reinitialize import Initializer, reinitialize
-from jaxonnx.views import BatchAxis, EmptyCaches, WholeInputs, fix_inputs
+from jaxonnx.model._save import to_proto
+from jaxonnx.views import BatchAxis, CallView, EmptyCaches, WholeInputs, fix_inputs
 
 M = TypeVar("M", bound=Network)
 
@@ -124,15 +128,20 @@ def with_new_head(
     return with_new_values(net, key, lambda name, _: name in fresh, initializer)
 
 
-def append_jax(model: M, function: Callable, outputs: Sequence[str] | None) -> M:
+def append_jax(model: M, function: Callable, outputs: Sequence[str] | None, check: bool) -> M:
     """Return the model of `Model.then`."""
     caches = find_caches(model.graph, model.inputs)
     continued = {*caches.pairs.values()} if caches else set()
     taken = [name for name in model.graph.outputs if name not in continued]
-    proto, added = append_function(
+    proto, added, written = append_function(
         model.proto, model.graph, model.tensors, function, taken, outputs
     )
     new = with_file(model, proto, added)
     learned, _, _ = split(new.graph, new.tensors, proto.graph)
     new = with_params(new, [*model.params, *(name for name in learned if name in added)])
+    if check:
+        origin = make_origin(leave(model, CallView), partial(to_proto, model))
+        before = [value.name for value in model.proto.graph.output]
+        whole = continue_origin(origin, before, written, taken)
+        check_written("the file of both networks", partial(to_proto, new), whole)
     return new if model.program.find(EmptyCaches) is None else without_cache(new)

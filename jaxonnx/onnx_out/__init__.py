@@ -3,7 +3,16 @@
 from jaxonnx.onnx_out import rules  # registers them
 
 # for other rooms of the package
-from jaxonnx.onnx_out._export import OLDEST, OPSET, append, reads, to_onnx, write_model
+from jaxonnx.onnx_out._export import (
+    OLDEST,
+    OPSET,
+    Written,
+    append,
+    reads,
+    to_onnx,
+    write_function,
+    write_model,
+)
 from jaxonnx.onnx_out._nodes import Nodes, Tensor
 from jaxonnx.onnx_out._rule_table import composed, primitive
 from jaxonnx.onnx_out._tensors import known_tensor

@@ -2,24 +2,28 @@
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from onnx import FunctionProto, GraphProto, ModelProto, ValueInfoProto, helper
 
+from jaxonnx._compare.written import Origin, check_written
+from jaxonnx._data.random_inputs import draw_inputs
+from jaxonnx._graph.values import to_value
 from jaxonnx._io.build import Writer, unused_name
 from jaxonnx._io.build import names as names_of
 from jaxonnx._io.protos import subgraphs
-from jaxonnx._jaxpr import live
+from jaxonnx._jaxpr import bind_equation, interpret, live
 from jaxonnx._require import check_arguments
 from jaxonnx.errors import InputError
 from jaxonnx.onnx_out import _dims as dims
 from jaxonnx.onnx_out._factors import scales_by_bits
 from jaxonnx.onnx_out._functions import DOMAIN, Functions
 from jaxonnx.onnx_out._nodes import Nodes, Tensor, plain, value_info
+from jaxonnx.onnx_out._tensors import known_tensor
 from jaxonnx.onnx_out._tracing import trace
 
 OPSET = 18
@@ -38,6 +42,7 @@ def to_onnx(
     inputs: Sequence[str] | None = None,
     outputs: Sequence[str] | None = None,
     opset: int = OPSET,
+    check: bool = True,
 ) -> ModelProto:
     """Return a JAX function as an ONNX model of standard operators.
 
@@ -53,6 +58,9 @@ def to_onnx(
         those of the function's parameters, with the path to the array within.
       outputs: the names of its outputs; "output" by default, with the path.
       opset: the version of ONNX's operators, 13 or newer.
+      check: compare the model with the function, by onnxruntime where it is installed: on arrays
+        among the examples that have different numbers, and on random numbers in place of others. A
+        warning says so where this is not possible.
 
     >>> import jax, jax.numpy as jnp
     >>> proto = to_onnx(jax.grad(lambda x: jnp.sin(x).sum()), jnp.ones(3))
@@ -63,9 +71,14 @@ def to_onnx(
       UnsupportedError: ONNX cannot say a primitive of the function; the message has its name and
         the line of the program. Or the function has side effects.
       InputError: names collide, or are not as many as there are arrays.
+      ModelError: `check` finds a difference, or onnxruntime refuses the model; the message names
+        the first node that differs.
     """
     check_arguments(to_onnx, locals())
-    return write_model(function, examples, inputs, outputs, opset)
+    proto, written = write_function(function, examples, inputs, outputs, opset)
+    if check:
+        check_written("the exported function", proto, _to_origin(proto, written, examples))
+    return proto
 
 
 def write_model(
@@ -76,6 +89,18 @@ def write_model(
     opset: int,
     flat: bool = False,
 ) -> ModelProto:
+    """Return the model of `write_function`."""
+    return write_function(function, examples, inputs, outputs, opset, flat)[0]
+
+
+def write_function(
+    function: Callable,
+    examples: Sequence[Any],
+    inputs: Sequence[str] | None,
+    outputs: Sequence[str] | None,
+    opset: int,
+    flat: bool = False,
+) -> "tuple[ModelProto, Written]":
     """Write a JAX function as a model: see `to_onnx`.
 
     Args:
@@ -92,17 +117,30 @@ def write_model(
     names = _names(inputs, [_input(function, path) for path, _ in leaves], "inputs")
     functions: list[FunctionProto] = []
     receiver = None if flat else functions
-    added = append(graph, function, examples, names, outputs, opset, receiver, flat)
+    written = append(graph, function, examples, names, outputs, opset, receiver, flat)
     for name, (path, leaf) in zip(names, leaves, strict=True):
         graph.input.append(value_info(name, plain(_struct(leaf, path))))
-    graph.output.extend(added)
+    graph.output.extend(written.outputs)
     opsets = [helper.make_opsetid("", opset)]
     if functions:
         opsets.append(helper.make_opsetid(DOMAIN, 1))
-    return helper.make_model(
+    proto = helper.make_model(
         graph, opset_imports=opsets, ir_version=IR_VERSION, producer_name="jaxonnx",
         functions=functions,
     )  # fmt: skip
+    return proto, written
+
+
+class Written(NamedTuple):
+    """The nodes that were written for a JAX function."""
+
+    outputs: list[ValueInfoProto]
+    """The declarations of the results."""
+    run: Callable[..., list[Any]]
+    """Evaluate the function on arrays, `run(arrays, names=())`: its results, then the values that
+    it has where the graph has tensors of these names."""
+    names: Collection[str]
+    """The tensors of the graph that hold results of equations."""
 
 
 def append(
@@ -114,7 +152,7 @@ def append(
     opset: int,
     functions: list[FunctionProto] | None = None,
     gates: bool = False,
-) -> list[ValueInfoProto]:
+) -> Written:
     """Append the nodes of a JAX function that reads tensors of a graph.
 
     Args:
@@ -131,7 +169,7 @@ def append(
         moved out of sums, for speed.
 
     Returns:
-      The declarations of the results, which are not added to the graph's outputs.
+      The results, which are not added to the graph's outputs.
     """
     call, weights = split_weights(function)
     leaves, tree = jax.tree_util.tree_flatten_with_path(examples)
@@ -162,7 +200,14 @@ def append(
     for name, struct in zip(inputs, map(plain, structs), strict=True):
         tensors.append(Tensor(name, struct.shape, struct.dtype))
         dims.declare(g, name, struct.shape)
-    values = g.program(closed, tensors)
+    tensors_of: list[list[str]] = []  # the results of each equation
+
+    def write(equation: Any, operands: list) -> list:
+        results = g._equation(equation, operands)
+        tensors_of.append([str(x) if isinstance(x, str) else "" for x in results])
+        return results
+
+    values = g.program(closed, tensors, write)
     # a result may be an input or a constant, and one value several results: an Identity each, most
     # of which `_merge_identities` removes
     for name, value in zip(results, values, strict=True):
@@ -171,7 +216,88 @@ def append(
     _merge_identities(graph, before[0])
     if functions is not None:
         functions.extend(g.functions.protos)
-    return [value_info(n, plain(a)) for n, a in zip(results, closed.out_avals, strict=True)]
+    declared = [value_info(n, plain(a)) for n, a in zip(results, closed.out_avals, strict=True)]
+    compiled = jax.jit(call)
+
+    def run(arrays: Sequence[Any], names: Sequence[str] = ()) -> list[Any]:
+        operands = [_as_example(x, struct) for x, struct in zip(arrays, structs, strict=True)]
+        arguments = jax.tree_util.tree_unflatten(tree, operands)
+        try:
+            values = jax.tree.leaves(compiled(weights, *arguments))
+        except NotImplementedError:  # a primitive that XLA does not know may have a function
+            values = jax.tree.leaves(_evaluate(call, weights, arguments))
+        if names:
+            program, results_of = closed, []
+            if not all(dims.all_known(struct.shape) for struct in structs):
+                program = live(trace(call, weights, arguments)[0])
+
+            def evaluate(equation: Any, inputs: list) -> list:
+                results_of.append(bind_equation(equation, inputs))
+                return results_of[-1]
+
+            leaves_in = [*jax.tree.leaves(weights), *operands]
+            interpret(program, evaluate, leaves_in, enter=g._inline_program)
+            pairs = zip(tensors_of, results_of, strict=True)
+            named = {n: x for ns, xs in pairs for n, x in zip(ns, xs, strict=True)}
+            values += [named[name] for name in names]
+        return [_to_data(x) for x in values]
+
+    made = {name for node in graph.node[before[0] :] for name in node.output}
+    return Written(declared, run, made & {name for names in tensors_of for name in names})
+
+
+def _evaluate(call: Callable, weights: Any, arguments: Any) -> Any:
+    """Evaluate a function primitive by primitive.
+
+    Raises:
+      InputError: a primitive has no implementation.
+    """
+    try:
+        return call(weights, *arguments)
+    except NotImplementedError as error:
+        raise InputError(f"JAX does not evaluate the function: {error}") from error
+
+
+def _as_example(array: Any, struct: jax.ShapeDtypeStruct) -> Any:
+    """Return an array in the dtype of an example; as PRNG keys where it has such."""
+    if not jnp.issubdtype(struct.dtype, jax.dtypes.prng_key):
+        return jnp.asarray(array, struct.dtype)
+    impls: list[Any] = []
+    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), struct)
+    return jax.random.wrap_key_data(jnp.asarray(array), impl=impls[0])
+
+
+def _to_data(x: Any) -> Any:
+    """Return an array, or the data of PRNG keys."""
+    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+
+def _to_origin(proto: ModelProto, written: Written, examples: Sequence[Any]) -> Origin:
+    """Return a function as the network that a file was written from."""
+    inputs, leaves = [*map(to_value, proto.graph.input)], jax.tree.leaves(examples)
+
+    def run(feeds: Mapping[str, Any], names: Sequence[str] = ()) -> list[Any]:
+        return written.run([feeds[value.name] for value in inputs], names)
+
+    def draw(seed: int) -> dict[str, Any]:
+        open_sizes = [n for x in leaves for n in np.shape(x) if not dims.all_known([n])]
+        sizes = {str(n): i + 4 for i, n in enumerate(dict.fromkeys(open_sizes))}
+        for size in open_sizes:
+            if not str(size).isidentifier() or " with constraints:" in str(size.scope):
+                raise InputError(f"size {size} of an example is no free variable")
+        feeds = draw_inputs(inputs, 0, sizes, seed=seed)
+        for value, leaf in zip(inputs, leaves, strict=True):
+            x = feeds[value.name]
+            if not isinstance(leaf, jax.ShapeDtypeStruct):
+                example = known_tensor(leaf, _struct(leaf, ()))
+                if example.ndim == 0 or (example != example.flat[:1]).any():
+                    feeds[value.name] = example
+            elif seed and jnp.issubdtype(x.dtype, jnp.floating):
+                feeds[value.name] = abs(x)  # roots and logarithms have no others
+        return feeds
+
+    names = {value.name for value in proto.graph.output}
+    return Origin(inputs, run, names=names.union(written.names), draw=draw)
 
 
 def _prune(graph: GraphProto, results: Iterable[str], nodes: int = 0, tensors: int = 0) -> None:

@@ -119,11 +119,11 @@ class Nodes:
         like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
         return self.program(jax.make_jaxpr(function)(*like), operands)
 
-    def program(self, program: Any, operands: Sequence[Any]) -> list[Any]:
-        """Append the nodes of a jaxpr; return its results."""
+    def program(self, program: Any, operands: Sequence[Any], rule: Any = None) -> list[Any]:
+        """Append the nodes of a jaxpr, by a rule for its equations; return its results."""
         return interpret(
             program,
-            self._equation,
+            rule or self._equation,
             list(operands),
             constant=known_tensor,
             enter=self._inline_program,

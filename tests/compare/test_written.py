@@ -1,13 +1,17 @@
 """What `check` finds in files that were written wrongly, and what it lets pass."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import onnx
 import pytest
+from jax.extend.core import Primitive
 
 import jaxonnx
 from jaxonnx import demo
 from jaxonnx._compare import sessions, written
 from jaxonnx._compare.written import check_written
+from jaxonnx.onnx_out import Nodes, primitive
 
 HEAD = '<ir_version: 10, opset_import: ["": 21]> g (float[n, 4] x) => (float[n, 4] y)'
 BEFORE = HEAD + " { [first] a = Tanh(x) [second] b = LeakyRelu<alpha = 0.1>(a) y = Neg(b) }"
@@ -76,6 +80,90 @@ def test_large_files_are_left_out(monkeypatch):
     with pytest.warns(UserWarning, match=r"KiB of weights.* check=False"):
         jaxonnx.convert(demo.model(), opset=21)
     jaxonnx.convert(demo.model(), opset=21, check=False)
+
+
+def replace_operator(monkeypatch, before, after):
+    """Let the writer of JAX functions write another operator."""
+    several = Nodes.several
+
+    def write(self, operator, *rest, **attributes):
+        return several(self, after if operator == before else operator, *rest, **attributes)
+
+    monkeypatch.setattr(Nodes, "several", write)
+
+
+def wave(a):
+    return jax.nn.relu(jax.jit(jnp.sin)(a + 1) * 3)
+
+
+@pytest.mark.usefixtures("runtime")
+@pytest.mark.parametrize("example", [np.arange(3, dtype=np.float32), "struct", "symbolic"])
+def test_an_exported_function_is_compared_with_the_function(example, monkeypatch):
+    if isinstance(example, str):
+        shape = (3,) if example == "struct" else jax.export.symbolic_shape("n")
+        example = jax.ShapeDtypeStruct(shape, np.float32)
+    jaxonnx.to_onnx(wave, example)
+    replace_operator(monkeypatch, "Sin", "Cos")
+    with pytest.raises(jaxonnx.ModelError, match=r"exported function .* 'cos', of Cos '': "):
+        jaxonnx.to_onnx(wave, example)
+    jaxonnx.to_onnx(wave, example, check=False)
+
+
+def test_functions_of_odd_arguments_are_compared():
+    """Keys, labels, numbers, and a function of no numbers below zero."""
+
+    def function(key, labels, count, a):
+        noise = jax.random.normal(key, a.shape)
+        return jnp.argmax(jnp.log(a) + noise, -1) == labels, a * count
+
+    a = jax.ShapeDtypeStruct((4, 5), np.float32)
+    jaxonnx.to_onnx(function, jax.random.key(3), np.zeros(4, np.int32), 3, a)
+    size = jax.export.symbolic_shape("n, 2*n")
+    with pytest.warns(
+        UserWarning, match=r"size 2\*n of an example is no free variable.*check=False"
+    ):
+        jaxonnx.to_onnx(jnp.sin, jax.ShapeDtypeStruct(size, np.float32))
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_primitive_that_xla_does_not_know(known):
+    twice = Primitive("example_twice")
+    twice.def_abstract_eval(lambda a: a)
+    if known:
+        twice.def_impl(lambda a: 2 * a)
+    primitive("example_twice")(lambda g, a, **_: g("Add", a, a))
+    if known:
+        jaxonnx.to_onnx(twice.bind, np.arange(3.0))
+        return
+    with pytest.warns(UserWarning, match="JAX does not evaluate the function: .*example_twice"):
+        jaxonnx.to_onnx(twice.bind, np.arange(3.0))
+
+
+def test_a_difference_that_rounding_explains_is_none():
+    """Of numbers that nearly cancel, onnxruntime's sum rounds otherwise."""
+    a = np.random.default_rng(0).normal(size=(64, 4096)).astype(np.float32)
+    jaxonnx.to_onnx(lambda a: jnp.square((a @ a.T).sum(0) * 1e3).sum() % 1, a)
+
+
+@pytest.mark.usefixtures("runtime")
+def test_a_continued_file_is_compared_with_both_networks(monkeypatch):
+    model = jaxonnx.load(onnx.parser.parse_model(BEFORE))
+    weights = np.arange(8, dtype=np.float32).reshape(4, 2)
+    model.then(lambda y: wave(y @ weights))
+    replace_operator(monkeypatch, "Sin", "Cos")
+    with pytest.raises(jaxonnx.ModelError, match=r"both networks .* 'cos', of Cos '': "):
+        model.then(lambda y: wave(y @ weights))
+    model.then(lambda y: wave(y @ weights), check=False)
+
+
+def test_a_file_is_continued_whatever_is_wrong_with_itself():
+    """An output without a shape, which onnx's checker refuses, and onnxruntime does not."""
+    text = BEFORE.replace("float[n, 4] y)", "float[n, 4] y, float[n, 4] b)")
+    proto = onnx.parser.parse_model(text)
+    proto.graph.output[1].type.tensor_type.ClearField("shape")
+    with pytest.raises(onnx.checker.ValidationError):
+        onnx.checker.check_model(proto)
+    jaxonnx.load(proto).with_outputs(["b", "y"]).then(lambda b, y: b + y)
 
 
 @pytest.fixture

@@ -297,4 +297,4 @@ def test_what_was_refused_before_the_change_is_written(tmp_path):
 def test_a_large_changed_file_is_not_checked_with_a_warning(tmp_path, monkeypatch):
     monkeypatch.setattr("jaxonnx._compare.written._LARGEST", 10)
     with pytest.warns(UserWarning, match=r"to be saved was not checked: .* check=False"):
-        model().then(jnp.tanh).save(tmp_path / "net.onnx")
+        model().then(jnp.tanh, check=False).save(tmp_path / "net.onnx")

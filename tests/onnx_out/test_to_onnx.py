@@ -324,7 +324,7 @@ def test_circular_padding_names_the_constraints_that_it_needs(channels):
         spec = "n, h, w, 3" if channels else "n, m"
         shape = jax.export.symbolic_shape(spec, constraints=constraints)
         try:
-            model = to_onnx(net, jax.ShapeDtypeStruct(shape, np.float32))
+            model = to_onnx(net, jax.ShapeDtypeStruct(shape, np.float32), check=not constraints)
             break
         except jaxonnx.UnsupportedError as error:
             constraints += ast.literal_eval(str(error).rpartition("constraints=")[2])
@@ -523,14 +523,16 @@ def test_a_rule_is_added_in_one_place(monkeypatch):
         return a * x  # not what it means
 
     assert "igamma" in names()
-    close(run(to_onnx(lax.igamma, x, x), x, x), x * x)
+    with pytest.raises(jaxonnx.ModelError, match=r"computes something else .* of Mul"):
+        to_onnx(lax.igamma, x, x)
+    close(run(to_onnx(lax.igamma, x, x, check=False), x, x), x * x)
 
     @primitive("igamma", since=19)
     def newer(g, a, x):
         return g("Add", a, x)
 
-    close(run(to_onnx(lax.igamma, x, x, opset=19), x, x), x + x)
-    close(run(to_onnx(lax.igamma, x, x, opset=18), x, x), x * x)
+    close(run(to_onnx(lax.igamma, x, x, opset=19, check=False), x, x), x + x)
+    close(run(to_onnx(lax.igamma, x, x, opset=18, check=False), x, x), x * x)
 
 
 def test_float64_is_exact():
@@ -610,7 +612,8 @@ def test_then_continues_open_sizes_that_fit_at_some_values_only():
     }"""
     weights = " ".join(f"{x:.3f}," for x in np.linspace(-1, 1, 384)).rstrip(",")
     model = jaxonnx.load(onnx.parser.parse_model(text.replace("w = {}", f"w = {{{weights}}}")))
-    longer = model.then(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    with pytest.warns(UserWarning, match="not compared .* random inputs do not fit it"):
+        longer = model.then(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
     x = random.standard_normal((5, 3, 16, 16)).astype(np.float32)
     assert [v.shape for v in longer.outputs] == [("b", 3)]
     close(run(longer.to_onnx(), x), longer(x))
