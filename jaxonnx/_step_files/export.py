@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,9 @@ from onnx import ModelProto
 
 from jaxonnx._arguments import StepArguments, check_names
 from jaxonnx._atomic_write import write_atomically
-from jaxonnx._graph.values import to_value
+from jaxonnx._compare.written import Origin, check_written
+from jaxonnx._data.random_inputs import draw_inputs
+from jaxonnx._graph.values import Value, to_value
 from jaxonnx._io import formats
 from jaxonnx._io.build import unused_name
 from jaxonnx._require import check_arguments, require_choice
@@ -23,7 +25,16 @@ from jaxonnx._step_files.load import FORMAT
 from jaxonnx.errors import InputError, TrainingError
 from jaxonnx.lora import Adapters, file_tensors, writes_apart
 from jaxonnx.model import Model, as_model, start_at_zeros
-from jaxonnx.onnx_out import OPSET, known_tensor, reads, split_into_blocks, split_state, write_model
+from jaxonnx.onnx_out import (
+    OPSET,
+    Written,
+    known_tensor,
+    reads,
+    split_into_blocks,
+    split_state,
+    write_function,
+    write_model,
+)
 from jaxonnx.training import Batch, Settings, State, Step, as_batch, build_step, with_heads
 
 FILES = {
@@ -48,6 +59,7 @@ def export_step(
     runtime: str | os.PathLike[str] | None = None,
     init: Literal["onnx", "safetensors", "npz"] = "onnx",
     external_data: bool = False,
+    check: bool = True,
     **settings: Unpack[StepArguments],
 ) -> dict[str, Any]:
     """Write a training step as plain ONNX graphs, which any ONNX runtime can run.
@@ -84,6 +96,10 @@ def export_step(
       init: "safetensors" or "npz" writes the initial state as a file of arrays instead of a graph.
       external_data: write large tensors of each graph to a file beside it. Above 2 GB this is
         always done.
+      check: compare step and evaluation with those of `train`, by onnxruntime where it is
+        installed, before anything is written: on arrays of `batch` that have different numbers, and
+        on random numbers in place of others. Above 256 MiB of state it is not compared, with a
+        warning.
       **settings: other arguments of `jaxonnx.training.step`: metrics, trainable, lora, sparsity,
         ..., except mesh and quantize.
 
@@ -93,6 +109,7 @@ def export_step(
     Raises:
       UnsupportedError: a part of the step cannot be expressed in ONNX.
       TrainingError: settings or batch do not fit the model.
+      ModelError: `check` finds a difference; the message names the first node that differs.
     """
     check_arguments(export_step, locals())
     check_names("export_step", StepArguments, settings)
@@ -112,7 +129,13 @@ def export_step(
     with nullcontext() if web is None else _web.runtime(runtime) as source:
         names = [n for n in FILES if source or exporter.finishes or n != "weights"]
         files = FILES | {"init": f"init.{init}"}
-        manifest = exporter.write(Path(path), {n: files[n] for n in names}, external_data)
+        graphs = exporter.make_graphs(names)
+        if check:
+            for name in ("step", "evaluate"):
+                proto, _ = graphs[name]
+                check_written(FILES[name], proto, exporter.to_origin(name, proto))
+        chosen_files = {n: files[n] for n in names}
+        manifest = exporter.write(Path(path), graphs, chosen_files, external_data)
         if source is not None:
             manifest["web"] = _web.write(Path(path), source, step.model, web, manifest)
         with write_atomically(Path(path) / "manifest.json") as file:
@@ -153,6 +176,7 @@ class _Exporter:
         self.results = unused_name("loss", used), unused_name("is_finite", used)
         sizes = {_open_size(leaf) for leaf in jax.tree.leaves(batch)} - {None}
         self.examples = [_with_size(x, *sizes) for x in jax.tree.leaves(example)]
+        self._written: dict[str, Written] = {}
 
     @property
     def finishes(self) -> bool:
@@ -169,15 +193,10 @@ class _Exporter:
         """Return the state to start from, by name."""
         return dict(zip(self.names, self.values, strict=True))
 
-    def write(self, folder: Path, files: Mapping[str, str], external_data: bool) -> dict[str, Any]:
-        """Write the graphs of `files` into a folder; return the manifest.
-
-        Args:
-          folder: is created.
-          files: the file names by graph: "step", "evaluate", "init" and "weights".
-          external_data: whether large tensors go into files beside the graphs.
-        """
-        graphs = {name: getattr(self, name)() for name in files if name != "init"}
+    def make_graphs(self, names: Sequence[str]) -> dict[str, tuple[ModelProto, dict[str, Any]]]:
+        """Return graphs by name ("step", "evaluate", "init", "weights"), with their entries in the
+        manifest."""
+        graphs = {name: getattr(self, name)() for name in names if name != "init"}
         # state that only the step reads (moments, say) may be stored in the shape of its blocks;
         # `init` is written after that, with the arrays reshaped
         read = {name for other in graphs.keys() - {"step"} for name in graphs[other][1]["state"]}
@@ -187,7 +206,57 @@ class _Exporter:
         shapes = split_state(proto, inner)
         pairs = zip(self.names, self.values, strict=True)
         self.values = [x.reshape(shapes.get(name, x.shape)) for name, x in pairs]
-        graphs = {name: graphs.get(name) or self.init() for name in files}
+        return {name: graphs.get(name) or self.init() for name in names}
+
+    def to_origin(self, name: str, proto: ModelProto) -> Origin:
+        """Return a function of the step as what its graph is compared with."""
+        written, start = self._written[name], self.start()
+        shapes = [known_tensor(x, x).shape for x in self.leaves]
+        outputs = [to_value(value) for value in proto.graph.output]
+
+        def run(feeds: Mapping[str, Any], names: Sequence[str] = ()) -> list[Any]:
+            values = {**start, **feeds}
+            state = [values[n].reshape(shape) for n, shape in zip(self.names, shapes, strict=True)]
+            results = written.run([*state, *(values[n] for n in self.batch)], names)
+            for i, value in enumerate(outputs):  # moments may be in blocks
+                results[i] = results[i].reshape(
+                    [n for n in value.shape or () if isinstance(n, int)]
+                )
+            return results
+
+        inputs = [to_value(value) for value in proto.graph.input]
+
+        def draw(seed: int) -> dict[str, np.ndarray]:
+            feeds = {**start, **self._draw_batch(seed)}
+            return {value.name: feeds[value.name].astype(value.dtype) for value in inputs}
+
+        names = {value.name for value in outputs}.union(written.names)
+        size = sum(x.nbytes for x in self.values)
+        return Origin(inputs, run, names=names, size=size, draw=draw)
+
+    def _draw_batch(self, seed: int) -> dict[str, np.ndarray]:
+        """Return the example batch, with random numbers in place of arrays of one number."""
+        arrays = dict(zip(self.batch, map(np.asarray, jax.tree.leaves(self.example)), strict=True))
+        rows = {value.name: value.rows for value in self._step.model.inputs}
+        values = [Value(name, x.dtype, x.shape, rows=rows.get(name)) for name, x in arrays.items()]
+        drawn = draw_inputs(values, len(values), seed=seed)
+        weight = self.batch[-1]
+        return {
+            name: x if name == weight or (x != x.flat[:1]).any() else drawn[name]
+            for name, x in arrays.items()
+        }
+
+    def write(
+        self, folder: Path, graphs: Mapping[str, Any], files: Mapping[str, str], external_data: bool
+    ) -> dict[str, Any]:
+        """Write graphs into a folder; return the manifest.
+
+        Args:
+          folder: is created.
+          graphs: of `make_graphs`.
+          files: the file names by graph.
+          external_data: whether large tensors go into files beside the graphs.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         for name, (proto, _) in graphs.items():
             path = folder / files[name]
@@ -218,7 +287,7 @@ class _Exporter:
             return [*jax.tree.leaves(state), loss, good.astype(bool)]
 
         loss, finite = self.results
-        proto = self._graph(update, [*self.next, loss, finite])
+        proto = self._graph("step", update, [*self.next, loss, finite])
         if proto.ByteSize() < formats.LIMIT:  # what ONNX infers shapes of
             proto = split_into_blocks(proto)
         told = {
@@ -244,7 +313,7 @@ class _Exporter:
             results = self._step.evaluate(sums, *self._unflatten(values, arrays), self.frozen)
             return jax.tree.leaves(results)
 
-        proto = self._graph(evaluate, outputs)
+        proto = self._graph("evaluate", evaluate, outputs)
         state = self._drop_unread(proto)
         groups: dict[str, list[str]] = {}
         for metric, name in zip(metrics, outputs, strict=True):
@@ -295,11 +364,13 @@ class _Exporter:
             proto.graph.input.remove(value)
         return [value.name for value in proto.graph.input if value.name in self.names]
 
-    def _graph(self, function: Any, outputs: list[str]) -> ModelProto:
+    def _graph(self, name: str, function: Any, outputs: list[str]) -> ModelProto:
         """Write a function of the leaves of state and batch as a model."""
         names = [*self.names, *self.batch]
         arrays = self.leaves, self.examples
-        return write_model(function, arrays, names, outputs, self.opset, flat=True)
+        proto, written = write_function(function, arrays, names, outputs, self.opset, flat=True)
+        self._written[name] = written
+        return proto
 
     def _batch(self, proto: ModelProto) -> dict[str, Any]:
         """Return the dtype and shape of each input of the batch, for the manifest."""

@@ -296,6 +296,7 @@ VERBS: Mapping[str, Verb] = {
                     "onnxruntime-web (default: downloaded with npm)",
                     {**FOLDER, "nargs": "?", "const": True},
                 ),
+                *read_flags(*of.EXPORT_STEP, ("check",)),
             ],
             "loss and optimizer": _OPTIMIZER,
             "model": [*declared_flags(ModelArguments, without=("quantize",)), *LORA],

@@ -140,6 +140,7 @@ def export_step(options: argparse.Namespace) -> Report:
     of_step = {"loss", "optimizer", *list_arguments(StepArguments)}
     made = {name: value for name, value in made.items() if name in of_step}
     made |= {"epochs": options.epochs or 1, "steps_per_epoch": examples.steps}
+    made |= collect_values(options, "export_step")
     batches = [*examples.batches(0)] if options.web else [next(examples.batches(0))]
     if options.web:
         made |= {

@@ -166,6 +166,29 @@ def test_a_file_is_continued_whatever_is_wrong_with_itself():
     jaxonnx.load(proto).with_outputs(["b", "y"]).then(lambda b, y: b + y)
 
 
+def test_an_exported_step_is_compared_with_the_step(tmp_path, monkeypatch):
+    x, y = demo.digits()[0]
+    batch = x[:4], y[:4]
+    options = {"loss": "softmax_cross_entropy_with_integer_labels", "optimizer": "adam"}
+    replace_operator(monkeypatch, "Exp", "Sigmoid")
+    with pytest.raises(jaxonnx.ModelError, match=r"step\.onnx computes .*, of Sigmoid '': "):
+        jaxonnx.export_step(demo.mlp(), tmp_path, batch, **options)
+    assert not [*tmp_path.iterdir()]
+    zeros = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in batch]
+    with pytest.raises(jaxonnx.ModelError, match=r"step\.onnx computes .*, of Sigmoid '': "):
+        jaxonnx.export_step(demo.mlp(), tmp_path, tuple(zeros), **options)
+    jaxonnx.export_step(demo.mlp(), tmp_path, batch, **options, check=False)
+
+
+def test_an_exported_evaluation_is_compared(tmp_path, monkeypatch):
+    x, y = demo.digits()[0]
+    options = {"loss": "softmax_cross_entropy_with_integer_labels", "metrics": "accuracy"}
+    jaxonnx.export_step(demo.model(), tmp_path, (x[:4], y[:4]), **options)
+    replace_operator(monkeypatch, "ArgMax", "ArgMin")
+    with pytest.raises(jaxonnx.ModelError, match=r"evaluate\.onnx computes .*, of "):
+        jaxonnx.export_step(demo.model(), tmp_path, (x[:4], y[:4]), **options)
+
+
 @pytest.fixture
 def wrong_pools(monkeypatch):
     """onnxruntime's default session computes another network than the one that was quantized."""
