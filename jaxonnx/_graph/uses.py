@@ -43,6 +43,8 @@ class View:
     Gather, Concat, Resize, Pad)."""
     expanded: bool = False
     """Whether the value repeats the tensor along axes (Expand, Tile)."""
+    in_rows: bool = False
+    """Whether the value is a matrix with the numbers of a row of the tensor in each row."""
 
 
 @dataclass(frozen=True)
@@ -69,26 +71,20 @@ class Use:
         """The meaning of the tensor's own axes in this product; None if there is none, or they are
         not known behind a Reshape."""
         form, axes = self.node.op.form(self.position), self.view.axes
+        if form is not None and self._is_repacked and self.view.in_rows:
+            # an embedding in few bits that reads the codes of its output layer
+            return form.axes(2, self.node.attributes, self.position)
         if form is None or axes is None:
             return None
         place = form.axes(len(axes), self.node.attributes, self.position)
         if self._is_repacked:  # axes of the matrix have no view of the tensor
-            return place if self.is_direct or self._reads_rows else None
+            return place if self.is_direct else None
         return None if place is None else place.of(axes, self.rank, self.view.apart)
 
     @property
     def is_direct(self) -> bool:
         """Whether the node reads the tensor itself, and no view of it."""
         return self.node.inputs[self.position] == self.name
-
-    @property
-    def _reads_rows(self) -> bool:
-        """Whether the node reads a packed matrix behind a Reshape that keeps its rows apart.
-
-        An embedding in few bits reads the codes of its output layer so.
-        """
-        axes = self.view.axes or ()
-        return axes[:1] == (0,) and len(axes) == 2 and not self.view.part
 
     @property
     def _is_repacked(self) -> bool:
@@ -261,7 +257,10 @@ def _views(
 def _view_elementwise(view: View, node: Node, others: Sequence[Any]) -> View:
     """Return a view behind one that keeps all numbers; `others` are the node's other inputs."""
     axes, before = view.axes, view.shape
-    if axes is None or node.op.same_axes:
+    if node.op.same_axes:
+        return view
+    view = replace(view, in_rows=False)
+    if axes is None:
         return view
     if node.op.name == "Transpose":
         order = node.attributes.get("perm", range(len(axes))[::-1])
@@ -276,6 +275,8 @@ def _view_elementwise(view: View, node: Node, others: Sequence[Any]) -> View:
     after = _result(node, before, others)
     if after is None:
         return unknown
+    in_rows = axes[:1] == (0,) and after[:1] == before[:1] and len(after) == 2 and not view.part
+    view, unknown = replace(view, in_rows=in_rows), replace(unknown, in_rows=in_rows)
     if after == before:
         return view
     # the axes longer than one keep their order, so they match one by one

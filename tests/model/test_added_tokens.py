@@ -260,8 +260,8 @@ def test_texts_are_trained_and_generated(tmp_path):
     assert jaxonnx.load(tmp_path / "saved").generate("a list", max_new_tokens=8) == text
 
 
-def in_few_bits(zeros):
-    """An embedding and an output layer in four bits."""
+def in_few_bits(zeros, tied=False):
+    """An embedding and an output layer in four bits, perhaps one as the builder ties them."""
     rows, width, block = 7, 32, 16
     arrays = {"data": raw(rows, width // 2), "scales": np.abs(normal(rows, width // block))}
     arrays |= {"w": raw(rows, width // block, block // 2), "s": np.abs(normal(rows, 2)).ravel()}
@@ -283,6 +283,11 @@ def in_few_bits(zeros):
             "MatMulNBits", ["h", "w", "s", *["zw"] * zeros], ["logits"], domain=MS, **product
         ),
     ]
+    if tied:
+        del arrays["data"], arrays["scales"]
+        arrays |= {"s": arrays["s"].reshape(rows, -1), "sizes": np.array([rows, width // 2])}
+        nodes[0].input[2] = "s"
+        nodes.insert(0, helper.make_node("Reshape", ["w", "sizes"], ["data"]))
     graph = helper.make_graph(
         nodes,
         "g",
@@ -295,10 +300,11 @@ def in_few_bits(zeros):
 
 
 @pytest.mark.parametrize("words", [7, 6])
-@pytest.mark.parametrize("zeros", [False, True])
-def test_rows_in_few_bits(zeros, words, tmp_path):
+@pytest.mark.parametrize("kind", ["", "zeros", "tied"])
+def test_rows_in_few_bits(kind, words, tmp_path):
     """They are the mean, rounded; what is trained of them is saved beside them."""
-    old = write_folder(tmp_path / "old", in_few_bits(zeros), words)
+    proto = in_few_bits(kind == "zeros", kind == "tied")
+    old = write_folder(tmp_path / "old", proto, words)
     model = old.with_tokens(["x", "y"])
     ids = np.array([[0, 3, 5, 3]])
     before = run(tmp_path / "old/model.onnx", input_ids=ids)[..., :words]
@@ -312,7 +318,8 @@ def test_rows_in_few_bits(zeros, words, tmp_path):
     lora = jaxonnx.LoRA(rank=2, where=["layer"])
     data = {"input_ids": [[1, words, 2, words + 1], [words, 3, words + 1, 4]]}
     result = fit(model, data, lora=lora, epochs=3, optimizer=optax.sgd(0.01))
-    assert {*result.lora.layouts} == {"data", "w", "layer"}
+    assert {*result.lora.layouts} == {"layer", *model.new_rows}
+    assert {*model.new_rows} == ({"w"} if kind == "tied" else {"data", "w"})
     ids = np.array([[0, words, 5, words + 1]])
     y = result.model(ids)
     assert np.abs(y - model(ids)).max() > 0.01
@@ -320,10 +327,27 @@ def test_rows_in_few_bits(zeros, words, tmp_path):
     saved = run(tmp_path / "apart/model.onnx", input_ids=ids)
     np.testing.assert_allclose(saved, y, rtol=1e-3, atol=1e-3)
     back = jaxonnx.load(tmp_path / "apart")
-    np.testing.assert_array_equal(back.tensors["data"], model.tensors["data"])
+    np.testing.assert_array_equal(back.tensors["w"], model.tensors["w"])
     result.lora.save(f"{tmp_path}/peft/", model, names=lambda name: f"model.{name}")
     loaded = jaxonnx.Adapters.load(tmp_path / "peft", model, names=lambda name: f"model.{name}")
     np.testing.assert_allclose(loaded.attach(model)(ids), y, rtol=1e-4, atol=1e-4)
+
+
+def test_a_table_in_few_bits_for_both_ends_is_adapted(tmp_path):
+    """Its readers have one change, behind the Reshape of its codes, too."""
+    model = jaxonnx.load(in_few_bits(zeros=False, tied=True))
+    assert model.inputs[0].rows == 7
+    with pytest.warns(UserWarning, match="'w': the embedding and the output layer are one weight"):
+        adapted = jaxonnx.LoRA(rank=2, where=["w"]).attach(model, jax.random.key(0))
+    values = {n: 2 * normal(*x.shape) for n, x in adapted.params.items()}
+    adapted, ids = adapted.replace(params=values), np.array([[0, 3, 5, 3]])
+    y = adapted(ids)
+    assert np.abs(y - model(ids)).max() > 0.1
+    adapted.save(tmp_path / "apart.onnx")
+    np.testing.assert_allclose(run(tmp_path / "apart.onnx", input_ids=ids), y, rtol=1e-4, atol=1e-4)
+    with pytest.warns(UserWarning, match="rounded anew"):
+        merged = adapted.merge_adapters(requantize=True)(ids)
+    assert np.abs(merged - y).max() < 0.5 * np.abs(model(ids) - y).max()
 
 
 @pytest.mark.parametrize(("name", "kind"), [("qwen3", "float16"), ("llama", "bfloat16")])
