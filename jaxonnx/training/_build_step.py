@@ -35,7 +35,7 @@ from jaxonnx.training._precision import precision_notes
 from jaxonnx.training._quantize import prepare
 from jaxonnx.training._select_parameters import freeze_without_gradient, select_parameters
 from jaxonnx.training._settings import Settings
-from jaxonnx.training._sparsity import remove_sparsity, sparsify
+from jaxonnx.training._sparsity import find_shared_phases, remove_sparsity, sparsify
 from jaxonnx.training._step import Step
 from jaxonnx.training._training_info_step import TrainingInfoStep
 from jaxonnx.training._weight_layout import WeightLayout
@@ -166,6 +166,7 @@ def _build_local_step(
     goal = replace(goal, notes=(*goal.notes, *notes))
     step = GradientStep(model, goal, optimizer, storage, settings, structured)
     step.updates = updates
+    step.phases = find_shared_phases(settings.sparsity, epochs)
     return step
 
 

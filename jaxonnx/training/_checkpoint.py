@@ -73,7 +73,7 @@ class Checkpoints:
       resume: continue the run in the folder; "anyway": with other data, too.
       settings: the arguments that a resumed run must share, by name; "data" holds the fingerprint
         of the examples, or None if it is not known. "updates", those that a schedule is made for,
-        may differ.
+        and "phases", of sparsity, may differ.
       model: the model that is trained.
       frozen: arrays of the model that are not trained; a resumed run must have the same.
       processes: the processes of the run, each of which writes its shards.
@@ -277,7 +277,7 @@ class Checkpoints:
         return jax.tree.unflatten(structure, map(_like, restored["leaves"], leaves))
 
     def _compare(self, about: dict[str, Any], tree: Any) -> None:
-        free = "data", "updates"
+        free = "data", "updates", "phases"
         settings = {name: x for name, x in self._settings.items() if name not in free}
         for name, value in settings.items():
             before = about["settings"].get(name)
@@ -309,6 +309,14 @@ class Checkpoints:
                 f"and that of this one is for {now:,}: the rate goes on where the new schedule has "
                 "it, which may be far away; schedule='constant' with a small learning_rate and "
                 "the saved model, in another checkpoint_dir, trains on without a jump"
+            )
+        before, now = about["settings"].get("phases"), self._settings.get("phases")
+        if before != now and before is not None and now is not None:
+            self.notes.append(
+                f"sparsity shared out other epochs in the run in '{self.folder}': {before[0]} "
+                f"dense and {before[1]} dynamic, now {now[0]} and {now[1]}; the run goes on in the "
+                "phase that these have there, which may be an earlier one; sparsity={'dense': "
+                "..., 'dynamic': ...} in both runs keeps the phases"
             )
 
     def _checksums(self, before: Sequence[str] = ()) -> list[str]:

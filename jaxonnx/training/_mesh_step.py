@@ -64,7 +64,7 @@ class MeshStep(Step):
             n: jax.tree.map(_without_batch_axis, x) for n, x in lies.items() if _over_batch(x)
         }
         step.gather = self._gather
-        self.updates = step.updates
+        self.updates, self.phases = step.updates, step.phases
         self.notes = (*step.notes, *_idle(self._mesh, split.values()))
 
     @property

@@ -64,6 +64,7 @@ class Snapshots:
             same = {**settings.resumable, "batch_size": examples.size}
             same |= {
                 "updates": step.updates,
+                "phases": step.phases,
                 "preprocess": examples.resumable,
                 "data": examples.identity,
             }

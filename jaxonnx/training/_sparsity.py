@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 Gradient = Callable[[Any], Any]
 _CHOICE = ("pattern", "transposable", "select", "exclude", "axes")
 """The options of `sparse.layers` among those of `sparse.three_phase`."""
+_PHASES = frozenset({"dense", "dynamic", "fixed"})
 
 
 def sparsify(
@@ -110,14 +111,25 @@ def _describe_dense(report: Sequence[Layer]) -> list[str]:
     return [f"{count}: {', '.join(parts)}"] if parts else []
 
 
+def find_shared_phases(sparsity: Any, epochs: int | None) -> list[int] | None:
+    """Return the epochs of the dense and the dynamic phase, if those of the run are shared out."""
+    options = sparsity if isinstance(sparsity, Mapping) else {}
+    other = options.get("method", "three_phase") != "three_phase" or _PHASES & {*options}
+    return None if sparsity is None or epochs is None or other else _share(epochs)
+
+
+def _share(epochs: int) -> list[int]:
+    return [epochs // 3, max(1, epochs // 2)]
+
+
 def _share_out(options: dict[str, Any], epochs: int | None) -> dict[str, Any]:
     """Return the options of three phases with the lengths of all."""
-    if not {"dense", "dynamic", "fixed"} & {*options}:
+    if not _PHASES & {*options}:
         if epochs is None:
             raise TrainingError(
                 "sparsity needs the lengths of its phases (dense, dynamic), or epochs= to share out"
             )
-        options |= {"dense": epochs // 3, "dynamic": max(1, epochs // 2)}
+        options |= zip(("dense", "dynamic"), _share(epochs), strict=True)
     options = {"dense": 0, "dynamic": None} | options
     if epochs is not None and options["dense"] >= epochs:
         raise TrainingError(

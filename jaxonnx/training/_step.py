@@ -78,6 +78,7 @@ class Step(ABC):
         `jit` does.
       notes: what is trained otherwise than the file says.
       updates: those that its schedule is made for, where the optimizer asked for them.
+      phases: the epochs of the dense and the dynamic phase of sparsity, where it shares them out.
       gather: what a mesh does with tensors before the model reads them, within a program.
     """
 
@@ -86,6 +87,7 @@ class Step(ABC):
     frozen: dict[str, Any]
     notes: tuple[str, ...]
     updates: int | None = None
+    phases: list[int] | None = None
     gather: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
 
     def jit(self) -> CompiledStep:

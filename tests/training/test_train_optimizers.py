@@ -122,6 +122,22 @@ def test_more_epochs_are_another_schedule(tmp_path):
     np.testing.assert_allclose(rates, [9.55e-5, 5e-4], rtol=1e-3)
 
 
+def test_more_epochs_share_out_other_phases_of_sparsity(tmp_path):
+    """The mask of one epoch is fixed behind it, that of four is still to change."""
+    settings = {"sparsity": "2:4", "checkpoint_dir": tmp_path}
+    train(**settings)
+    result = train(**settings, resume=True, epochs=4)
+    assert [row["phase"] for row in result.history.epochs] == [3, 2, 3, 3]
+    (note,) = (note for note in result.history.notes if "shared out" in note)
+    assert "0 dense and 1 dynamic, now 1 and 2" in note
+    lengths = {"pattern": "2:4", "dense": 0, "dynamic": 1}
+    settings |= {"sparsity": lengths, "checkpoint_dir": tmp_path / "lengths"}
+    train(**settings)
+    result = train(**settings, resume=True, epochs=4)
+    assert [row["phase"] for row in result.history.epochs] == [3, 3, 3, 3]
+    assert not any("shared out" in note for note in result.history.notes)
+
+
 def test_a_rate_that_the_user_injects_is_seen():
     rule = optax.inject_hyperparams(optax.sgd)(learning_rate=0.25)
     result = train(optimizer=optax.chain(optax.clip(1.0), rule), accumulate=2)
