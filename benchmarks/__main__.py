@@ -1,6 +1,6 @@
 """jaxonnx beside hand-written JAX, PyTorch and onnxruntime: ratios of step times, and one chart.
 
-    python -m benchmarks [--networks lenet mlp] [--systems jaxonnx flax torch] [--rounds 9]
+    python -m benchmarks [--real | --networks lenet mlp] [--systems jaxonnx flax torch] [--rounds 9]
                          [--phases train forward] [--threads 2] [--clock cpu] [--out benchmarks.png]
 
 Every system runs in a process of its own with the same cores, threads and allocator settings; the
@@ -29,10 +29,11 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.layers.onnx_file import write
-from benchmarks.networks import NETWORKS
+from benchmarks.networks import NETWORKS, REAL
 from benchmarks.systems import SYSTEMS, applies
 
 PHASES = ("train", "forward")
+_ALL = NETWORKS | REAL
 BEFORE = "jaxonnx-before"
 """The system of `--against`."""
 MEASURE_S = 0.2
@@ -134,7 +135,7 @@ def compare(network: str, phase: str, folder: Path, options) -> dict[str, Worker
     path = folder / f"{network}.onnx"
     workers: dict[str, Worker] = {}
     counts = {}
-    systems = [s for s in options.systems if applies(s, NETWORKS[network], phase)]
+    systems = [s for s in options.systems if applies(s, _ALL[network], phase)]
     started = {}
     if options.together:
         started = {s: spawn(network, s, phase, path, options) for s in systems}
@@ -277,7 +278,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--networks", choices=NETWORKS, default=[*NETWORKS], nargs="+")
+    parser.add_argument("--networks", choices=_ALL, nargs="+", help="default: the small ones")
+    parser.add_argument("--real", action="store_true", help="ResNet-50 and ViT-B/16 at 224 pixels")
     rare = (
         "jaxonnx-bf16",
         "torch-bf16",
@@ -312,6 +314,7 @@ def main() -> None:
     most = {} if options.plain else ceilings(options)
     on_gpu = "bfloat16" in most
     options.systems = options.systems or [*default, *(["jaxonnx-bf16"] if on_gpu else [])]
+    options.networks = options.networks or [*(REAL if options.real else NETWORKS)]
     if options.against:
         options.systems.append(BEFORE)
     if options.ort_python and "onnxruntime-training" not in options.systems:
@@ -323,8 +326,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for network in options.networks:
-            write(NETWORKS[network], folder / f"{network}.onnx")
-            write(NETWORKS[network], folder / f"{network}.training.onnx", training=True)
+            write(_ALL[network], folder / f"{network}.onnx")
+            write(_ALL[network], folder / f"{network}.training.onnx", training=True)
             for phase in options.phases:
                 found = figures(compare(network, phase, folder, options))
                 results[f"{network}, {phase}"] = found

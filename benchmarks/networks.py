@@ -40,6 +40,24 @@ def resnet18(layers, x):
     return layers.dense(layers.spatial_mean(x), 1000)
 
 
+def resnet50(layers, x):
+    def normalized(x, features, kernel, stride=1):
+        return layers.batch_norm(layers.conv(x, features, kernel, stride, kernel // 2))
+
+    def block(x, features, stride, shortcut):
+        y = layers.relu(normalized(x, features, 1))
+        y = layers.relu(normalized(y, features, 3, stride))
+        y = normalized(y, 4 * features, 1)
+        return layers.relu(y + (normalized(x, 4 * features, 1, stride) if shortcut else x))
+
+    x = layers.max_pool(layers.relu(normalized(x, 64, 7, 2)), 3, 2, 1)
+    for features, count, stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
+        x = block(x, features, stride, True)
+        for _ in range(count - 1):
+            x = block(x, features, 1, False)
+    return layers.dense(layers.spatial_mean(x), 1000)
+
+
 def mobilenet_v2(layers, x):
     def normalized(x, features, kernel, stride=1, groups=1):
         return layers.batch_norm(
@@ -68,12 +86,22 @@ def mobilenet_v2(layers, x):
     return layers.dense(layers.spatial_mean(x), 1000)
 
 
+def transformer(layers, x, depth, heads, size):
+    for _ in range(depth):
+        x = x + layers.attention(layers.layer_norm(x), heads)
+        x = x + layers.dense(layers.gelu(layers.dense(layers.layer_norm(x), 4 * size)), size)
+    return layers.sequence_mean(layers.layer_norm(x))
+
+
 def encoder(layers, tokens):
     x = layers.positions(layers.embed(tokens, 1000, 256))
-    for _ in range(4):
-        x = x + layers.attention(layers.layer_norm(x), 4)
-        x = x + layers.dense(layers.gelu(layers.dense(layers.layer_norm(x), 1024)), 256)
-    return layers.dense(layers.sequence_mean(layers.layer_norm(x)), 10)
+    return layers.dense(transformer(layers, x, 4, 4, 256), 10)
+
+
+def vit_b16(layers, x):
+    """Classify by ViT-B/16, with the mean of the patches in place of a class token."""
+    x = layers.sequence(layers.conv(x, 768, 16, 16, bias=True))
+    return layers.dense(transformer(layers, layers.positions(x), 12, 12, 768), 1000)
 
 
 def lstm(layers, x):
@@ -99,6 +127,13 @@ NETWORKS = {
     "encoder": Network(encoder, (8, 64), 10, tokens=1000),
     "lstm": Network(lstm, (32, 64, 128), 10),
 }
+"""Small networks."""
+
+REAL = {
+    "resnet50": Network(resnet50, (8, 3, 224, 224), 1000),
+    "vit-b16": Network(vit_b16, (8, 3, 224, 224), 1000),
+}
+"""Networks of the sizes that people train."""
 
 
 def batch(network: Network):

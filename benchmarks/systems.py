@@ -143,6 +143,7 @@ def jaxonnx(network: Network, phase: str, path: Path, *, precision=None) -> tupl
     import jax.numpy as jnp
 
     import jaxonnx
+    from jaxonnx.lowering import jit
     from jaxonnx.training._precision import round_products
 
     model = all_trained(jaxonnx.load(path))
@@ -163,7 +164,8 @@ def jaxonnx(network: Network, phase: str, path: Path, *, precision=None) -> tupl
         return forward, parameters
 
     update, state, *rest = train_step(model, x, y, precision=precision)
-    lowered = jax.jit(update, donate_argnums=0).lower(state, *rest)
+    jitted = jit(update, rounds=precision is not None, donate_argnums=0)
+    lowered = jitted.lower(jitted.trace(state, *rest))
     compiled = lowered.compile()
 
     def training(count):

@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.networks import NETWORKS
+from benchmarks.networks import NETWORKS, REAL
 from benchmarks.systems import SYSTEMS
 
 
@@ -33,7 +33,7 @@ def main() -> None:
         print(json.dumps(values), file=results, flush=True)
 
     start = time.perf_counter()
-    run, parameters = SYSTEMS[system](NETWORKS[network], phase, Path(path))
+    run, parameters = SYSTEMS[system]((NETWORKS | REAL)[network], phase, Path(path))
     run(1)
     seconds, memory = time.perf_counter() - start, resident("VmHWM")
     cost = getattr(run, "cost", dict)()

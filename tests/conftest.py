@@ -36,6 +36,9 @@ def pytest_configure(config):
             jax.config.update(name, value)
     # Another worker may be writing the very entry: what cannot be read is compiled.
     config.addinivalue_line("filterwarnings", "ignore:Error reading persistent compilation cache")
+    # XLA stores no program with calls of oneDNN (jaxonnx/lowering/_compile.py)
+    unstored = "ignore:Error writing persistent compilation cache entry .*MemoryError"
+    config.addinivalue_line("filterwarnings", unstored)
 
 
 def pytest_sessionstart():

@@ -15,7 +15,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jaxonnx.lowering import _conv, _pool, _recurrence
+from jaxonnx.lowering import _conv, _pool, _recurrence, jit
 
 GAIN = 1.1
 """How much quicker another value must be to be named."""
@@ -158,6 +158,11 @@ BOUNDS = (
 Forms = Callable[..., Iterator[tuple[Callable, Callable, list[np.ndarray]]]]
 
 
+def _lower(function: Callable, arguments: Any) -> Any:
+    jitted = jit(function)
+    return jitted.lower(jitted.trace(*arguments))
+
+
 def fit(families: dict[str, Forms], rounds: int) -> None:
     """Print what other values of each bound would gain or lose.
 
@@ -200,7 +205,7 @@ def _timed(
             # anew, because a trace that JAX remembers would have the value before
             jax.clear_caches()
             texts[value] = [
-                (jax.jit(fast).lower(*arguments), arguments) for _, fast, arguments in forms(*shape)
+                (_lower(fast, arguments), arguments) for _, fast, arguments in forms(*shape)
             ]
     for i, (_, arguments) in enumerate(texts[bound.now]):
         lowered = {value: pairs[i][0] for value, pairs in texts.items()}

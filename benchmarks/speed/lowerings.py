@@ -5,8 +5,9 @@
 
 Above 1 the rule pays on this CPU. Columns: forward, gradient for x, gradient for w (convolutions),
 or forward, forward and backward (the rest). Both are jitted, with channels last and kernels first,
-and with an allocator that keeps its pages. `--fit` tries other bounds of the rules instead, on
-shapes to both sides of them, and says where another would gain more than 10 %.
+and with an allocator that keeps its pages; the fast one is compiled as jaxonnx compiles. `--fit`
+tries other bounds of the rules instead, on shapes to both sides of them, and says where another
+would gain more than 10 %.
 """
 
 import argparse
@@ -34,6 +35,9 @@ ROUNDS, REPEATS = 5, 3
 # batch, input channels, output channels, image, kernel, stride, groups
 CONVOLUTIONS = {
     "Winograd": (4, 64, 64, 56, 3, 1, 1),
+    "oneDNN, large image": (8, 64, 64, 56, 3, 1, 1),
+    "oneDNN, stride": (8, 128, 128, 56, 3, 2, 1),
+    "oneDNN, few inputs": (8, 3, 64, 224, 7, 2, 1),
     "Winograd, more channels": (4, 256, 256, 14, 3, 1, 1),
     "Winograd, small image": (16, 256, 256, 4, 3, 1, 1),
     "pointwise": (16, 32, 16, 32, 1, 1, 1),
@@ -48,6 +52,7 @@ CONVOLUTIONS = {
     "grouped": (16, 64, 64, 16, 3, 1, 4),
     "grouped, narrow": (4, 128, 128, 14, 3, 1, 32),
     "depthwise": (16, 32, 32, 32, 3, 1, 32),
+    "depthwise, large image": (8, 32, 32, 112, 3, 1, 32),
     "depthwise, stride": (16, 96, 96, 32, 3, 2, 96),
     "depthwise, large kernel": (1, 64, 64, 56, 31, 1, 64),
     "depthwise, small image": (16, 960, 960, 2, 3, 1, 960),
@@ -74,9 +79,11 @@ LSTMS = {"LSTM": (64, 32, 128, 256), "LSTM, few units": (64, 32, 64, 64)}
 GRUS = {"GRU": (64, 32, 128, 256), "GRU, few units": (64, 32, 64, 64)}
 
 
-def ratio(plain, fast, arguments) -> float:
+def ratio(plain, fast, arguments, rounds: bool = False) -> float:
     """Return the median time of `plain` over that of `fast`, in interleaved rounds."""
-    systems = [jax.jit(f).lower(*arguments).compile() for f in (plain, fast)]
+    jitted = jax.jit(plain), lowering.jit(fast, rounds=rounds)
+    lowered = jitted[0].lower(*arguments), jitted[1].lower(jitted[1].trace(*arguments))
+    systems = [program.compile() for program in lowered]
     times = ([], [])
     for _ in range(ROUNDS + 1):
         for system, record in zip(systems, times, strict=True):
@@ -210,7 +217,7 @@ def main():
     table = Table("rule", "shape", "forward", "x / both", "w", title="plain / fast")
     for name in options.rules or rules:
         forms, shape = rules[name]
-        cells = [f"{ratio(*form):.1f}" for form in forms(*shape)]
+        cells = [f"{ratio(*form, 'bfloat16' in name):.1f}" for form in forms(*shape)]
         table.add_row(name, " ".join(map(str, shape)), *cells)
     Console().print(table)
 

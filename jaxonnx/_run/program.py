@@ -34,6 +34,7 @@ from jaxonnx._run.plan import (
 )
 from jaxonnx._run.scope import Context, run
 from jaxonnx.errors import NodeError, StaticError
+from jaxonnx.lowering import jit
 from jaxonnx.views import Evaluate, Outputs, View
 
 V = TypeVar("V", bound=View)
@@ -212,7 +213,7 @@ class Program:
         parts = plan.parts.get(make_key(changes, frozenset(), {}))
         if parts is None or parts.rest is not None or plan.fixed:
             return None
-        compiled = parts.compiled
+        compiled = parts.compiled.alone
 
         def call(params, state, inputs):
             arrays = map(_copy_array, inputs)
@@ -297,7 +298,7 @@ class Program:
             run = self._run if training or not self.sparse else self._run_sparse
             return run(graph, params, state, key, {**inputs, **fixed}, training)
 
-        return jax.jit(compiled, static_argnames="training")
+        return jit(compiled, static_argnames="training")
 
 
 def _compilable(graph: Graph, outputs: tuple) -> tuple[Any, ...]:

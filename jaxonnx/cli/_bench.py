@@ -16,6 +16,7 @@ from jaxonnx._data.random_inputs import draw_inputs
 from jaxonnx.cli._inputs import Report, read
 from jaxonnx.cli._inputs import inputs as given
 from jaxonnx.errors import Error, InputError, StaticError
+from jaxonnx.lowering import jit
 from jaxonnx.model import Model
 
 _ROUND_S = 0.1
@@ -106,7 +107,8 @@ def _seconds(call: Callable[[], Any], count: int) -> float:
 def _compile(function: Any, *arguments: Any, **settings: Any) -> tuple[Any, dict[str, Any]]:
     """Compile a function; return it with its costs: seconds to compile, bytes to hold."""
     begin = time.perf_counter()
-    program = jax.jit(function, **settings).lower(*arguments).compile()
+    jitted = jit(function, **settings)
+    program = jitted.lower(jitted.trace(*arguments)).compile()
     seconds = time.perf_counter() - begin
     memory: Any = program.memory_analysis()
     sizes = ("argument", "output", "temp")

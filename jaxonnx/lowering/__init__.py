@@ -1,6 +1,7 @@
 """Formulations that are fast on each platform, equal to the plain ones up to rounding."""
 
 from jaxonnx.lowering._attention_layout import separate_heads
+from jaxonnx.lowering._compile import jit
 from jaxonnx.lowering._contract import contract, contract_p, select_platform
 from jaxonnx.lowering._conv import Conv, convolution, transposed_convolution
 from jaxonnx.lowering._divide import divide

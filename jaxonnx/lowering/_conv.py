@@ -4,6 +4,7 @@ It is `lax.conv_general_dilated` and its derivatives, except on platforms with a
 The rule of CPU chooses by the shapes; `benchmarks/speed/lowerings.py` measures each case again.
 """
 
+import itertools
 import math
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxonnx.lowering import _winograd as winograd
+from jaxonnx.lowering._compile import uses_onednn
 from jaxonnx.lowering._contract import Rule, contract, on_platforms
 from jaxonnx.lowering._product import is_half
 from jaxonnx.lowering._stored_array import KernelFirst
@@ -46,6 +48,21 @@ MANY_CHANNELS_OF_WEIGHT = 20
 
 MANY_TILES = 32
 """The fewest tiles of 2x2 in a batch that are worth a transform of the weight."""
+
+TRANSFORMED = 2**25
+"""The most bytes of transformed tiles with which Winograd's form is faster for images."""
+
+SUMMED = 9
+"""The taps of a depthwise kernel whose gradients are summed in one reading of the images."""
+
+MANY_CHANNELS_BESIDE = 56
+"""`MANY_CHANNELS` in a program that is compiled with oneDNN."""
+
+WORK_OF_ONEDNN = 2**26
+"""The fewest multiplications of a convolution that is worth a call of oneDNN."""
+
+WORK_OF_TAP = 2**25
+"""The fewest multiplications of a tap with which the gradient of a weight is a product for each."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +118,7 @@ class Conv:
         rank = len(self.kernel)
         image = (0, rank + 1, *range(1, rank + 1))
         weight = (rank + 1, rank, *range(rank)) if self.turned else (*range(rank + 2),)
-        return lax.conv_general_dilated(
+        y = lax.conv_general_dilated(
             x,
             w,
             self.strides,
@@ -111,6 +128,8 @@ class Conv:
             feature_group_count=self.groups,
             preferred_element_type=dtype,
         )
+        # XLA lets oneDNN apply a Relu that follows, which turns NaN into 0
+        return lax.optimization_barrier(y) if uses_onednn() else y
 
     def plain(self, out, u, v):
         dtype = self._dtype(out, u, v)
@@ -163,17 +182,26 @@ class Conv:
         """Contract by the formulation that is fastest on CPU for these sizes."""
         inputs = self._channels(u)[1] * self.groups if out == 0 else u.shape[-1]
         outputs = v.shape[-1] if out == 1 else self._channels((u, None, v)[out])[0]
+        count, batch = math.prod(self.kernel), (v, u, u)[out].shape[0]
+        work = batch * inputs * outputs * count * math.prod(self.out) // self.groups
+        takes = uses_onednn() and u.dtype == jnp.float32 and len(self.kernel) <= 2
+        takes = takes and not self._slow(out)
         if self.groups > 1:
+            if takes and out != 1 and _reaches(work, SLOW_WORK) and math.prod(self.strides) == 1:
+                return self._by_onednn(out, u, v)
             if self.groups == inputs and outputs == inputs:
                 return self._depthwise(out, u, v)
             return self._contract_derived(self._join_groups, out, u, v)
         if self.is_pointwise:
             return self._contract_derived(self._pointwise, out, u, v)
-        count, batch = math.prod(self.kernel), (v, u, u)[out].shape[0]
         added = split and out == 1
-        if not added and self._few_multiplications(out, batch, inputs, outputs):
+        if not added and self._few_multiplications(out, batch, inputs, outputs, takes):
             return self._winograd(out, u, v)
-        work = batch * inputs * outputs * count * math.prod(self.out)
+        if takes and out != 1 and _reaches(work, WORK_OF_ONEDNN):
+            return self._by_onednn(out, u, v)
+        by_taps = takes and out == 1 and not added and self.taps.unrolled
+        if by_taps and _reaches(work // count, WORK_OF_TAP):
+            return self._sum_by_taps(u, v)
         parted = out == 1 and all(k <= s for k, s in zip(self.kernel, self.strides, strict=True))
         few = self.turned and out != 2 and (parted or math.prod(self.out) <= FEW_WINDOWS)
         if (few or self._slow(out)) and _reaches(work, SLOW_WORK):
@@ -192,6 +220,93 @@ class Conv:
         """
         read = (self.out, self.kernel, self.size)[out]
         return any(n < k for n, k in zip(read, self.kernel, strict=True))
+
+    def _by_onednn(self, out, u, v):
+        """Contract to images by convolutions with strides of one that oneDNN takes, if it can be.
+
+        The gradient of the images is a convolution of the other gradient with the kernel flipped;
+        with strides, one for each phase, by the taps of the kernel that meet it.
+        """
+        if out == 2:
+            return self._over_three_axes(u, v)
+        strides = self.strides
+        if math.prod(strides) > 1 and (math.prod(self.dilations) > 1 or self.groups > 1):
+            return self.plain(out, u, v)
+        if math.prod(strides) > UNROLLED:
+            return self.plain(out, u, v)
+        rank = len(self.kernel)
+        size = tuple(-(-n // s) for n, s in zip(self.size, strides, strict=True))
+        places = range(rank) if self.turned else range(2, 2 + rank)
+        phases: list[Any] = []
+        for phase in itertools.product(*map(range, strides)):
+            starts, pads, kernel = [], [], []
+            axes = zip(phase, self.kernel, strides, self.dilations, self.pads, strict=True)
+            for (at, k, s, d, (begin, _)), n, count in zip(axes, size, self.out, strict=True):
+                first, shift = (at + begin) % s, (at + begin) // s
+                taps = max(0, -(-(k - first) // s))
+                starts.append(first)
+                kernel.append(taps)
+                pads.append(((taps - 1) * d - shift, n + shift - count))
+            if not all(kernel):
+                phases.append(jnp.zeros((v.shape[0], *size, self._channels(u)[1]), v.dtype))
+                continue
+            at = [slice(None)] * u.ndim
+            for axis, start, step in zip(places, starts, strides, strict=True):
+                at[axis] = slice(start, None, step)
+            # a barrier, or XLA moves the flip into the convolution, which oneDNN does not take
+            w = lax.optimization_barrier(self._turn_around(u[tuple(at)], places))
+            cut = [(0, 0, 0), *((min(b, 0), min(e, 0), 0) for b, e in pads), (0, 0, 0)]
+            form = replace(
+                self,
+                size=tuple(n + b + e for n, (b, e, _) in zip(self.out, cut[1:-1], strict=True)),
+                kernel=(*kernel,),
+                strides=(1,) * rank,
+                pads=tuple((max(b, 0), max(e, 0)) for b, e in pads),
+                out=size,
+            )
+            phases.append(form._over_three_axes(lax.pad(v, jnp.zeros((), v.dtype), cut), w))
+        if len(phases) == 1:
+            return phases[0]
+        x = jnp.stack(phases).reshape(*strides, *phases[0].shape)
+        pairs = (axis for i in range(rank) for axis in (rank + 1 + i, i))
+        x = x.transpose(rank, *pairs, x.ndim - 1)
+        whole = (n * s for n, s in zip(size, strides, strict=True))
+        x = x.reshape(x.shape[0], *whole, x.shape[-1])
+        return x[(slice(None), *map(slice, self.size))]
+
+    def _turn_around(self, w, places):
+        """Flip the kernel of a weight along its axes `places`, and swap its channels."""
+        w, groups = jnp.flip(w, [*places]), self.groups
+        if self.turned:
+            *head, inputs, outputs = w.shape
+            w = w.reshape(*head, inputs, groups, outputs // groups).swapaxes(-1, -3)
+            return w.reshape(*head, outputs // groups, groups * inputs)
+        outputs, inputs, *end = w.shape
+        w = w.reshape(groups, outputs // groups, inputs, *end).swapaxes(1, 2)
+        return w.reshape(groups * inputs, outputs // groups, *end)
+
+    def _over_three_axes(self, x, w):
+        """Convolve images, with one more axis where there are two: those are left to YNNPACK."""
+        if len(self.kernel) != 2:
+            return self.dense(x, w)
+        form = replace(
+            self,
+            size=(1, *self.size),
+            kernel=(1, *self.kernel),
+            strides=(1, *self.strides),
+            dilations=(1, *self.dilations),
+            pads=((0, 0), *self.pads),
+            out=(1, *self.out),
+        )
+        return form.dense(x[:, None], w[None] if self.turned else w[:, :, None])[:, 0]
+
+    def _sum_by_taps(self, x, y):
+        """Contract to the weight as one product for each tap."""
+        y = y.reshape(-1, y.shape[-1])
+        w = jnp.stack([tap.reshape(-1, tap.shape[-1]).T @ y for tap in self.taps.read(x)])
+        w = w.reshape(*self.kernel, *w.shape[1:])
+        rank = len(self.kernel)
+        return w if self.turned else w.transpose(rank + 1, rank, *range(rank))
 
     def _pointwise(self, x, w):
         """Convolve with a kernel of one element: one matrix product."""
@@ -223,7 +338,7 @@ class Conv:
                 for n, k, s, d, begin, count in axes
             ]
             spatial = range(len(self.kernel)) if self.turned else range(2, w.ndim)
-            w = jnp.flip(w, [*spatial]).swapaxes(*((-1, -2) if self.turned else (0, 1)))
+            w = self._turn_around(w, spatial)
             form = replace(self, strides=(1,) * len(self.kernel), out=self.size)
         x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *pads, (0, 0, 0)])
         x = lax.optimization_barrier(x)  # XLA would move the pads into the convolution again
@@ -238,15 +353,17 @@ class Conv:
             for c, row in enumerate(matrix)
         )
 
-    def _few_multiplications(self, out, batch, inputs, outputs) -> bool:
-        """Check whether Winograd's form applies and is faster."""
+    def _few_multiplications(self, out, batch, inputs, outputs, beside: bool) -> bool:
+        """Check whether Winograd's form applies and is faster, `beside` oneDNN or YNNPACK."""
         if (self.kernel, self.strides, self.dilations) != ((3, 3), (1, 1), (1, 1)):
             return False
         tiles = batch * math.prod(-(-n // 2) for n in (self.size if out == 0 else self.out))
         can_transpose = self.turned or 9 * inputs * outputs < LARGE_WEIGHT
-        bound = MANY_CHANNELS_OF_WEIGHT if out == 1 else MANY_CHANNELS
+        bound = MANY_CHANNELS_BESIDE if beside else MANY_CHANNELS
+        bound = MANY_CHANNELS_OF_WEIGHT if out == 1 else bound
         many = inputs * outputs >= bound * (inputs + outputs)
-        return can_transpose and many and _reaches(tiles, MANY_TILES)
+        small = out == 1 or not _reaches(4 * 16 * tiles * (inputs + outputs), TRANSFORMED)
+        return can_transpose and many and small and _reaches(tiles, MANY_TILES)
 
     def _winograd(self, out, u, v):
         if out == 1:
@@ -290,8 +407,7 @@ class Conv:
         """Convolve each channel with its own kernel, by multiplying and adding shifted images."""
         taps = self.taps
         if out == 1:
-            axes = tuple(range(v.ndim - 2))
-            sums = taps.each(u, lambda tap: (tap * v).sum(0).sum(axes))
+            sums = self._sum_depthwise(u, v)
             return (sums if self.turned else sums.T).reshape(self._weight(self.groups, self.groups))
         w = self.rows(jnp.asarray(u if out == 0 else v))
         if out == 0:
@@ -299,8 +415,29 @@ class Conv:
         start = jnp.zeros(taps.resize(u.shape, taps.out), u.dtype)
         return taps.fold((u,), (0,), lambda y, i, tap: y + tap * w[i], start)
 
+    def _sum_depthwise(self, x, y):
+        """Sum the products of images and the gradient of a depthwise result, for each tap.
+
+        Several taps are one reduction, which reads both arrays once; over the images first, so that
+        its loop runs along contiguous elements. Alone, a product and a sum over all places take
+        YNNPACK 3 to 12 times as long.
+        """
+        places = tuple(range(y.ndim - 2))
+        if not self.taps.unrolled:
+            return self.taps.each(x, lambda tap: (tap * y).sum(0).sum(places))
+        products, sums = [tap * y for tap in self.taps.read(x)], []
+        for begin in range(0, len(products), SUMMED):
+            several = products[begin : begin + SUMMED]
+            zeros = (jnp.zeros((), y.dtype),) * len(several)
+            sums += lax.reduce(tuple(several), zeros, _add_each, (0,))
+        return jnp.stack([total.sum(places) for total in sums])
+
 
 on_platforms(Conv, {"cpu": Rule(Conv.fast, Conv.map_weights, Conv.split)})
+
+
+def _add_each(first: tuple, second: tuple) -> tuple:
+    return tuple(a + b for a, b in zip(first, second, strict=True))
 
 
 def _reaches(size, bound: int) -> bool:

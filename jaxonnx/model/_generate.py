@@ -30,6 +30,7 @@ from jaxonnx._data.rows import is_chat
 from jaxonnx._require import describe, require, require_integer
 from jaxonnx._run.program import Program
 from jaxonnx.errors import InputError
+from jaxonnx.lowering import jit
 from jaxonnx.model._continuation import Continuation
 from jaxonnx.model._decoder import Decoder, Side
 from jaxonnx.model._sampling import Sampling, choose_tokens, stop_tokens
@@ -124,7 +125,7 @@ class Generator(Decoder):
             logits = self._run_whole(params, state, encoded, tokens, jnp.ones(len(tokens), int))
             return jnp.take(languages, logits[:, languages].argmax(-1))
 
-        return jax.jit(detect)
+        return jit(detect)
 
     def extend(
         self,
@@ -499,9 +500,9 @@ class _Programs(dict):
         self._generator = generator
 
     def __missing__(self, key: tuple[Side | None, int | None]) -> tuple[Any, Any, Any]:
-        begin = jax.jit(partial(self._generator._begin, *key), static_argnames="size")
-        step = jax.jit(partial(self._generator._step, *key), donate_argnames="carry")
-        resume = jax.jit(partial(self._generator._resume, *key), static_argnames="added")
+        begin = jit(partial(self._generator._begin, *key), static_argnames="size")
+        step = jit(partial(self._generator._step, *key), donate_argnames="carry")
+        resume = jit(partial(self._generator._resume, *key), static_argnames="added")
         return self.setdefault(key, (begin, step, resume))
 
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 import numpy as np
 from onnx import NodeProto
 
@@ -16,6 +15,7 @@ from jaxonnx._graph.bind import Node
 from jaxonnx._io.protos import modules
 from jaxonnx._rewrite.network import Network
 from jaxonnx._run.scope import Context, run
+from jaxonnx.lowering import jit
 from jaxonnx.quantization._ranges import Parameters, spread_scale
 from jaxonnx.quantization._scheme import NumberType
 
@@ -157,7 +157,7 @@ def _clipped(
         available = tensors.keys() | fed.keys()
         made = [*{q.inputs[0] for q in quantizers.values()} - available]
         program = model.program.with_values(made)
-        read = jax.jit(program.evaluate)(model.params, model.state, fed)
+        read = jit(program.evaluate)(model.params, model.state, fed)
         tensors |= fed | dict(zip(made, read[len(model.graph.outputs) :], strict=True))
     shares = {}
     for name, node in quantizers.items():

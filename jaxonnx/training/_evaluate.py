@@ -17,6 +17,7 @@ from jaxonnx._data.sources import rename_columns
 from jaxonnx._progress import track_batches
 from jaxonnx._require import check_arguments
 from jaxonnx.errors import TrainingError
+from jaxonnx.lowering import jit
 from jaxonnx.model import Model, as_model
 from jaxonnx.training import _objective as objective
 from jaxonnx.training._data import read_data
@@ -103,7 +104,7 @@ def evaluate_objective(
       model: evaluated in place of the objective's, whose graph it has.
     """
     model = goal.model if model is None else model
-    sums_of, merged = goal.compiled_sums, jax.jit(goal.merge_sums)
+    sums_of, merged = goal.compiled_sums, jit(goal.merge_sums)
     fitting: set[Any] = set()
 
     def start_batches() -> Iterator[tuple[Any, dict[str, Any]]]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from jaxonnx._data.batches import Batch, Source
@@ -38,7 +37,7 @@ def run(
 ) -> tuple[Model, History]:
     """Run the epochs; return the trained model and the history."""
     monitor = Monitor(settings, step.columns(held_out is not None))
-    update = FitCheck(_with_reports(step, processes))
+    update = FitCheck(step.compile(_with_reports(step, processes), donate_argnums=0))
     reporter = Reporter(settings, examples.steps, interrupt, processes)
     state = step.init()
     with ExitStack() as stack:
@@ -227,7 +226,7 @@ class _Validation:
         self._step, self._held_out, self._batches = step, held_out, batches
         self._interrupt = interrupt
         self._sums = None if held_out is None else step.sums(batches.first, batches.checks.shapes)
-        self._evaluate: Callable = jax.jit(step.evaluate)
+        self._evaluate: Callable = step.compile(step.evaluate)
 
     def __call__(self, state: State, epoch: int) -> dict[str, float]:
         if self._held_out is None:

@@ -1,6 +1,6 @@
 """Check that a step fits into device memory, before it runs."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,23 +23,26 @@ class FitCheck:
 
     An update takes over the memory of the state: one that fails while it runs has lost the weights.
 
+    Args:
+      update: of `Step.compile`, which donates the state.
+
     Attributes:
       planned: the bytes that the program compiled last takes, as XLA plans, if it says.
     """
 
     planned: int | None = None
 
-    def __init__(self, update: Callable[..., tuple[State, jax.Array]]):
-        self._update = jax.jit(update, donate_argnums=0)
+    def __init__(self, update: Any):
+        self._update = update
         self._compiled: set[Any] = set()
 
     def __call__(self, state: State, batch: Any, *others: Any) -> tuple[State, jax.Array]:
         leaves, structure = jax.tree.flatten(batch)
         kind = structure, *((x.shape, x.dtype) for x in leaves)
         if kind not in self._compiled:
-            traced = self._update.trace(state, batch, *others)  # jax.jit keeps it for the call
+            traced = self._update.trace(state, batch, *others)  # kept for the call
             with convert_errors("the compiled step"):
-                compiled = traced.lower().compile()
+                compiled = self._update.lower(traced).compile()
             _check(compiled, jax.tree.leaves(compiled.output_shardings)[0].addressable_devices)
             self._compiled.add(kind)
             if (used := compiled.memory_analysis()) is not None:

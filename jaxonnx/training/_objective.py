@@ -18,6 +18,7 @@ from jaxonnx._rewrite.last_layer import ENDINGS
 from jaxonnx.errors import TrainingError
 from jaxonnx.losses import Loss
 from jaxonnx.losses import find as find_loss
+from jaxonnx.lowering import jit
 from jaxonnx.model import Model
 from jaxonnx.training import _metrics as metrics
 from jaxonnx.training._loss_needs import find_derivation
@@ -64,7 +65,7 @@ class Objective:
     @cached_property
     def compiled_sums(self) -> Any:
         """`sums`, compiled."""
-        return jax.jit(self.sums)
+        return jit(self.sums)
 
     def derive_targets(self, inputs: Any) -> Any:
         """Return the targets of a batch that has none; None if it must have some."""

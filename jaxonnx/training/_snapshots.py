@@ -113,7 +113,7 @@ class Snapshots:
         waiting = find_accumulation(state.optimizer)
         if waiting is None or not int(waiting.step):
             return state
-        state, finite = jax.jit(self._step.flush, donate_argnums=0)(state)
+        state, finite = self._step.compile(self._step.flush, donate_argnums=0)(state)
         if not finite:
             self._record.reject("the update of the last batches is not finite")
         return state

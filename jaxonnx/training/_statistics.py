@@ -36,7 +36,7 @@ class Statistics:
         self._others = step.has_second_weights(state)
         self._always = self._others or settings.statistics == "recompute"
         self._step, self._examples, self._interrupt = step, examples, interrupt
-        self._add = jax.jit(step.statistics)
+        self._add = step.compile(step.statistics)
         self._batches = self._steps = 0
         self._left = False
 

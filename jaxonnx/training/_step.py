@@ -17,6 +17,7 @@ from jaxonnx._data.batches import Batch
 from jaxonnx._data.inputs_and_targets import count_examples, split_inputs, split_weights
 from jaxonnx._data.ragged import derived_inputs, with_derived
 from jaxonnx.errors import TrainingError
+from jaxonnx.lowering import jit
 from jaxonnx.model import Model, start_at_zeros
 from jaxonnx.training._precision import LossScale
 from jaxonnx.training._settings import Settings
@@ -101,11 +102,15 @@ class Step(ABC):
         >>> batch = np.zeros((8, 1, 8, 8), np.float32), np.arange(8)
         >>> state, (value, finite) = update(one.init(), batch)
         """
-        update, evaluate = jax.jit(self.update, donate_argnums=0), jax.jit(self.evaluate)
+        update, evaluate = self.compile(self.update, donate_argnums=0), self.compile(self.evaluate)
         return CompiledStep(
             lambda state, batch: update(state, batch, self.frozen),
             lambda sums, state, batch: evaluate(sums, state, batch, self.frozen),
         )
+
+    def compile(self, function: Callable[..., Any], **settings: Any) -> Any:
+        """Compile a function of this step, by `jaxonnx.lowering.jit`."""
+        return jit(function, rounds=self.settings.precision is not None, **settings)
 
     @abstractmethod
     def init(self, params: Any = None) -> State:

@@ -27,6 +27,7 @@ from jaxonnx._run.failures import convert_errors, warn
 from jaxonnx._run.folding import FOLD_LIMIT
 from jaxonnx._run.scope import Context, run
 from jaxonnx.errors import InputError, ModelError
+from jaxonnx.lowering import jit
 
 State = dict[str, jax.Array]
 
@@ -115,9 +116,9 @@ class Training:
             n: v for n, v in constants.items() if v.nbytes <= FOLD_LIMIT or v.dtype in HOST_ONLY
         }
         self._large = {n: jnp.asarray(v) for n, v in constants.items() if n not in self._known}
-        self._jitted_init = jax.jit(self._init)
-        self._jitted_step = jax.jit(self._step, static_argnames="algorithm")
-        self._jitted_inference = jax.jit(self._infer)
+        self._jitted_init = jit(self._init)
+        self._jitted_step = jit(self._step, static_argnames="algorithm")
+        self._jitted_inference = jit(self._infer)
 
     @property
     def state(self) -> State:

@@ -370,13 +370,13 @@ def test_a_new_model_folds_its_new_values_without_compiling_anew():
     model = jaxonnx.load(file())
     y = check(model, 0)
     (parts,) = model.program._plan.parts.values()
-    compiled = parts.compiled._cache_size()
+    compiled = parts.compiled.alone._cache_size()
     other = model.replace(
         params={name: 2 * value for name, value in model.params.items()},
         state={name: value + 1 for name, value in model.state.items()},
     )
     assert np.abs(other(image(other)) - y).max() > 0.1
-    assert parts.compiled._cache_size() == compiled
+    assert parts.compiled.alone._cache_size() == compiled
     check(other, 0)
     assert [*model.program._plan.parts.values()] == [parts]
     unsafe = model.replace(state={name: value * np.nan for name, value in model.state.items()})
@@ -450,7 +450,7 @@ def test_the_rest_of_a_dynamic_graph_is_folded():
     np.testing.assert_array_equal(model(x), expected)
     (parts,) = model.program._plan.parts.values()
     assert model._call_form.changes.norms
-    text = parts.compiled.lower(
+    text = parts.compiled.alone.lower(
         model._call_form.params, model._call_form.state, None, {"x": x}, training=False
     )
     assert "rsqrt" not in text.as_text()

@@ -1,0 +1,108 @@
+"""Compilation with the options of XLA under which a program is fastest, and forms that rely on it.
+
+XLA:CPU multiplies and convolves by YNNPACK. From JAX 0.11 on it carries oneDNN as well, which takes
+what YNNPACK leaves: factors that are transposed, and convolutions of any rank but two. `jit` turns
+it on; a form that would rather have oneDNN is then written so that YNNPACK leaves it
+(`uses_onednn`). A program that users compile themselves keeps the forms that suit YNNPACK alone.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache, cached_property
+from typing import Any
+
+import jax
+
+ONEDNN = "xla_cpu_experimental_onednn_custom_call"
+
+OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    # 2026-11-28, JAX 0.12, two cores of an Intel Xeon (Ice Lake), float32: gradients of 1x1 kernels
+    # 1.3 to 2.1 times as fast, convolutions written for it 1.2 to 2.6 times. YNNPACK keeps the
+    # rest: `xla_cpu_experimental_ynn_fusion_type` of reductions only slows MobileNetV2 by 7 %, of
+    # nothing ResNet-18 by 20 %. JAX 0.10 takes the option and has no oneDNN.
+    "cpu": {ONEDNN: True} if jax.__version_info__ >= (0, 11) else {},
+}
+"""Options of the compiler by platform."""
+
+_uses_onednn = ContextVar("_uses_onednn", default=False)
+
+
+def uses_onednn() -> bool:
+    """Check whether the program that is being lowered is compiled with oneDNN."""
+    return _uses_onednn.get()
+
+
+@cache
+def compiler_options(platform: str) -> dict[str, Any]:
+    """Return the options of `OPTIONS` that this version of JAX knows."""
+    known: dict[str, Any] = {}
+    # XLA cannot store programs with calls of oneDNN, which costs their compilation in each process
+    unstored = "Error writing persistent compilation cache entry .*MemoryError"
+    warnings.filterwarnings("ignore", unstored, UserWarning)
+    for name, value in OPTIONS.get(platform, {}).items():
+        try:
+            jax.jit(lambda: 0, compiler_options={name: value}).lower().compile()
+        except (
+            jax.errors.JaxRuntimeError
+        ):  # an option of another release: slower without, not wrong
+            continue
+        known[name] = value
+    return known
+
+
+class jit:
+    """Compile a function as `jax.jit` does, with the options for this platform.
+
+    Within a larger program, whose options count, it is `jax.jit`.
+
+    Args:
+      function, settings: as for `jax.jit`.
+      rounds: whether products are rounded to 16 bits. Their forms were chosen without the options,
+        and keep being compiled so.
+    """
+
+    def __init__(self, function: Callable[..., Any], *, rounds: bool = False, **settings: Any):
+        self._function, self._rounds, self._settings = function, rounds, settings
+
+    @cached_property
+    def _options(self) -> dict[str, Any]:
+        return {} if self._rounds else compiler_options(jax.default_backend())
+
+    @cached_property
+    def alone(self) -> Any:
+        """The function by `jax.jit`, for calls whose program is compiled already."""
+        return jax.jit(self._function, compiler_options=self._options or None, **self._settings)
+
+    @cached_property
+    def _within(self) -> Any:
+        return jax.jit(self._function, **self._settings)
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        try:
+            with self._forms():
+                return self.alone(*args, **named)
+        except ValueError as error:
+            # what JAX says of a call within another program, for which it has no class
+            if not self._options or "compiler_options" not in str(error):
+                raise
+        return self._within(*args, **named)
+
+    def trace(self, *args: Any, **named: Any) -> Any:
+        """Trace for `lower`; a call uses the same program."""
+        with self._forms():
+            return self.alone.trace(*args, **named)
+
+    def lower(self, traced: Any) -> Any:
+        """Lower what `trace` returned, for compilation ahead of time."""
+        with self._forms():
+            return traced.lower()
+
+    @contextmanager
+    def _forms(self) -> Iterator[None]:
+        token = _uses_onednn.set(ONEDNN in self._options)
+        try:
+            yield
+        finally:
+            _uses_onednn.reset(token)
