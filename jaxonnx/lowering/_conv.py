@@ -153,7 +153,7 @@ class Conv:
         return self._in_float32(self._fast, out, u, v)
 
     def split(self, out, u, v):
-        """Contract as `fast`, but not the weight's gradient by Winograd's form.
+        """Contract as `fast`, but for the weight's gradient in a form that XLA splits well.
 
         Devices that share a batch add up the results of the product over it: with Winograd's form
         these are 16 places for each pair of channels, instead of the weight's 9 taps.
@@ -190,7 +190,7 @@ class Conv:
             if takes and out != 1 and _reaches(work, SLOW_WORK) and math.prod(self.strides) == 1:
                 return self._by_onednn(out, u, v)
             if self.groups == inputs and outputs == inputs:
-                return self._depthwise(out, u, v)
+                return self._depthwise(out, u, v, split)
             return self._contract_derived(self._join_groups, out, u, v)
         if self.is_pointwise:
             return self._contract_derived(self._pointwise, out, u, v)
@@ -403,11 +403,11 @@ class Conv:
         ]
         return jnp.concatenate(pieces, -1)
 
-    def _depthwise(self, out, u, v):
+    def _depthwise(self, out, u, v, split=False):
         """Convolve each channel with its own kernel, by multiplying and adding shifted images."""
         taps = self.taps
         if out == 1:
-            sums = self._sum_depthwise(u, v)
+            sums = self._sum_depthwise(u, v, split)
             return (sums if self.turned else sums.T).reshape(self._weight(self.groups, self.groups))
         w = self.rows(jnp.asarray(u if out == 0 else v))
         if out == 0:
@@ -415,15 +415,16 @@ class Conv:
         start = jnp.zeros(taps.resize(u.shape, taps.out), u.dtype)
         return taps.fold((u,), (0,), lambda y, i, tap: y + tap * w[i], start)
 
-    def _sum_depthwise(self, x, y):
+    def _sum_depthwise(self, x, y, split):
         """Sum the products of images and the gradient of a depthwise result, for each tap.
 
         Several taps are one reduction, which reads both arrays once; over the images first, so that
         its loop runs along contiguous elements. Alone, a product and a sum over all places take
-        YNNPACK 3 to 12 times as long.
+        YNNPACK 3 to 12 times as long. Over several devices XLA does not split such a reduction, and
+        would gather the batch.
         """
         places = tuple(range(y.ndim - 2))
-        if not self.taps.unrolled:
+        if split or not self.taps.unrolled:
             return self.taps.each(x, lambda tap: (tap * y).sum(0).sum(places))
         products, sums = [tap * y for tap in self.taps.read(x)], []
         for begin in range(0, len(products), SUMMED):
