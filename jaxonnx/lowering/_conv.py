@@ -192,6 +192,8 @@ class Conv:
             if self.groups == inputs and outputs == inputs:
                 return self._depthwise(out, u, v, split)
             return self._contract_derived(self._join_groups, out, u, v)
+        if self.is_pointwise and out == 1:
+            return self._sum_by_taps(u, v)
         if self.is_pointwise:
             return self._contract_derived(self._pointwise, out, u, v)
         added = split and out == 1
@@ -301,7 +303,10 @@ class Conv:
         return form.dense(x[:, None], w[None] if self.turned else w[:, :, None])[:, 0]
 
     def _sum_by_taps(self, x, y):
-        """Contract to the weight as one product for each tap."""
+        """Contract to the weight as one product for each tap.
+
+        Its factors are matrices: XLA would transpose arrays of which it contracts several axes.
+        """
         y = y.reshape(-1, y.shape[-1])
         w = jnp.stack([tap.reshape(-1, tap.shape[-1]).T @ y for tap in self.taps.read(x)])
         w = w.reshape(*self.kernel, *w.shape[1:])
