@@ -256,7 +256,7 @@ def average(folder):
         """Both runs are as near to float32 as numbers of 8 bits are."""
         eps = float(jnp.finfo(jnp.bfloat16).eps)
         for result in results:
-            np.testing.assert_allclose(result.history.losses, exact.history.losses, rtol=1e-4)
+            np.testing.assert_allclose(result.history.losses, exact.history.losses, rtol=eps)
             for name, x in exact.model.params.items():
                 off = np.linalg.norm(result.model.params[name] - x)
                 assert off < eps * np.linalg.norm(x - model.params[name]), name
