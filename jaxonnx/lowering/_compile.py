@@ -37,7 +37,7 @@ def uses_onednn() -> bool:
 @cache
 def compiler_options(platform: str) -> dict[str, Any]:
     """Return the options of `OPTIONS` that this version of JAX knows."""
-    known: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     # XLA cannot store programs with calls of oneDNN, which costs their compilation in each process
     unstored = "Error writing persistent compilation cache entry .*MemoryError"
     warnings.filterwarnings("ignore", unstored, UserWarning)
@@ -48,8 +48,8 @@ def compiler_options(platform: str) -> dict[str, Any]:
             jax.errors.JaxRuntimeError
         ):  # an option of another release: slower without, not wrong
             continue
-        known[name] = value
-    return known
+        options[name] = value
+    return options
 
 
 class jit:
@@ -95,7 +95,7 @@ class jit:
             return self.alone.trace(*args, **named)
 
     def lower(self, traced: Any) -> Any:
-        """Lower what `trace` returned, for compilation ahead of time."""
+        """Lower a program that `trace` returned, for compilation ahead of time."""
         with self._forms():
             return traced.lower()
 
