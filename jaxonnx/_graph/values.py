@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -31,10 +31,6 @@ class Value:
     """Whether an input has no axis of examples: it is passed whole with each batch (`batching`)."""
     rows: int | None = None
     """The number of rows of the table that an input chooses from, where it does."""
-
-    def with_batch_axis(self, name: str) -> Value:
-        """Return the value of several examples, whose axis has this name."""
-        return self if self.shape is None else replace(self, shape=(name, *self.shape))
 
     def __str__(self) -> str:
         shape = (

@@ -122,7 +122,8 @@ class BatchAxis(CallView):
         return evaluate_batch
 
     def declare(self, value: Value) -> Value:
-        return value.with_batch_axis(self.name)
+        shape = value.shape
+        return value if shape is None else replace(value, shape=(self.name, *shape))
 
 
 # Caches of decoders that are empty in each evaluation.

@@ -385,7 +385,10 @@ CALLS |= calls(
     "jaxonnx.Model", cnn, recompute_statistics={"data": np.zeros((4, 1, 8, 8), np.float32)}
 )
 CALLS |= calls(
-    "jaxonnx.Model", decoder, generate={"prompts": np.array([1, 2]), "max_new_tokens": 2}
+    "jaxonnx.Model",
+    decoder,
+    generate={"prompts": np.array([1, 2]), "max_new_tokens": 2},
+    with_tokens={"tokens": ["<new>"]},
 )
 CALLS |= calls(
     "jaxonnx.training_info.Training",
@@ -443,6 +446,7 @@ ALSO = {
     "names": ("name",),
     "examples": ("example",),
     "types": ("scheme",),
+    "tokens": ("token",),
     "scheme": ("jaxonnx.Quantization",),
     "learning_rate": ("rate",),
     "inputs": ("input", "the parameters"),
