@@ -22,7 +22,12 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     # 1.3 to 2.1 times as fast, convolutions written for it 1.2 to 2.6 times. YNNPACK keeps the
     # rest: `xla_cpu_experimental_ynn_fusion_type` of reductions only slows MobileNetV2 by 7 %, of
     # nothing ResNet-18 by 20 %. JAX 0.10 takes the option and has no oneDNN.
-    "cpu": {ONEDNN: True} if jax.__version_info__ >= (0, 11) else {},
+    #
+    # With oneDNN, XLA also removes casts to fewer bits and back, which are a rounding (fake
+    # quantization, weights of 16 bits), unless excess precision is not allowed.
+    "cpu": {ONEDNN: True, "xla_allow_excess_precision": False}
+    if jax.__version_info__ >= (0, 11)
+    else {},
 }
 """Options of the compiler by platform."""
 
@@ -36,19 +41,15 @@ def uses_onednn() -> bool:
 
 @cache
 def compiler_options(platform: str) -> dict[str, Any]:
-    """Return the options of `OPTIONS` that this version of JAX knows."""
-    options: dict[str, Any] = {}
+    """Return the options of a platform; none if this version of JAX does not know one of them."""
+    options = dict(OPTIONS.get(platform, {}))
     # XLA cannot store programs with calls of oneDNN, which costs their compilation in each process
     unstored = "Error writing persistent compilation cache entry .*MemoryError"
     warnings.filterwarnings("ignore", unstored, UserWarning)
-    for name, value in OPTIONS.get(platform, {}).items():
-        try:
-            jax.jit(lambda: 0, compiler_options={name: value}).lower().compile()
-        except (
-            jax.errors.JaxRuntimeError
-        ):  # an option of another release: slower without, not wrong
-            continue
-        options[name] = value
+    try:
+        jax.jit(lambda: 0, compiler_options=options or None).lower().compile()
+    except jax.errors.JaxRuntimeError:  # of another release: slower without, not wrong
+        return {}
     return options
 
 

@@ -240,7 +240,7 @@ def test_a_template_that_fails_is_refused(lines, tmp_path):
 
 
 def test_texts_need_a_folder(lines):
-    model = jaxonnx.load(GENAI / "model.onnx")
+    model = jaxonnx.load(onnx.load(GENAI / "model.onnx"))
     with pytest.raises(jaxonnx.TrainingError, match="was not loaded from a folder"):
         read(model, lines({"text": "a"}))
 

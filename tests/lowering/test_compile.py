@@ -122,6 +122,16 @@ def test_nan_passes_an_activation_behind_a_convolution(rank, groups, activation,
     np.testing.assert_array_equal(found[0], plain[0])
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
+def test_casts_to_fewer_bits_and_back_round(dtype):
+    x = np.random.default_rng(0).normal(size=(256, 256)).astype(np.float32)
+    rounded = x.astype(dtype).astype(np.float32)
+    found = jit(lambda x: x.astype(dtype).astype(jnp.float32) * 1.0)(x)
+    np.testing.assert_array_equal(found, rounded)
+    product = jit(lambda x: x.T @ x.astype(dtype).astype(jnp.float32))(x)
+    np.testing.assert_allclose(product, x.T @ rounded, atol=1e-3)
+
+
 def test_an_option_that_a_release_does_not_know_is_left_out(monkeypatch):
     options = {"cpu": {"xla_cpu_no_such_option": True}}
     monkeypatch.setattr(_compile, "OPTIONS", options)

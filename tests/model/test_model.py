@@ -313,7 +313,9 @@ def test_the_part_before_a_dynamic_node_is_compiled():
     assert [node.op.name for node in parts.rest.nodes if node.op.dynamic] == ["NonZero"]
     assert (
         "tanh"
-        in parts.compiled.lower(model.params, model.state, None, {"x": x}, training=False).as_text()
+        in parts.compiled.alone.lower(
+            model.params, model.state, None, {"x": x}, training=False
+        ).as_text()
     )
     with pytest.raises(jaxonnx.StaticError, match=r"NonZero.*input 'x'"):
         jax.jit(model.apply)(model.params, x)
@@ -390,7 +392,7 @@ def test_no_large_constant_is_compiled_in(trainable):
     x = np.ones((64, 64), np.float32)
     model(x)
     (parts,) = model.program._plan.parts.values()
-    lowered = parts.compiled.lower(model.params, model.state, None, {"x": x}, training=False)
+    lowered = parts.compiled.alone.lower(model.params, model.state, None, {"x": x}, training=False)
     assert constants(lowered.as_text()) < 2000
     with_state = jax.jit(lambda p, s, x: model.apply(p, x, state=s))
     assert constants(with_state.lower(model.params, model.state, x).as_text()) < 2000

@@ -58,7 +58,7 @@ def test_packed_experts_are_adapted_only_by_name(tmp_path):
     assert all("router" in name for name in adapted(path, "mlp"))
     assert all("experts" in name for name in adapted(path, experts))
     model = jaxonnx.LoRA(rank=2, where="all-linear").attach(jaxonnx.load(path), jax.random.key(0))
-    model.save(tmp_path / "adapted.onnx")
+    model.save(tmp_path / "adapted.onnx", check=False)  # whose caches no random inputs fit
     names = {t.name for t in onnx.load(tmp_path / "adapted.onnx").graph.initializer}
     assert sum("lora_A" in name for name in names) == len(adapted(path, "all-linear"))
 
