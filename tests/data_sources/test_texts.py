@@ -4,6 +4,7 @@ import json
 import shutil
 
 import numpy as np
+import onnx
 import onnxruntime
 import optax
 import pytest
