@@ -79,7 +79,7 @@ LSTMS = {"LSTM": (64, 32, 128, 256), "LSTM, few units": (64, 32, 64, 64)}
 GRUS = {"GRU": (64, 32, 128, 256), "GRU, few units": (64, 32, 64, 64)}
 
 
-def ratio(plain, fast, arguments, rounds: bool = False) -> float:
+def ratio(plain, fast, arguments, *, rounds: bool = False) -> float:
     """Return the median time of `plain` over that of `fast`, in interleaved rounds."""
     jitted = jax.jit(plain), lowering.jit(fast, rounds=rounds)
     lowered = jitted[0].lower(*arguments), jitted[1].lower(jitted[1].trace(*arguments))
@@ -217,7 +217,8 @@ def main():
     table = Table("rule", "shape", "forward", "x / both", "w", title="plain / fast")
     for name in options.rules or rules:
         forms, shape = rules[name]
-        cells = [f"{ratio(*form, 'bfloat16' in name):.1f}" for form in forms(*shape)]
+        rounds = "bfloat16" in name
+        cells = [f"{ratio(*form, rounds=rounds):.1f}" for form in forms(*shape)]
         table.add_row(name, " ".join(map(str, shape)), *cells)
     Console().print(table)
 

@@ -378,6 +378,7 @@ def test_both_branches_of_a_merged_decoder(tmp_path):
     """optimum's If has the output layer in two subgraphs."""
     proto = onnx.load(LLM / "optimum-merged" / "decoder_model_merged.onnx")
     rows = jaxonnx.load(proto).inputs[0].rows
+    assert rows is not None
     model = write_folder(tmp_path / "old", proto, rows)
     net = model.with_tokens(["x", "y"])
     ids = np.array([[5, 9, 11, 3]])
