@@ -52,9 +52,8 @@ def resnet50(layers, x):
 
     x = layers.max_pool(layers.relu(normalized(x, 64, 7, 2)), 3, 2, 1)
     for features, count, stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
-        x = block(x, features, stride, True)
-        for _ in range(count - 1):
-            x = block(x, features, 1, False)
+        for i in range(count):
+            x = block(x, features, stride if i == 0 else 1, i == 0)
     return layers.dense(layers.spatial_mean(x), 1000)
 
 

@@ -26,24 +26,7 @@ from rich.table import Table
 
 import jaxonnx
 from benchmarks.layers.onnx_file import write
-from benchmarks.networks import Network, batch
-
-
-def resnet50(layers, x):
-    def normalized(x, features, kernel, stride=1):
-        return layers.batch_norm(layers.conv(x, features, kernel, stride, kernel // 2))
-
-    def block(x, features, stride, shortcut):
-        y = layers.relu(normalized(x, features, 1))
-        y = layers.relu(normalized(y, features, 3, stride))
-        y = normalized(y, 4 * features, 1)
-        return layers.relu(y + (normalized(x, 4 * features, 1, stride) if shortcut else x))
-
-    x = layers.max_pool(layers.relu(normalized(x, 64, 7, 2)), 3, 2, 1)
-    for features, count, stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
-        for i in range(count):
-            x = block(x, features, stride if i == 0 else 1, i == 0)
-    return layers.dense(layers.spatial_mean(x), 1000)
+from benchmarks.networks import Network, batch, resnet50
 
 
 def minilm(layers, tokens):

@@ -67,7 +67,7 @@ class Origin(NamedTuple):
     """The fewest bytes of tensors that a file of it has, or takes as inputs, if known."""
     extends: bool = False
     """Whether `run` computes more than `proto`, whose own faults are excused all the same."""
-    continued: Callable[[Run], Run] | None = None
+    append: Callable[[Run], Run] | None = None
     """Makes an evaluation of the whole of one of `proto`, if the file continues that."""
     draw: Callable[[int], Mapping[str, Any]] | None = None
     """Draw inputs from a seed, if not by the declarations of `inputs`."""
@@ -211,9 +211,9 @@ def _check(what: str, proto: ModelProto, origin: Origin, *, rounded: bool, optim
             tolerance = QUANTIZED
         if any(map(_reads_few_bits, nodes)):
             written = _evaluate(proto)
-    extend = origin.continued or (lambda run: run)
-    origin = origin._replace(run=extend(origin.run))
-    expect = extend(original) if original else origin.run
+    append = origin.append or (lambda run: run)
+    origin = origin._replace(run=append(origin.run))
+    expect = append(original) if original else origin.run
     draw = origin.draw or _make_draw(origin, proto)
     difference, where = Difference(0, 0), ""
     feeds: Mapping[str, Any] = {}

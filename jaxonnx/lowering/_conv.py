@@ -187,7 +187,8 @@ class Conv:
         takes = uses_onednn() and u.dtype == jnp.float32 and len(self.kernel) <= 2
         takes = takes and not self._slow(out)
         if self.groups > 1:
-            if takes and out != 1 and _reaches(work, SLOW_WORK) and math.prod(self.strides) == 1:
+            suits = out == 2 or (out == 0 and math.prod(self.strides) == 1)
+            if takes and suits and _reaches(work, SLOW_WORK):
                 return self._by_onednn(out, u, v)
             if self.groups == inputs and outputs == inputs:
                 return self._depthwise(out, u, v, split)
@@ -224,17 +225,15 @@ class Conv:
         return any(n < k for n, k in zip(read, self.kernel, strict=True))
 
     def _by_onednn(self, out, u, v):
-        """Contract to images by convolutions with strides of one that oneDNN takes, if it can be.
+        """Contract to images by convolutions that oneDNN takes, if there are such.
 
         The gradient of the images is a convolution of the other gradient with the kernel flipped;
-        with strides, one for each phase, by the taps of the kernel that meet it.
+        with strides of one group, one for each phase, by the taps of the kernel that meet it.
         """
         if out == 2:
             return self._over_three_axes(u, v)
         strides = self.strides
-        if math.prod(strides) > 1 and (math.prod(self.dilations) > 1 or self.groups > 1):
-            return self.plain(out, u, v)
-        if math.prod(strides) > UNROLLED:
+        if math.prod(strides) > (1 if math.prod(self.dilations) > 1 else UNROLLED):
             return self.plain(out, u, v)
         rank = len(self.kernel)
         size = tuple(-(-n // s) for n, s in zip(self.size, strides, strict=True))

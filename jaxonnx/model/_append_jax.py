@@ -69,7 +69,7 @@ def continue_origin(
     """
     count = len(written.outputs)
 
-    def continued(run: Run) -> Run:
+    def append(run: Run) -> Run:
         def run_whole(feeds: Mapping[str, Any], names: Sequence[str] = ()) -> list[Any]:
             within = [n for n in names if n in origin.names and n not in outputs]
             behind = [n for n in names if n in written.names]
@@ -82,7 +82,7 @@ def continue_origin(
         return run_whole
 
     names = {*origin.names, *written.names, *(value.name for value in written.outputs)}
-    return origin._replace(names=names, continued=continued)
+    return origin._replace(names=names, append=append)
 
 
 def _values(

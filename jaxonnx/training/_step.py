@@ -109,7 +109,12 @@ class Step(ABC):
         )
 
     def compile(self, function: Callable[..., Any], **settings: Any) -> Any:
-        """Compile a function of this step, by `jaxonnx.lowering.jit`."""
+        """Compile a function of this step as `jit` does: with the compiler's options for it.
+
+        Args:
+          function: `update`, `evaluate`, ..., or a function that calls one.
+          settings: as for `jax.jit`.
+        """
         return jit(function, rounds=self.settings.precision is not None, **settings)
 
     @abstractmethod
