@@ -22,6 +22,7 @@ from onnx import TensorProto, helper
 
 import jaxonnx
 from jaxonnx import demo
+from jaxonnx.lowering import has_units
 from jaxonnx.sparse._products import _cpu
 from jaxonnx.training import _checkpoint
 from tests.support.few_bit_files import MS, network, normal, raw
@@ -252,13 +253,17 @@ def average(folder):
     model = demo.mlp(128)
     exact = train(model, batches(model), validated=False)
 
-    def check(*results):
-        """Both runs are as near to float32 as numbers of 8 bits are."""
+    def check(result, alone):
+        """Both runs are as near to float32 as numbers of 8 bits are, where products of this size
+        stay in it; without units for bfloat16 both round all products, and are as near to another.
+        """
         eps = float(jnp.finfo(jnp.bfloat16).eps)
-        for result in results:
-            np.testing.assert_allclose(result.history.losses, exact.history.losses, rtol=eps)
-            for name, x in exact.model.params.items():
-                off = np.linalg.norm(result.model.params[name] - x)
+        units = has_units(jnp.dtype(jnp.bfloat16))
+        expected = exact if units else alone
+        for one in (result, alone) if units else (result,):
+            np.testing.assert_allclose(one.history.losses, expected.history.losses, rtol=1e-4)
+            for name, x in expected.model.params.items():
+                off = np.linalg.norm(one.model.params[name] - x)
                 assert off < eps * np.linalg.norm(x - model.params[name]), name
 
     compared(model, ("fsdp",), check, False, precision="bf16")
