@@ -70,7 +70,7 @@ def to_onnx(
     Raises:
       UnsupportedError: ONNX cannot say a primitive of the function; the message has its name and
         the line of the program. Or the function has side effects.
-      InputError: names collide, or are not as many as there are arrays.
+      InputError: names collide, or are not as many as there are arrays; the function returns none.
       ModelError: `check` finds a difference, or onnxruntime refuses the model; the message names
         the first node that differs.
     """
@@ -118,6 +118,11 @@ def write_function(
     functions: list[FunctionProto] = []
     receiver = None if flat else functions
     written = append(graph, function, examples, names, outputs, opset, receiver, flat)
+    if not written.outputs:
+        raise InputError(
+            f"the function returns no array for these examples ({len(leaves)} arrays among them); "
+            "a model needs an output"
+        )
     for name, (path, leaf) in zip(names, leaves, strict=True):
         graph.input.append(value_info(name, plain(_struct(leaf, path))))
     graph.output.extend(written.outputs)

@@ -101,7 +101,7 @@ def test_contractions_of_convolutions(name):
 @pytest.mark.parametrize("out", range(3))
 def test_winograd_rounds_like_the_plain_form(out):
     form, values = arrays(2, 64, 64, (14, 14), (3, 3), (1, 1), (1, 1), (1,) * 4, 1)
-    assert form._few_multiplications(out, 2, 64, 64)
+    assert form._few_multiplications(out, 2, 64, 64, beside=False)
     u, v = (a for i, a in enumerate(values) if i != out)
     with jax.enable_x64(True):
         exact = np.asarray(form.plain(out, *(jnp.asarray(a, np.float64) for a in (u, v))))

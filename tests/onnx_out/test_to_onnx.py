@@ -380,6 +380,8 @@ def test_names_are_those_of_the_arguments():
         to_onnx(lambda a: a + 1, x, outputs=["a"])
     with pytest.raises(jaxonnx.InputError, match="is a str, not an array of numbers"):
         to_onnx(lambda a: a, "text")
+    with pytest.raises(jaxonnx.InputError, match="returns no array for these examples"):
+        to_onnx(lambda a: {"y": None}, x)
     with pytest.raises(jaxonnx.InputError, match=r"opset 9 is too old.* Pass opset=13"):
         to_onnx(lambda a: a, x, opset=9)
 
