@@ -17,15 +17,14 @@ import numpy as np
 
 from jaxonnx._data.language_models import read_padding_token
 from jaxonnx._data.ragged import Columns, Padding, Ragged, token_inputs
+from jaxonnx._rewrite.batch import ROUND_TOGETHER
 from jaxonnx._rewrite.network import Network
 from jaxonnx.errors import Error, TrainingError
 
 CLOSE = {True: 1e-4, False: 2e-2}
 """Differences of outputs that are rounding, of the greatest one: in float32, and in fewer bits."""
-_INTEGER_PRODUCTS = "DynamicQuantizeLinear", "DynamicQuantizeMatMul", "MatMulIntegerToFloat"
-"""Operators whose rounding depends on all numbers of a batch, those of padding included."""
 _CLOSE_INTEGERS = 0.1
-"""The difference that is rounding where a file has such operators."""
+"""The difference that is rounding where a batch is rounded together, its padding included."""
 
 
 def fit_padding(padding: Padding, model: Network) -> Padding:
@@ -130,7 +129,7 @@ class PaddingCheck:
     def _refuse(self, distance: float, what: str, name: str, fill: Any, is_chosen: bool) -> None:
         floats = [v.dtype for v in self._model.outputs if v.dtype is not None]
         close = CLOSE[all(kind == np.float32 for kind in floats if kind.kind == "f")]
-        if any(node.op_type in _INTEGER_PRODUCTS for node in self._model.proto.graph.node):
+        if any(node.op_type in ROUND_TOGETHER for node in self._model.proto.graph.node):
             close = _CLOSE_INTEGERS
         if distance <= close:
             return

@@ -75,7 +75,7 @@ def with_any_batch(model: M, *, prove: bool = False) -> M:
     """Return the model of `Model.with_any_batch`.
 
     Args:
-      prove: compare it with the given one on random numbers whatever was changed.
+      prove: as in `free_batch`.
     """
     network = model.proto, model.program, model.params, model.state
     proto, added = free_batch(*network, prove=prove)

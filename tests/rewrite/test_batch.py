@@ -114,6 +114,44 @@ def test_what_fixes_the_batch_is_named(nodes, words):
         load(nodes)
 
 
+@pytest.mark.parametrize(
+    ("nodes", "node"),
+    [
+        ("{ y = Softmax <axis = 0> (x) }", "'y' .Softmax"),
+        ("{ m = ReduceMax <keepdims = 0> (x) z = Sub(x, m) y = Abs(z) }", "'z' .Sub"),
+        ("{ z = LpNormalization <axis = 0> (x) y = Log(z) }", "'z' .LpNormalization"),
+        (
+            "{ s = Size(x) d = CastLike(s, x) z = Div(x, d) y = Identity(z) }",
+            "'z' .Div",
+        ),
+        (
+            """<int64[1,1] i = {0}, float[1,6] u = {1,2,3,4,5,6}>
+            { y = ScatterND(x, i, u) }""",
+            "'y' .ScatterND",
+        ),
+    ],
+)
+def test_what_mixes_the_examples_is_named(nodes, node):
+    # onnxruntime gives other values for two rows in one batch than for each row
+    with pytest.raises(jaxonnx.InputError, match=f"node {node}.*mixes the examples of a batch"):
+        load(nodes, size="1,6", out="1,6")
+
+
+def test_ranges_and_logarithms_of_a_batch():
+    # NaN and infinity of random inputs stand where those of each batch do
+    y = load("{ y = Log(x) }", size="1,6", out="1,6")(np.ones((3, 6), np.float32))
+    np.testing.assert_array_equal(y, np.zeros((3, 6)))
+    # the range of a batch is shared: onnxruntime gives the same for both rows
+    model = load(
+        "{ q, s, z = DynamicQuantizeLinear(x) y = DequantizeLinear(q, s, z) }",
+        size="1,6",
+        out="1,6",
+    )
+    x = np.random.default_rng(0).standard_normal((2, 6)).astype(np.float32)
+    session = onnxruntime.InferenceSession(model.to_onnx().SerializeToString())
+    np.testing.assert_allclose(model(x), session.run(None, {"x": x})[0], atol=1e-6)
+
+
 def test_messages_have_the_axes_of_the_file():
     # images are kept with their channels last inside, where JAX speaks of other shapes
     nodes = """<float[2,1,1,1] w = {1,2}, int64[4] s = {2,2,4,7}> {
