@@ -37,6 +37,7 @@ from jaxonnx.quantization._ranges import (
     fit_bias,
     observe,
     sample_outputs,
+    scales_channels,
     weight_parameters,
 )
 from jaxonnx.quantization._rounding import learn_rounding
@@ -239,7 +240,7 @@ def _warn_if_worse(
 def _scales_channels(sites: Sites, weight: str, schemes: Mapping[str, Quantization]) -> bool:
     """Check whether a weight gets a scale for each output channel, along its first axis."""
     site = sites.weights.get(weight)
-    return site is not None and site.output == 0 and schemes[weight].per_channel
+    return site is not None and site.output == 0 and scales_channels(site, schemes[weight])
 
 
 def _choose_types(

@@ -52,6 +52,18 @@ def divides(w: Any, site: WeightSite, scheme: Quantization) -> bool:
     return not block or w.shape[site.input] % block == 0
 
 
+def scales_channels(site: WeightSite, scheme: Quantization) -> bool:
+    """Check whether a weight without blocks gets a scale for each output channel."""
+    kind = TYPES[scheme.weights]
+    if not scheme.per_channel or (scheme.dialect == "qnn" and site.in_blocks):
+        return False
+    # with integers, onnxruntime (1.32) takes one zero point for a stack of matrices, or none
+    if site.stacked and scheme.computes_integers and kind.middle:
+        return False
+    # nor a scale for each input, as the output channels are for a product with the transpose
+    return not (site.turned and scheme.activations is not None and kind.bits == 8)
+
+
 def weight_parameters(
     w: np.ndarray,
     site: WeightSite,
@@ -74,10 +86,7 @@ def weight_parameters(
       InputError: blocks do not divide the inputs, or the weight is not finite.
     """
     kind = TYPES[scheme.weights]
-    channels = scheme.per_channel and (scheme.dialect != "qnn" or not site.in_blocks)
-    # with integers, onnxruntime (1.32) takes one zero point for a stack of matrices, or none
-    channels = channels and not (site.stacked and scheme.computes_integers and kind.middle)
-    axes = [site.output] if channels else []
+    axes = [site.output] if scales_channels(site, scheme) else []
     block = find_block(site, scheme)
     weight = np.ones((), np.float32)
     if importance is not None:

@@ -92,7 +92,8 @@ class Quantization:
       per_channel: one scale per output channel of a weight, instead of one per weight. Stacks of
         matrices (a MatMul with a weight of three or more axes) share the scales of their columns;
         in unsigned types they have one per weight, as onnxruntime demands next to activations that
-        are quantized.
+        are quantized. So do weights of 8 bits that a MatMul and another product read along
+        different axes (tied weights of an autoencoder).
       block: one scale per block of this many inputs, for each output channel of a MatMul or Gemm.
         The number of inputs must be a multiple of it. Other weights have one scale per channel.
       symmetric: activations use the middle of their type as zero point. The default depends on

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,8 @@ class WeightSite:
     """Whether a scheme's blocks apply: only to factors of MatMul and Gemm."""
     stacked: bool = False
     """Whether it is a stack of matrices, one for each expert or head, of rank 3 or more."""
+    turned: bool = False
+    """Whether a MatMul reads it along another axis, as the decoder of tied weights does."""
 
 
 @dataclass(frozen=True)
@@ -320,7 +322,11 @@ def find_weights(graph: Graph, tensors: Mapping[str, Any]) -> dict[str, WeightSi
     for use in uses(graph, tensors):
         place, name = use.matrix, use.name
         product = _is(use.node, (*PRODUCTS, *_RECURRENT)) and use.outer is use.node
-        if not product or place is None or name in sites or name in inner:
+        if not product or place is None or name in inner:
+            continue
+        if name in sites:
+            turned = use.node.op.name == "MatMul" and place.output != sites[name].output
+            sites[name] = replace(sites[name], turned=sites[name].turned or turned)
             continue
         if tensors[name].dtype == np.float32 and name in graph.weights and tensors[name].size:
             in_blocks = use.node.op.name in ("Gemm", "MatMul")

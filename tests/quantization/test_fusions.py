@@ -1,6 +1,8 @@
 """Networks that onnxruntime's fusions of integer operators get wrong, unless they are avoided."""
 
 import numpy as np
+import onnx.numpy_helper
+import onnx.parser
 import onnxruntime
 import pytest
 from onnx.reference import ReferenceEvaluator
@@ -111,6 +113,32 @@ def test_stacks_of_matrices(stack, weights, tmp_path):
     assert scales["w0_scale"] == ([16] if weights == "int8" else [])
     again = jaxonnx.load(saved).to_onnx()
     assert [node.input for node in again.graph.node] == [node.input for node in saved.graph.node]
+
+
+@pytest.mark.parametrize("dialect", ["onnxruntime", "tensorrt"])
+@pytest.mark.parametrize("first", ["encoder", "decoder"])
+def test_weights_that_two_products_read_along_both_axes(first, dialect):
+    """The decoder of tied weights: onnxruntime refuses its scales, or takes them for columns."""
+    random = np.random.default_rng(3)
+    shapes = {"encoder": (8, 6), "decoder": (6, 8)}
+    x = random.normal(size=(64, 8)).astype(np.float32)
+    proto = onnx.parser.parse_model(f"""<ir_version: 9, opset_import: ["": 19]>
+    g (float[n, 8] x) => (float[n, 8] y) {{
+        t = Transpose <perm = [1, 0]> (w)
+        a = MatMul(x, {"w" if first == "encoder" else "t"})
+        r = Relu(a)
+        y = MatMul(r, {"t" if first == "encoder" else "w"})
+    }}""")
+    weight = random.normal(size=shapes[first]).astype(np.float32)
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(weight, "w"))
+    activations = "uint8" if dialect == "onnxruntime" else "int8"
+    scheme = Quantization(dialect=dialect, activations=activations, calibration="minmax")
+    saved = check(proto, x, scheme)
+    assert {t.name: [*t.dims] for t in saved.graph.initializer}["w_scale"] == []
+    # weights alone, and 4 bits, are multiplied in floating point: a scale for each channel
+    for other in (Quantization(activations=None), Quantization(weights="int4")):
+        saved = check(proto, x, other)
+        assert {t.name: [*t.dims] for t in saved.graph.initializer}["w_scale"] == [6]
 
 
 def test_blocks_of_8_bits_beside_integers_are_refused():
