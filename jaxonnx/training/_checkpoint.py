@@ -281,7 +281,9 @@ class Checkpoints:
         settings = {name: x for name, x in self._settings.items() if name not in free}
         for name, value in settings.items():
             before = about["settings"].get(name)
-            if before != value:
+            # with any patience the best weights are kept, which a run without one does not have
+            keeps_best = name == "patience" and None not in (before, value)
+            if before != value and not keeps_best:
                 raise TrainingError(
                     f"the run in '{self.folder}' has {name}={before}, and {name}={value} would not "
                     f"continue it; pass {name}={before}, or another checkpoint_dir"

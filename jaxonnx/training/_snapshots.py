@@ -63,6 +63,7 @@ class Snapshots:
         if settings.checkpoint_dir is not None:
             same = {**settings.resumable, "batch_size": examples.size}
             same |= {
+                "patience": settings.patience,
                 "updates": step.updates,
                 "phases": step.phases,
                 "preprocess": examples.resumable,

@@ -148,6 +148,18 @@ def test_the_best_of_a_resumed_run_is_kept_on(tmp_path):
     assert same(result, first)
 
 
+def test_a_run_without_patience_has_no_best_weights(tmp_path):
+    settings = {"validation": examples(16), "checkpoint_dir": tmp_path}
+    train(epochs=1, **settings)
+    with pytest.raises(jaxonnx.TrainingError, match="has patience=None, and patience=2 would not"):
+        train(epochs=2, resume=True, patience=2, **settings)
+    settings = {"validation": examples(16), "checkpoint_dir": tmp_path / "patient", "patience": 2}
+    train(epochs=1, **settings)
+    with pytest.raises(jaxonnx.TrainingError, match="has patience=2, and patience=None would not"):
+        train(epochs=2, resume=True, **{**settings, "patience": None})
+    assert len(train(epochs=2, resume=True, **{**settings, "patience": 5}).history.epochs) == 2
+
+
 def test_patience_gives_the_best_epoch(tmp_path):
     # the labels of validation are shuffled: it gets worse the better the training goes
     x, y = examples(16, seed=2)
