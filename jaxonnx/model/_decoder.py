@@ -302,11 +302,17 @@ class Decoder:
             raise InputError("the encoder has no mask: it takes rows of one length")
         return self._fill(self._sources, self._prompt_input, tokens, mask, mask.cumsum(1) - 1)
 
-    def _check_tokens(self, rows: Sequence[np.ndarray], name: str | None = None) -> None:
+    def _check_tokens(
+        self,
+        rows: Sequence[np.ndarray],
+        name: str | None = None,
+        what: str = "row {} of the tokens to continue",
+    ) -> None:
         """Raise an InputError unless rows are of tokens in the vocabulary of an input.
 
         Args:
           name: the input; None: that of prompts.
+          what: what has the tokens, with the number of the row, for the message.
         """
         if not rows or not all(
             row.ndim == 1 and row.size and row.dtype.kind in "iu" for row in rows
@@ -319,8 +325,7 @@ class Decoder:
             if len(unknown):
                 limit = "" if count is None else f" to {count - 1}"
                 raise InputError(
-                    f"row {number} of the tokens to continue has {unknown[0]}; the model has "
-                    f"tokens from 0{limit}"
+                    f"{what.format(number)} has {unknown[0]}; the model has tokens from 0{limit}"
                 )
 
     def _check_features(self, value: Value, rows: Sequence[np.ndarray]) -> None:

@@ -149,10 +149,15 @@ class Generator(Decoder):
           keep: start from the caches of the last such call, as far as they have the only row, and
             leave them for the next one; params and state must be the same.
         """
+        if len(sampling.tokens):
+            what = "sequence_bias, bad_words_ids or forced_eos_token_id of generation_config.json"
+            self._check_tokens([sampling.tokens], self._token_input, what)
+        numbers = sampling.numbers(count)
         rooms = np.clip([self.positions - len(row) for row in rows], 0, count).tolist()
         for part, room in zip(written, rooms, strict=True):
             part.room = room
-        steps = self._decode(params, state, rows, source, max(rooms), sampling, seed, keep)
+        more = sampling.top_k, numbers, seed, keep
+        steps = self._decode(params, state, rows, source, max(rooms), *more)
         with closing(steps):
             for new in steps if max(rooms) else ():
                 yield [part.add(token) for part, token in zip(written, new.tolist(), strict=True)]
@@ -172,7 +177,8 @@ class Generator(Decoder):
         rows: Sequence[np.ndarray],
         source: Mapping[str, Any],
         count: int,
-        sampling: Sampling,
+        top_k: int | None,
+        numbers: Mapping[str, Any],
         seed: int,
         keep: bool,
     ) -> collections.abc.Generator[np.ndarray]:
@@ -188,8 +194,8 @@ class Generator(Decoder):
         # fixed states of convolutions take padding for tokens, and so does what has no mask
         if side in ("before", "behind") and is_open:
             padded = max(width, min(_round_up(width), size - 1, self.positions))
-        begin, step, resume = self._programs[side, sampling.top_k]
-        more = params, state, source, sampling.numbers, jax.random.key(seed)
+        begin, step, resume = self._programs[side, top_k]
+        more = params, state, source, numbers, jax.random.key(seed)
         keep &= side in ("before", "behind") and is_open and len(rows) == 1
         session = self._latest_caches.pop("latest", None) if keep else None
         start = 0 if session is None else session.count_shared(rows[0])
@@ -202,7 +208,7 @@ class Generator(Decoder):
         else:
             tokens, counts = _pad(rows, padded, side == "before")
             new, encoded, carry = begin(*more, tokens, counts, size=size)
-            more = params, state, encoded, sampling.numbers, jax.random.key(seed)
+            more = params, state, encoded, numbers, jax.random.key(seed)
         tokens = [*rows[0]]
         try:
             for _ in range(count - 1):
@@ -289,9 +295,11 @@ class Generator(Decoder):
         if "repetition_penalty" in numbers:
             seen = jnp.zeros(logits.shape, bool)
             seen = seen.at[jnp.arange(len(rows))[:, None], rows].set(True, mode="drop")
-        first, _ = self._suppressed_tokens
-        new = choose_tokens(logits, seen, top_k, numbers, jax.random.fold_in(key, 0), first)
-        return new, {"past": past, "lengths": lengths, "seen": seen, "step": jnp.int32(0)}
+        recent = _find_last(rows, logits.shape[1], numbers)
+        more = jax.random.fold_in(key, 0), self._suppressed_tokens[0], recent
+        new = choose_tokens(logits, seen, top_k, numbers, *more)
+        carry = {"past": past, "lengths": lengths, "seen": seen, "recent": recent}
+        return new, {**carry, "step": jnp.int32(0)}
 
     def _step(self, side: Side | None, top_k, params, state, encoded, numbers, key, new, carry):
         """Return the tokens behind the `new` ones [batch], and what the next step needs."""
@@ -307,9 +315,11 @@ class Generator(Decoder):
             logits, past = self._extend_caches(side, params, state, *more)
             logits = logits[:, -1]
         number, (_, always) = carry["step"] + 1, self._suppressed_tokens
-        key = jax.random.fold_in(key, number)
-        new = choose_tokens(logits, seen, top_k, numbers, key, always)
-        return new, {"past": past, "lengths": lengths, "seen": seen, "step": number}
+        if (recent := carry["recent"]) is not None:
+            recent = jnp.append(recent, new[:, None], 1)[:, 1:]
+        more = jax.random.fold_in(key, number), always, recent, number
+        carry = {"past": past, "lengths": lengths, "seen": seen, "recent": recent, "step": number}
+        return choose_tokens(logits, seen, top_k, numbers, *more), carry
 
     def _run_whole(self, params, state, encoded, tokens, lengths):
         """Return the logits [batch, tokens] behind the first tokens of each row, without caches."""
@@ -419,6 +429,8 @@ def generate(
     encoded, pixels = stack_images(encoded)
     rows, source = generator.read_prompts(model.params, model.state, encoded, beginning, pixels)
     tokens, texts = _read_stop(model, stop)
+    if stop is None or texts:
+        texts = (*texts, *sampling.stop_texts)
     is_text = [stream or _is_text(prompt) for prompt in listed]
     needs_text = bool(texts) or any(is_text)
     decode = model.tokenizer.decode if needs_text else None
@@ -504,6 +516,22 @@ class _Programs(dict):
         step = jit(partial(self._generator._step, *key), donate_argnames="carry")
         resume = jit(partial(self._generator._resume, *key), static_argnames="added")
         return self.setdefault(key, (begin, step, resume))
+
+
+def _find_last(rows: jax.Array, end: int, numbers: Mapping[str, Any]) -> jax.Array | None:
+    """Return the last tokens of rows that sequences with a bias ask for, -1 before the first one.
+
+    Args:
+      rows: [batch, tokens], padded with `end` on either side.
+    """
+    if "biases" not in numbers:
+        return None
+    count = max(sequences.shape[1] - 1 for sequences, _ in numbers["biases"])
+    width = rows.shape[1]
+    ends = width - (rows != end)[:, ::-1].argmax(1)
+    places = ends[:, None] - count + jnp.arange(count)
+    last = jnp.take_along_axis(rows, places.clip(0), 1)
+    return jnp.where((places >= 0) & (last != end), last, -1)
 
 
 def _round_up(length: int) -> int:

@@ -283,7 +283,9 @@ class Model(Network, Rendered):
             most likely token. None takes this and the next four arguments, where they are None too,
             from the search settings of `genai_config.json` in the model's folder, or else from
             `generation_config.json`; other values read neither. A warning names settings there
-            that would change what is generated and have no counterpart here.
+            that would change what is generated and have no counterpart here. `sequence_bias`,
+            `forced_eos_token_id`, `bad_words_ids` of several tokens and `stop_strings` there have
+            the effect that they have in transformers.
           top_k: draw from so many of the most likely tokens.
           top_p: draw from the fewest most likely tokens that have this probability together.
           min_p: draw from tokens with at least this fraction of the probability of the most likely
@@ -293,7 +295,7 @@ class Model(Network, Rendered):
           seed: the random seed for sampling.
           stop: tokens or texts that end a sequence; by default the tokens that `genai_config.json`
             in the model's folder names, or else `generation_config.json`, or else `config.json`.
-            Tokens replace these, texts do not, and [] is none.
+            Tokens replace these (and `stop_strings`), texts do not, and [] is none.
           stream: whether to return an iterator of the pieces of the text, for one prompt.
           chat_template_kwargs: other variables of the chat template, like "tools" and
             "enable_thinking", and arguments of `tokenizer.apply_chat_template`: "chat_template",
@@ -816,8 +818,9 @@ class Model(Network, Rendered):
             stored in few bits, else "merged".
           check: if nodes were added or rewritten since the file was loaded, check by onnx's checker
             and, where it is installed, by a session of onnxruntime that the file is valid, before
-            anything is written. With adapters as nodes the file is also compared with the model, on
-            random inputs. Above 256 MiB of weights it is not checked, with a warning.
+            anything is written. The file of a model with adapters is compared with the model, on
+            random inputs, as by `merge_adapters`. Above 256 MiB of weights it is not checked, with
+            a warning.
 
         Raises:
           InputError: the format does not have an option, adapters cannot be written in this way, or

@@ -29,9 +29,8 @@ _UNREAD = {
     **dict.fromkeys(("typical_p", "encoder_repetition_penalty", "guidance_scale"), 1),
     **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "diversity_penalty", "penalty_alpha"), 0),
     **dict.fromkeys(("remove_invalid_values", "token_healing"), False),
-    **dict.fromkeys(("top_h", "dola_layers", "watermarking_config", "sequence_bias")),
-    **dict.fromkeys(("forced_eos_token_id", "exponential_decay_length_penalty", "max_time")),
-    **dict.fromkeys(("constraints", "force_words_ids", "stop_strings")),
+    **dict.fromkeys(("top_h", "dola_layers", "watermarking_config", "constraints")),
+    **dict.fromkeys(("exponential_decay_length_penalty", "max_time", "force_words_ids")),
 }
 """Settings of transformers and onnxruntime-genai that change what is generated and are ignored, and
 their values without an effect."""
@@ -49,6 +48,10 @@ class Sampling:
         one.
       repetition_penalty: logits of tokens that are in the prompt or were generated are divided by
         it, or multiplied if they are negative.
+      biases: sequences of tokens, and the number that is added to the logit of the last one behind
+        the others.
+      forced_end: tokens of which one is the last of the most tokens that are asked for.
+      stop_texts: the texts that end a continuation.
     """
 
     temperature: float = 0.0
@@ -56,6 +59,9 @@ class Sampling:
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    biases: tuple[tuple[tuple[int, ...], float], ...] = ()
+    forced_end: tuple[int, ...] = ()
+    stop_texts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         require("temperature", self.temperature, self.temperature >= 0, "at least 0")
@@ -85,14 +91,35 @@ class Sampling:
             )
         return sampling
 
-    @property
-    def numbers(self) -> dict[str, float]:
-        """The settings that have an effect, without `top_k`, whose value is compiled."""
+    def numbers(self, count: int = 0) -> dict[str, Any]:
+        """Return the settings that have an effect, without `top_k`, whose value is compiled.
+
+        Args:
+          count: the most tokens that are generated.
+        """
         names = {"repetition_penalty": 1.0}
         if self.temperature > 0:
             names |= {"temperature": None, "top_p": 1.0, "min_p": 0.0}
         values = {name: getattr(self, name) for name in names}
-        return {name: x for name, x in values.items() if x is not None and x != names[name]}
+        numbers: dict[str, Any] = {
+            name: x for name, x in values.items() if x is not None and x != names[name]
+        }
+        if self.biases:
+            groups: dict[int, list[tuple[tuple[int, ...], float]]] = {}
+            for tokens, bias in self.biases:
+                groups.setdefault(len(tokens), []).append((tokens, bias))
+            numbers["biases"] = [
+                (np.array([tokens for tokens, _ in group]), np.float32([bias for _, bias in group]))
+                for group in groups.values()
+            ]
+        if self.forced_end:
+            numbers["forced_end"] = np.array(self.forced_end), count - 1
+        return numbers
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """All tokens that the settings name."""
+        return np.array([*self.forced_end, *(t for tokens, _ in self.biases for t in tokens)], int)
 
 
 def _read_settings(folder: ModelFolder) -> Sampling:
@@ -102,15 +129,29 @@ def _read_settings(folder: ModelFolder) -> Sampling:
         field.name: settings[field.name] for field in fields(Sampling) if field.name in settings
     }
     unread = [n for n, usual in _UNREAD.items() if settings.get(n) not in (None, usual, [], {})]
-    if any(len(word) > 1 for word in settings.get("bad_words_ids") or ()):
-        unread.append("bad_words_ids of several tokens")
     if unread:
         warnings.warn(f"settings of '{folder.path}' that are ignored: {unread}", stacklevel=5)
+    ends, texts = (settings.get(name) for name in ("forced_eos_token_id", "stop_strings"))
+    always: dict[str, Any] = {
+        "biases": _read_biases(settings),
+        "forced_end": () if ends is None else (*(ends if isinstance(ends, list) else [ends]),),
+        "stop_texts": (texts,) if isinstance(texts, str) else (*(texts or ()),),
+    }
     if not settings.get("do_sample"):
-        return Sampling(repetition_penalty=named.get("repetition_penalty"))
+        return Sampling(repetition_penalty=named.get("repetition_penalty"), **always)
     usual = {"temperature": 1.0, "top_k": _USUAL_TOP_K}
     sampling = {**usual, **{name: x for name, x in named.items() if x is not None}}
-    return Sampling(**{**sampling, "top_k": sampling["top_k"] or None})
+    return Sampling(**{**sampling, "top_k": sampling["top_k"] or None}, **always)
+
+
+def _read_biases(settings: Mapping[str, Any]) -> tuple[tuple[tuple[int, ...], float], ...]:
+    """Return the biases of sequences of tokens: -inf for `bad_words_ids` of several tokens.
+
+    Those of one token are among the suppressed ones (`read_suppressed_tokens`).
+    """
+    biases = {(*tokens,): float(bias) for tokens, bias in settings.get("sequence_bias") or ()}
+    words = [(*word,) for word in settings.get("bad_words_ids") or () if len(word) > 1]
+    return (*biases.items(), *((word, -np.inf) for word in dict.fromkeys(words)))
 
 
 def stop_tokens(model: Network) -> tuple[int, ...]:
@@ -127,6 +168,8 @@ def process_logits(
     top_k: int | None,
     numbers: Mapping[str, Any],
     suppressed: Sequence[int] = (),
+    recent: jax.Array | None = None,
+    number: Any = 0,
 ) -> jax.Array:
     """Return the scores of tokens [batch, tokens], -inf for those that are not drawn from.
 
@@ -136,11 +179,23 @@ def process_logits(
       top_k, numbers: those of `Sampling`. Where values tie at the end of the best ones, all of
         them stay.
       suppressed: tokens that are not chosen.
+      recent: int[batch, count], the last tokens before, -1 where there are fewer; at least as many
+        as sequences with a bias have before their last one.
+      number: how many tokens were generated before.
     """
-    scores = logits.astype(jnp.float32)
+    scores = jnp.asarray(logits, jnp.float32)
+    for sequences, biases in numbers.get("biases", ()):
+        assert recent is not None
+        before = recent[:, None, recent.shape[1] + 1 - sequences.shape[1] :]
+        matches = (before == sequences[:, :-1]).all(-1)
+        scores = scores.at[:, sequences[:, -1]].add(jnp.where(matches, biases, 0))
     penalty = numbers.get("repetition_penalty")
     if seen is not None and penalty is not None:
         scores = jnp.where(seen, jnp.where(scores < 0, scores * penalty, scores / penalty), scores)
+    if "forced_end" in numbers:
+        tokens, last = numbers["forced_end"]
+        forced = jnp.full_like(scores, -jnp.inf).at[:, tokens].set(0)
+        scores = jnp.where(number == last, forced, scores)
     if suppressed:
         scores = scores.at[:, np.array(suppressed)].set(-jnp.inf)
     if "temperature" not in numbers:
@@ -169,8 +224,8 @@ def choose_tokens(
     top_k: int | None,
     numbers: Mapping[str, Any],
     key: jax.Array,
-    suppressed: Sequence[int] = (),
+    *more: Any,
 ) -> jax.Array:
     """Return a token for each row, int[batch]; the arguments are those of `process_logits`."""
-    scores = process_logits(logits, seen, top_k, numbers, suppressed)
+    scores = process_logits(logits, seen, top_k, numbers, *more)
     return jax.random.categorical(key, scores) if "temperature" in numbers else scores.argmax(-1)

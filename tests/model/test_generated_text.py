@@ -184,6 +184,26 @@ def test_stops_are_those_of_the_first_file_that_names_any(copy_of, read):
     assert len(model.generate(ids, **more)) == length(third)
 
 
+def test_texts_of_the_folder_stop_where_its_settings_count(copy_of, read):
+    """As transformers' `StopStringCriteria`, which leaves the text that ends it."""
+    ids = np.array(read.encode("a list").ids)
+    more = {"max_new_tokens": 8, "stop": None, "temperature": None}
+    settings = {"repetition_penalty": 3.0}
+    files = {"genai_config": {}, "config": {}}
+    plain = copy_of(generation_config=settings, **files)
+    whole = plain.generate("a list", **more)
+    stop = whole[2:4]
+    for texts in (stop, ["never written", stop]):
+        model = copy_of(generation_config=settings | {"stop_strings": texts}, **files)
+        assert model.generate("a list", **more) == whole[: whole.index(stop)]
+        (*tokens,) = model.generate(ids, **more)[len(ids) :]
+        assert stop in read.decode(tokens)
+        assert stop not in read.decode(tokens[:-1])
+        assert model.generate("a list", **more | {"stop": []}) == whole
+        assert model.generate("a list", **more | {"stop": whole[0]}) == ""
+        assert stop in model.generate("a list", **more | {"temperature": 0.0})
+
+
 def test_the_end_token_of_the_tokenizer_stops_too(copy_of, read):
     """It is what training appends to texts; of transformers, the Trainer adds it to the others."""
     ids = np.array(read.encode("a list").ids)

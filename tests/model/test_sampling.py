@@ -5,6 +5,7 @@ python -m tests.model.test_sampling    # writes it; needs torch and transformers
 
 import ast
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,6 +27,15 @@ SETTINGS = [
     {"temperature": 1.0, "min_p": 1.0},
     {"temperature": 0.0, "repetition_penalty": 1.5},
     {"temperature": 1.5, "top_k": 9, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 0.7},
+    {"temperature": 0.0, "sequence_bias": [[[5], 2.5], [[2, 5, 1], -3.0], [[7, 1], 1.5]]},
+    {
+        "temperature": 0.0,
+        "sequence_bias": [[[4, 4, 4, 4, 2], 9.0], [[0, 1, 2, 2, 5, 3], 9.0], [[2, 5, 9], 1.0]],
+        "repetition_penalty": 1.5,
+        "bad_words_ids": [[3, 7, 8], [7, 7], [4, 4, 4, 4, 6]],
+    },
+    {"temperature": 0.7, "forced_eos_token_id": 3, "repetition_penalty": 1.5},
+    {"temperature": 0.0, "forced_eos_token_id": [3, 9], "sequence_bias": [[[3], -2.0]]},
 ]
 LOGITS = np.random.default_rng(0).normal(0, 2, (3, 12)).astype(np.float32)
 PROMPTS = np.array([[1, 2, 2, 5], [0, 11, 3, 7], [4, 4, 4, 4]])
@@ -40,17 +50,22 @@ def scores_of_transformers(settings):
     )
     draws = settings["temperature"] > 0
     more = {n: x for n, x in settings.items() if n != "temperature" or draws}
-    config = transformers.GenerationConfig(do_sample=draws, **({"top_k": 0} | more))
+    more |= {"top_k": 0, "max_length": PROMPTS.shape[1] + 1} | more
+    config = transformers.GenerationConfig(do_sample=draws, **more)
     config._eos_token_tensor = None
     processors = network._get_logits_processor(config, input_ids_seq_length=PROMPTS.shape[1])
     return processors(torch.tensor(PROMPTS), torch.tensor(LOGITS)).numpy()
 
 
 def process(settings):
-    sampling = Sampling(**settings)
+    drawn = {"do_sample": settings["temperature"] > 0, "top_k": 0}
+    found = {"genai_config.json": {"search": drawn | settings}}
+    sampling = Sampling.of(SimpleNamespace(read_json=found.get), None)
     seen = np.zeros(LOGITS.shape, bool)
     np.put_along_axis(seen, PROMPTS, True, 1)
-    return np.asarray(process_logits(LOGITS, seen, sampling.top_k, sampling.numbers))
+    recent = np.pad(PROMPTS, [(0, 0), (3, 0)], constant_values=-1)
+    numbers = sampling.numbers(1)
+    return np.asarray(process_logits(LOGITS, seen, sampling.top_k, numbers, (), recent))
 
 
 @pytest.mark.parametrize("number", range(len(SETTINGS)))
@@ -100,8 +115,8 @@ def test_repeated_tokens_are_penalized_in_greedy_search():
 
 
 @pytest.fixture
-def settings_of(tmp_path):
-    """A folder with search settings in its files."""
+def folder_of(tmp_path):
+    """Write a folder with search settings in its files; return its path."""
 
     def write(genai=None, other=None):
         folder = tmp_path / "folder"
@@ -112,9 +127,15 @@ def settings_of(tmp_path):
         config["search"] = genai or {}
         (folder / "genai_config.json").write_text(json.dumps(config))
         (folder / "generation_config.json").write_text(json.dumps(other or {}))
-        return Sampling.of(jaxonnx.load(folder).folder, None)
+        return folder
 
     return write
+
+
+@pytest.fixture
+def settings_of(folder_of):
+    """The settings of such a folder."""
+    return lambda *files: Sampling.of(jaxonnx.load(folder_of(*files)).folder, None)
 
 
 def test_settings_are_those_of_the_folder_where_no_temperature_is_passed(settings_of):
@@ -132,25 +153,50 @@ def test_settings_are_those_of_the_folder_where_no_temperature_is_passed(setting
 def test_settings_that_have_no_effect_here_are_named(settings_of):
     """Those of transformers 5.24 that change what is generated, unless they have no effect."""
     told = {
-        "bad_words_ids": [[1], [2, 3]],
         "encoder_repetition_penalty": 1.2,
         "exponential_decay_length_penalty": [3, 1.5],
-        "forced_eos_token_id": 2,
-        "sequence_bias": [[[2], -1.0]],
-        "stop_strings": ["."],
         "typical_p": 0.9,
     }
     with pytest.warns(UserWarning, match="ignored: ") as raised:
         settings_of(None, told)
     (warning,) = raised
     _, listed = str(warning.message).split("ignored: ")
-    expected = {*told} - {"bad_words_ids"} | {"bad_words_ids of several tokens"}
-    assert {*ast.literal_eval(listed)} == expected
+    assert {*ast.literal_eval(listed)} == {*told}
     # as transformers writes them, and what says how much is generated, or how fast
     silent = {"bad_words_ids": [[1]], "encoder_repetition_penalty": 1.0, "num_beams": 1}
     silent |= {"forced_eos_token_id": None, "typical_p": 1.0, "diversity_penalty": 0.0}
     silent |= {"stop_strings": [], "max_length": 20, "use_cache": False, "min_length": 0}
     assert settings_of(None, silent) == Sampling()
+
+
+def test_sequences_are_biased_and_the_end_is_forced_as_the_folder_says(folder_of):
+    """By the formulas of transformers, in NumPy, on the logits of whole sequences."""
+    plain, prompt = jaxonnx.load(GENAI), np.array([5, 17, 33, 60, 8])
+    more = {"max_new_tokens": 6, "stop": []}
+    usual = plain.generate(prompt, **more)[5:].tolist()
+    biases = [[[60, 8, usual[0]], -20.0], [[11], 0.5], [[17, 33, 60, 8, 20], 0.25]]
+    words = [[usual[1], usual[2]]]
+    settings = {"sequence_bias": biases, "bad_words_ids": words, "forced_eos_token_id": 3}
+    model, whole = jaxonnx.load(folder_of(None, settings)), plain.without_cache()
+    rows = []
+    for first in (prompt, prompt[2:]):
+        ids = [*first.tolist()]
+        for step in range(6):
+            logits = np.array(whole(np.array([ids]), np.ones((1, len(ids)), np.int64)))[0, -1]
+            for tokens, bias in (*biases, *((word, -np.inf) for word in words)):
+                if len(tokens) == 1 or ids[1 - len(tokens) :] == tokens[:-1]:
+                    logits[tokens[-1]] += bias
+            ids.append(3 if step == 5 else int(logits.argmax()))
+        rows.append(ids)
+    found = model.generate([prompt, prompt[2:]], temperature=None, **more)
+    assert [row.tolist() for row in found] == rows
+    assert rows[0][5:10] != usual[:5]
+    assert model.generate(prompt, **more)[5:].tolist() == usual  # of another temperature
+    outside = jaxonnx.load(folder_of(None, {"sequence_bias": [[[1, 100000], 1.0]]}))
+    with pytest.raises(
+        jaxonnx.InputError, match=r"sequence_bias, .* has 100000; the model has tokens from 0"
+    ):
+        outside.generate(prompt, temperature=None, **more)
 
 
 @pytest.mark.parametrize(
