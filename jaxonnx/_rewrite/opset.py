@@ -4,7 +4,7 @@ ONNX's converter (1.23) does most of it. It leaves out how four operators change
 gives bounds and paddings a type of its own; these are written here, before and after it runs.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -96,7 +96,10 @@ def _rewrite(body: GraphProto | FunctionProto, old: int, new: int) -> None:
 def _resize(
     node: NodeProto, tensors: Mapping[str, TensorProto], fresh: Callable[[str], str]
 ) -> list[NodeProto]:
-    """Say where opset 10 and before read: at j / scale, rounded down, or up where it shrinks."""
+    """Say where opset 10 and before read: at j / scale, rounded down, or up where it shrinks.
+
+    Where some axes of "nearest" grow and others shrink, or scales are not known, two nodes resize.
+    """
     attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     y, constants = node.output[0], []
 
@@ -105,25 +108,48 @@ def _resize(
         constants.append(helper.make_node("Constant", [], [fresh(f"{y}/{name}")], value=tensor))
         return constants[-1].output[0]
 
+    factors: Sequence[float] | None
     if len(node.input) > 1:
         scales = node.input[1]
-        factors = numpy_helper.to_array(tensors[scales]) if scales in tensors else [1]
+        factors = numpy_helper.to_array(tensors[scales]).tolist() if scales in tensors else None
     else:
         sides = (attributes.get(f"{side}_scale", 1) for side in ("height", "width"))
         factors = attributes.get("scales", [1, 1, *sides])
         scales = constant("scales", factors)
-    inputs = [node.input[0], constant("roi", []), scales]
-    resize = helper.make_node(
-        "Resize",
-        inputs,
-        [y],
-        node.name,
-        domain=ELSEWHERE,
-        coordinate_transformation_mode="asymmetric",
-        mode=attributes.get("mode", b"nearest").replace(b"bilinear", b"linear"),
-        nearest_mode="ceil" if min(factors) < 1 else "floor",
-    )
-    return [*constants, resize]
+    mode, roi = attributes.get("mode", b"nearest"), constant("roi", [])
+    mode = mode.replace(b"bilinear", b"linear")
+
+    def resize(x: str, scales: str, y: str, name: str, nearest: str) -> NodeProto:
+        return helper.make_node(
+            "Resize",
+            [x, roi, scales],
+            [y],
+            name,
+            domain=ELSEWHERE,
+            coordinate_transformation_mode="asymmetric",
+            mode=mode,
+            nearest_mode=nearest,
+        )
+
+    shrinks = factors is None or min(factors, default=1) < 1
+    grows = factors is None or max(factors, default=1) > 1
+    if mode != b"nearest" or not (shrinks and grows):
+        nearest = "ceil" if mode == b"nearest" and shrinks else "floor"
+        return [*constants, resize(node.input[0], scales, y, node.name, nearest)]
+    smaller, bounds = fresh(f"{y}/smaller"), []
+    if factors is None:
+        one, down, up = constant("one", 1), fresh(f"{y}/down"), fresh(f"{y}/up")
+        bounds = [
+            helper.make_node(op, [scales, one], [z]) for op, z in (("Min", down), ("Max", up))
+        ]
+    else:
+        down, up = constant("down", np.minimum(factors, 1)), constant("up", np.maximum(factors, 1))
+    return [
+        *constants,
+        *bounds,
+        resize(node.input[0], down, smaller, f"{node.name}/shrink", "ceil"),
+        resize(smaller, up, y, node.name, "floor"),
+    ]
 
 
 def _hardmax(node: NodeProto, _: object, fresh: Callable[[str], str]) -> list[NodeProto]:

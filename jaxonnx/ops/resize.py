@@ -27,6 +27,7 @@ def _coordinates(mode, size, out, scale, length, start, end, dtype):
     """
     j = np.arange(out, dtype=dtype)
     out, size, scale, start, end = map(dtype, (out, size, scale, start, end))
+    by_length = length is not None
     length = scale * size if length is None else dtype(length)
     match mode:
         case "half_pixel":
@@ -39,7 +40,7 @@ def _coordinates(mode, size, out, scale, length, start, end, dtype):
         case "tf_half_pixel_for_nn":
             return (j + 0.5) / scale
         case "asymmetric":
-            return j * size / length if length == out else j / scale
+            return j * size / length if by_length else j / scale
         case "align_corners":
             return np.zeros_like(j) if length == 1 else j * (size - 1) / (length - 1)
         case _:  # tf_crop_and_resize
@@ -48,9 +49,11 @@ def _coordinates(mode, size, out, scale, length, start, end, dtype):
             return start * (size - 1) + j * (end - start) * (size - 1) / (length - 1)
 
 
+_TIE = 1e-6
+"""Within it coordinates are halfway between pixels, as in onnxruntime 1.32: float32 rounds them."""
 _NEAREST = {
-    "round_prefer_floor": lambda x: np.ceil(x - 0.5),
-    "round_prefer_ceil": lambda x: np.floor(x + 0.5),
+    "round_prefer_floor": lambda x: np.ceil(x - 0.5 - _TIE),
+    "round_prefer_ceil": lambda x: np.floor(x + 0.5 + _TIE),
     "floor": np.floor,
     "ceil": np.ceil,
 }

@@ -96,7 +96,7 @@ BY_SIZES = [*BY_SCALES, "half_pixel_symmetric", "align_corners", "tf_crop_and_re
 def nearest(kind, coordinates, size, value):
     """A node that resizes the pixels 0 ... size - 1 by a scale, or to a size."""
     rounding = ("floor", "ceil", "round_prefer_floor", "round_prefer_ceil")
-    given = {"scales": (value, ""), "sizes": ("", value)}[kind]
+    given = ("", value) if kind == "sizes" else (value, "")
     for rule in rounding:
         names = [f"x{size}", "roi", *given]
         yield onnx.helper.make_node(
@@ -111,21 +111,35 @@ def nearest(kind, coordinates, size, value):
 
 @pytest.mark.parametrize(
     ("kind", "coordinates"),
-    [*(("scales", mode) for mode in BY_SCALES), *(("sizes", mode) for mode in BY_SIZES)],
+    [
+        *(("scales", mode) for mode in BY_SCALES),
+        *((kind, mode) for kind in ("sizes", "ratios") for mode in BY_SIZES),
+    ],
 )
 def test_nearest_pixels_are_those_of_onnxruntime(kind, coordinates):
-    """It computes coordinates in float32, where some are on the other side of a half."""
-    values = {f"x{n}": np.arange(n, dtype=np.float32) for n in (3, 5, 7, 10)}
+    """It computes coordinates in float32, where some are on the other side of a half.
+
+    Ratios are scales that give a whole length. Of these, 119 were one pixel off in six modes before
+    coordinates near a half counted as ties.
+    """
+    sizes, steps = (3, 5, 7, 10), range(3, 37)
+    if kind == "ratios":
+        sizes, steps = (5, 7, 12, 14, 20, 32), range(1, 61)
+    values = {f"x{n}": np.arange(n, dtype=np.float32) for n in sizes}
     values["roi"] = np.array([0.1, 0.8], np.float32)
     nodes = []
-    for size in (3, 5, 7, 10):
-        for step in range(3, 37):
-            value = np.array([step / 10], np.float32)
+    for size in sizes:
+        for step in steps:
+            value = np.array([step / (size if kind == "ratios" else 10)], np.float32)
             if kind == "sizes":
                 value = np.array([step])
+            length = step if kind == "sizes" else size * value[0]
+            if kind == "ratios" and length != step:
+                continue
             # scales that change no size are in limits.md, too
-            if (step if kind == "sizes" else int(size * value[0])) not in (0, size):
-                values[name := f"{kind}{step}"] = value
+            if int(length) not in (0, size):
+                name = f"{kind}{size if kind == 'ratios' else ''}/{step}"
+                values[name] = value
                 nodes += nearest(kind, coordinates, size, name)
     constants = [onnx.numpy_helper.from_array(x, name) for name, x in values.items()]
     names = [node.output[0] for node in nodes]

@@ -19,7 +19,7 @@ def resized(mode, sides):
 FILES = {
     f"Resize 10, {mode}, {sides}": (10, resized(mode, sides))
     for mode in ("linear", "nearest")
-    for sides in ("3, 2", "2.5, 2.5", "0.5, 0.5", "0.33333333, 0.4")
+    for sides in ("3, 2", "2.5, 2.5", "0.5, 0.5", "0.33333333, 0.4", "2.5, 0.33333333")
 }
 FILES |= {
     "Upsample 9": (
@@ -44,6 +44,12 @@ FILES |= {
         """(float[1, 2, 6, 6] x) => (y) <float[4] s = {1, 1, 2, 2}> { y = loc.up(x, s) }
         <domain: "loc", opset_import: ["": 10]> up (a, s) => (b) {
             b = Resize<mode = "linear">(a, s) }""",
+    ),
+    "scales that a function takes": (
+        10,
+        """(float[1, 2, 6, 6] x) => (y) <float[4] s = {1, 1, 0.33333334, 2.5}> { y = loc.to(x, s) }
+        <domain: "loc", opset_import: ["": 10]> to (a, s) => (b) {
+            b = Resize<mode = "nearest">(a, s) }""",
     ),
     "Upsample in a function of an older opset": (
         13,
