@@ -17,7 +17,7 @@ import onnx
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper
 
 from jaxonnx._compare.arrays import Difference, compare_arrays, largest
-from jaxonnx._compare.inputs import find_cache_sizes
+from jaxonnx._compare.inputs import find_sizes
 from jaxonnx._compare.integers import ROUNDS, compare_integers
 from jaxonnx._compare.sessions import NoKernel, Session, has_onnxruntime, saturates
 from jaxonnx._data.random_inputs import draw_inputs
@@ -71,6 +71,8 @@ class Origin(NamedTuple):
     """Makes an evaluation of the whole of one of `proto`, if the file continues that."""
     draw: Callable[[int], Mapping[str, Any]] | None = None
     """Draw inputs from a seed, if not by the declarations of `inputs`."""
+    adapters: Mapping[str, Any] = {}
+    """Inputs of the file alone, which have other defaults."""
 
     @property
     def file(self) -> ModelProto | None:
@@ -215,6 +217,8 @@ def _check(what: str, proto: ModelProto, origin: Origin, *, rounded: bool, optim
     origin = origin._replace(run=append(origin.run))
     expect = append(original) if original else origin.run
     draw = origin.draw or _make_draw(origin, proto)
+    if origin.adapters:
+        written = _bind_inputs(written, origin.adapters)
     difference, where = Difference(0, 0), ""
     feeds: Mapping[str, Any] = {}
     for seed in range(2):  # a difference of one draw may be a tie: the largest of two scores, say
@@ -267,13 +271,19 @@ def _explain_by_rounding(
     return all(part.ok or part.size <= 8 * change.size for part, change in pairs)
 
 
+def _bind_inputs(run: Run, values: Mapping[str, Any]) -> Run:
+    """Return an evaluation with the values of some inputs."""
+    return lambda feeds, names=(): run({**feeds, **values}, names)
+
+
 def _make_draw(origin: Origin, proto: ModelProto) -> Callable[[int], Mapping[str, Any]]:
     """Return a function that draws inputs of a file from a seed."""
     graph = bind(proto, proto.graph, {tensor.name for tensor in proto.graph.initializer})
     caches, (batch, length) = find_caches(graph, origin.inputs), _DRAWN
+    shapes = {tensor.name: tensor.dims for tensor in proto.graph.initializer}
 
     def draw(seed: int) -> dict[str, np.ndarray]:
-        sizes = find_cache_sizes(graph, origin.inputs, caches, origin.run)
+        sizes = find_sizes(graph, origin.inputs, caches, origin.run, shapes)
         return draw_inputs(origin.inputs, batch, sizes, length=length, caches=caches, seed=seed)
 
     return draw
@@ -357,7 +367,7 @@ def _try_session(proto: ModelProto) -> Run | None:
 def run_session(proto: ModelProto, *, optimized: bool = True) -> Run:
     """Return a session of onnxruntime, and of a second one for values within."""
     session = Session(proto.SerializeToString(), threads=1, optimized=optimized)
-    inputs = {*_names_of_inputs(proto)}
+    inputs = {value.name for value in proto.graph.input}
 
     def run(feeds: Mapping[str, Any], names: Sequence[str] = ()) -> Sequence[Any]:
         feeds = {name: x for name, x in feeds.items() if name in inputs}
@@ -391,7 +401,12 @@ def _evaluate(proto: ModelProto) -> Run:
         plain, tensors = read(proto)
         return Program(bind(plain, plain.graph, tensors.keys()), tensors)
 
-    return lambda feeds, names=(): _run(read_program(), {}, {}, feeds, names)
+    def run(feeds: Mapping[str, Any], names: Sequence[str] = ()) -> Sequence[Any]:
+        program = read_program()
+        given = {name: x for name, x in feeds.items() if name in program.constants}
+        return _run(program, {}, given, feeds, names)
+
+    return run
 
 
 def _run(

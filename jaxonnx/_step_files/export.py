@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, Unpack
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from onnx import ModelProto
 
@@ -33,7 +34,6 @@ from jaxonnx.onnx_out import (
     split_into_blocks,
     split_state,
     write_function,
-    write_model,
 )
 from jaxonnx.training import Batch, Settings, State, Step, as_batch, build_step, with_heads
 
@@ -96,7 +96,7 @@ def export_step(
       init: "safetensors" or "npz" writes the initial state as a file of arrays instead of a graph.
       external_data: write large tensors of each graph to a file beside it. Above 2 GB this is
         always done.
-      check: compare step and evaluation with those of `train`, by onnxruntime where it is
+      check: compare the graphs with the functions of `train`, by onnxruntime where it is
         installed, before anything is written: on arrays of `batch` that have different numbers, and
         on random numbers in place of others. Above 256 MiB of state it is not compared, with a
         warning.
@@ -131,9 +131,9 @@ def export_step(
         files = FILES | {"init": f"init.{init}"}
         graphs = exporter.make_graphs(names)
         if check:
-            for name in ("step", "evaluate"):
+            for name in [n for n in names if files[n].endswith(".onnx")]:
                 proto, _ = graphs[name]
-                check_written(FILES[name], proto, exporter.to_origin(name, proto))
+                check_written(files[name], proto, exporter.to_origin(name, proto))
         chosen_files = {n: files[n] for n in names}
         manifest = exporter.write(Path(path), graphs, chosen_files, external_data)
         if source is not None:
@@ -176,7 +176,8 @@ class _Exporter:
         self.results = unused_name("loss", used), unused_name("is_finite", used)
         sizes = {_open_size(leaf) for leaf in jax.tree.leaves(batch)} - {None}
         self.examples = [_with_size(x, *sizes) for x in jax.tree.leaves(example)]
-        self._written: dict[str, Written] = {}
+        self._written: dict[str, tuple[Written, Sequence[str]]] = {}
+        """The functions of the graphs, with the names of their inputs."""
 
     @property
     def finishes(self) -> bool:
@@ -210,14 +211,15 @@ class _Exporter:
 
     def to_origin(self, name: str, proto: ModelProto) -> Origin:
         """Return a function of the step as what its graph is compared with."""
-        written, start = self._written[name], self.start()
-        shapes = [known_tensor(x, x).shape for x in self.leaves]
+        written, inner = self._written[name]
+        leaves = zip(self.names, self.leaves, strict=True)
+        shapes = {name: known_tensor(x, x).shape for name, x in leaves}
         outputs = [to_value(value) for value in proto.graph.output]
 
         def run(feeds: Mapping[str, Any], names: Sequence[str] = ()) -> list[Any]:
-            values = {**start, **feeds}
-            state = [values[n].reshape(shape) for n, shape in zip(self.names, shapes, strict=True)]
-            results = written.run([*state, *(values[n] for n in self.batch)], names)
+            values = {**self.start(), **feeds}
+            arrays = [values[n].reshape(shapes.get(n, values[n].shape)) for n in inner]
+            results = written.run(arrays, names)
             for i, value in enumerate(outputs):  # moments may be in blocks
                 results[i] = results[i].reshape(
                     [n for n in value.shape or () if isinstance(n, int)]
@@ -227,12 +229,25 @@ class _Exporter:
         inputs = [to_value(value) for value in proto.graph.input]
 
         def draw(seed: int) -> dict[str, np.ndarray]:
-            feeds = {**start, **self._draw_batch(seed)}
+            feeds = {**self._draw_state(seed), **self._draw_batch(seed)}
             return {value.name: feeds[value.name].astype(value.dtype) for value in inputs}
 
         names = {value.name for value in outputs}.union(written.names)
         size = sum(x.nbytes for x in self.values)
         return Origin(inputs, run, names=names, size=size, draw=draw)
+
+    def _draw_state(self, seed: int) -> dict[str, np.ndarray]:
+        """Return the initial state, with random numbers added to arrays of one number.
+
+        Moments of zero, or factors of adapters, would hide what they are multiplied by.
+        """
+        random = np.random.default_rng(seed)
+        return {
+            name: x + random.uniform(0.05, 0.1, x.shape).astype(x.dtype)
+            if x.size > 1 and jnp.issubdtype(x.dtype, jnp.floating) and (x == x.flat[0]).all()
+            else x
+            for name, x in self.start().items()
+        }
 
     def _draw_batch(self, seed: int) -> dict[str, np.ndarray]:
         """Return the example batch, with random numbers in place of arrays of one number."""
@@ -322,7 +337,7 @@ class _Exporter:
 
     def init(self) -> tuple[ModelProto, dict[str, Any]]:
         """Return a graph without inputs that outputs the initial state, and its manifest entry."""
-        proto = write_model(lambda: self.values, (), None, self.names, self.opset, flat=True)
+        proto = self._write("init", lambda: self.values, (), [], self.names)
         return proto, {"state": self.names}
 
     def weights(self) -> tuple[ModelProto, dict[str, Any]]:
@@ -346,14 +361,7 @@ class _Exporter:
             trained = file_tensors(self._step.to_model(self._step.view(state), state.state))
             return [trained[name] for name in outputs]
 
-        proto = write_model(
-            read,
-            (self.leaves,),
-            self.names,
-            [*outputs.values()],
-            self.opset,
-            flat=True,
-        )
+        proto = self._write("weights", read, (self.leaves,), self.names, [*outputs.values()])
         told = {"state": self._drop_unread(proto), "tensors": outputs}
         return proto, told | ({"adapters": Adapters.of(model).about} if apart else {})
 
@@ -367,9 +375,14 @@ class _Exporter:
     def _graph(self, name: str, function: Any, outputs: list[str]) -> ModelProto:
         """Write a function of the leaves of state and batch as a model."""
         names = [*self.names, *self.batch]
-        arrays = self.leaves, self.examples
-        proto, written = write_function(function, arrays, names, outputs, self.opset, flat=True)
-        self._written[name] = written
+        return self._write(name, function, (self.leaves, self.examples), names, outputs)
+
+    def _write(
+        self, name: str, function: Any, arrays: Any, inputs: Sequence[str], outputs: Sequence[str]
+    ) -> ModelProto:
+        """Write a function of arrays as the graph of a name."""
+        proto, written = write_function(function, arrays, inputs, outputs, self.opset, flat=True)
+        self._written[name] = written, inputs
         return proto
 
     def _batch(self, proto: ModelProto) -> dict[str, Any]:

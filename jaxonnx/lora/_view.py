@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, TypeVar
@@ -118,7 +118,11 @@ class Adaption(Merge, View):
         params, state = map(self.without_factors, (network.params, network.state))
         program = network.program.leave(Adaption)
         bare = dataclasses.replace(network, params=params, state=state, program=program)
-        return bare, [Addition(frozenset(self.layouts), insert)]
+        inputs: dict[str, np.ndarray] = {}
+        if form == "inputs":
+            pairs = {name: (f.a, f.b) for name, f in factors.items()}
+            inputs = _name_factors(pairs, network)
+        return bare, [Addition(frozenset(self.layouts), insert, inputs)]
 
     def _arrays(self, network: Network, values: Mapping[str, Any]) -> dict[str, Factors]:
         """Return the factors of each adapted weight as NumPy arrays, with the weight's shape."""
@@ -173,16 +177,20 @@ def file_tensors(model: Network) -> dict[str, Any]:
         return tensors
     if not view.stored:
         return view.merge(model, requantize=False).tensors
-    factors_of = view.factors(tensors)
-    types = factor_types(factors_of, model.graph, tensors)
-    factors = {
-        member: value.astype(types[weight])
-        for weight, (_, *pair) in factors_of.items()
-        for member, value in zip(factor_names(weight, module_name), pair, strict=True)
-    }
+    factors = _name_factors({n: pair for n, (_, *pair) in view.factors(tensors).items()}, model)
     norms = view.magnitudes(tensors)
     factors |= {magnitude_name(weight, module_name): norms[weight] for weight in norms}
     return {**view.without_factors(tensors), **factors}
+
+
+def _name_factors(pairs: Mapping[str, Sequence[Any]], model: Network) -> dict[str, Any]:
+    """Return the factors of each weight by their names in files, in the type that files have."""
+    types = factor_types(pairs, model.graph, model.tensors)
+    return {
+        name: value.astype(types[weight])
+        for weight, pair in pairs.items()
+        for name, value in zip(factor_names(weight, module_name), pair, strict=True)
+    }
 
 
 def read_weight(model: Network, name: str) -> np.ndarray:

@@ -109,7 +109,10 @@ class Sampling:
             for tokens, bias in self.biases:
                 groups.setdefault(len(tokens), []).append((tokens, bias))
             numbers["biases"] = [
-                (np.array([tokens for tokens, _ in group]), np.float32([bias for _, bias in group]))
+                (
+                    np.array([tokens for tokens, _ in group]),
+                    np.array([bias for _, bias in group], np.float32),
+                )
                 for group in groups.values()
             ]
         if self.forced_end:

@@ -46,7 +46,7 @@ def to_proto(
     Args:
       repeat: write a parameter that equals another one a second time.
       check: check the file if it has other nodes than the one that was loaded, and compare it with
-        the model if adapters are among them.
+        the model if that has adapters.
 
     Raises:
       ModelError: `check` finds that the file is not valid, or computes something else.
@@ -58,13 +58,12 @@ def to_proto(
     proto = to_onnx(model.proto, values, model.params, model.state, repeat=repeat, adapted=adapted)
     for addition in additions:  # in the order in which the views entered
         proto = addition.write(proto)
-    source = model.source
-    if check and source is not None and (additions or _differ(model.proto, source)):
-        what = "the file to be saved"
-        if adapted and adapters != "inputs":
-            check_written(what, proto, _with_adapters(whole))
-        else:
-            check_valid(what, proto, partial(fill_source, whole))
+    source, what = model.source, "the file to be saved"
+    if check and (adapted or _merges_exactly(whole)):
+        inputs = {name: x for addition in additions for name, x in addition.inputs.items()}
+        check_written(what, proto, _with_adapters(whole)._replace(adapters=inputs))
+    elif check and source is not None and (additions or _differ(model.proto, source)):
+        check_valid(what, proto, partial(fill_source, whole))
     return proto
 
 
@@ -132,14 +131,18 @@ def compare_merged(model: Network, merged: Network) -> str:
     Raises:
       ModelError: the file computes something else, as of a node.
     """
-    if not model.program.adapts:
-        return ""
-    adapted = [name for view in model.program.views if view.adapts for name in view.targets]
-    narrow = any(model.tensors[name].dtype.itemsize < 4 for name in adapted)
-    if narrow or is_quantized(model) or any(node.op.quantized for node in model.graph.nodes):
+    if not _merges_exactly(model):
         return ""
     write = partial(to_proto, merged)
     return compare_written("the file with merged adapters", write, _with_adapters(model))
+
+
+def _merges_exactly(model: Network) -> bool:
+    """Check whether a model has adapters, and merging rounds nothing in 16 bits or fewer."""
+    adapted = [name for view in model.program.views if view.adapts for name in view.targets]
+    narrow = any(model.tensors[name].dtype.itemsize < 4 for name in adapted)
+    rounds = narrow or is_quantized(model) or any(n.op.quantized for n in model.graph.nodes)
+    return model.program.adapts and not rounds
 
 
 def _with_adapters(model: Network) -> Origin:

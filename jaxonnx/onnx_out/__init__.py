@@ -11,7 +11,6 @@ from jaxonnx.onnx_out._export import (
     reads,
     to_onnx,
     write_function,
-    write_model,
 )
 from jaxonnx.onnx_out._nodes import Nodes, Tensor
 from jaxonnx.onnx_out._rule_table import composed, primitive

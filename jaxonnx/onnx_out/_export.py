@@ -81,18 +81,6 @@ def to_onnx(
     return proto
 
 
-def write_model(
-    function: Callable,
-    examples: Sequence[Any],
-    inputs: Sequence[str] | None,
-    outputs: Sequence[str] | None,
-    opset: int,
-    flat: bool = False,
-) -> ModelProto:
-    """Return the model of `write_function`."""
-    return write_function(function, examples, inputs, outputs, opset, flat)[0]
-
-
 def write_function(
     function: Callable,
     examples: Sequence[Any],

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxonnx._compare.arrays import Difference, compare_arrays, largest
-from jaxonnx._compare.inputs import find_cache_sizes
+from jaxonnx._compare.inputs import find_sizes
 from jaxonnx._compare.integers import compare_integers
 from jaxonnx._compare.sessions import INSTALL, Session, has_onnxruntime
 from jaxonnx._compare.written import (
@@ -164,15 +164,15 @@ class _Run:
         return find_caches(self.model.graph, self.model.inputs)
 
     @cached_property
-    def _cache_sizes(self) -> dict[str, int]:
+    def _found_sizes(self) -> dict[str, int]:
         model = self.model
-        call = partial(_call, model)
-        return find_cache_sizes(model.graph, model.inputs, self._caches, call, self._sizes)
+        more = self._caches, partial(_call, model), {n: x.shape for n, x in model.tensors.items()}
+        return find_sizes(model.graph, model.inputs, *more, self._sizes)
 
     @cached_property
     def _random(self) -> list[tuple[str, dict[str, np.ndarray]]]:
         """Random inputs, and a text for each."""
-        sizes = {**self._cache_sizes, **self._sizes}
+        sizes = {**self._found_sizes, **self._sizes}
         feeds = [
             draw_inputs(
                 self.model.inputs, batch, sizes, length=length, caches=self._caches, seed=seed

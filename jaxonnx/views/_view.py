@@ -27,6 +27,8 @@ class Addition(NamedTuple):
     """The tensors that get other values within the graph; copies of them go on reading these."""
     write: Callable[[ModelProto], ModelProto]
     """Adds it to the file with its values."""
+    inputs: Mapping[str, np.ndarray] = {}
+    """Values of the inputs that it adds, which have other defaults."""
 
 
 @dataclass(frozen=True)

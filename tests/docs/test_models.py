@@ -145,7 +145,6 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.deep
-@pytest.mark.filterwarnings("ignore:the file with merged adapters was not compared:UserWarning")
 @pytest.mark.parametrize("title", SECTIONS)
 def test_recipe(title, folder):
     python = code_of(SECTIONS[title], "python")
