@@ -49,7 +49,8 @@ class PaddingCheck:
     """Compares the outputs of a text alone with those of the same text with padding, once.
 
     Where the file takes no text of that length, or fixes the length, padding by two tokens is
-    compared. Runs of several processes are not checked: their data may differ.
+    compared. Each of several processes checks its own examples, by itself: their data may differ.
+    A model whose tensors are distributed over them cannot be evaluated by one; a warning says so.
 
     Args:
       model: a network with inputs of tokens.
@@ -61,9 +62,9 @@ class PaddingCheck:
     def __init__(
         self, model: Network, tokens: Sequence[str], pad: Mapping[str, Any], token: int | None
     ):
-        self._run: Any = model
+        self._run: Any = None
         self._model, self._tokens, self._pad, self._token = model, tokens, pad, token
-        self._done = jax.process_count() > 1
+        self._done = False
 
     def __call__(self, columns: Columns, what: str) -> None:
         """Check the padding of some examples, if there is any.
@@ -84,6 +85,14 @@ class PaddingCheck:
         if not len(wider):
             return
         self._done = True
+        self._run = _find_local(self._model)
+        if self._run is None:
+            warnings.warn(
+                f"{what}: whether padding changes its outputs is not checked, because the model is "
+                "distributed over several processes",
+                stacklevel=2,
+            )
+            return
         width, name = int(wider.min()), ragged[0]
         is_chosen = any(name in self._pad for name in ragged)
         fill = self._pad.get(name, self._token or 0)
@@ -144,6 +153,23 @@ class PaddingCheck:
             "iterable of batches, each of texts of one length. If the file was trained with such "
             f"padding and has no mask, pad={{{name!r}: {fill}}} says so"
         )
+
+
+def _find_local(model: Network) -> Any:
+    """Return a model whose tensors this process has; None if it has only parts of some."""
+
+    def find(tensors: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            name: x.addressable_data(0)
+            if isinstance(x, jax.Array) and x.is_fully_replicated and not x.is_fully_addressable
+            else x
+            for name, x in tensors.items()
+        }
+
+    params, state = find(model.params), find(model.state)
+    arrays = (x for x in (*params.values(), *state.values()) if isinstance(x, jax.Array))
+    is_whole = all(x.is_fully_addressable for x in arrays)
+    return replace(model, params=params, state=state) if is_whole else None
 
 
 def _distance(first: Any, second: Any, lengths: Mapping[int, int] | None = None) -> float:

@@ -143,3 +143,44 @@ def test_ctrl_c_in_one_process_and_then_an_error():
     assert end.startswith("stopped: interrupted"), results
     assert end in results[0].out
     check_lost(results)
+
+
+PADDED = """
+from pathlib import Path
+from tests.data_sources.test_padding_tokens import BY_TOKEN, LABELS, LAST_PLACE, LOSS, PAD, TEXTS
+from tests.data_sources.test_padding_tokens import write
+folder = Path(sys.argv[4]) / str(index)
+folder.mkdir()
+data = {"input_ids": TEXTS[:4], "y": LABELS[:4]}
+settings = dict(loss=LOSS, epochs=2, progress=False, mesh=mesh)
+path = write(folder, LAST_PLACE, config={"pad_token_id": PAD})
+for examples, size in ((data, 4), ([{n: x[2:] for n, x in data.items()}], None)):
+    try:
+        jaxonnx.train(path, examples, batch_size=size, **settings)
+    except jaxonnx.TrainingError as error:
+        print("refused:", error, flush=True)
+path = write(folder, BY_TOKEN, config={"pad_token_id": PAD})
+result = jaxonnx.train(path, data, batch_size=4, **settings)
+print("losses:", [round(x, 5) for x in result.history.losses], flush=True)
+distributed = jaxonnx.load(folder, mesh=mesh, sharding={"table": P("data")})
+import warnings
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    jaxonnx.train(distributed, data, batch_size=4, **settings)
+print("told:", *{str(w.message) for w in told if "not checked" in str(w.message)}, flush=True)
+"""
+
+
+def test_padding_is_checked_by_each_process(tmp_path):
+    """With the token beside the file, as in a run of one process."""
+    (tmp_path / "one").mkdir()
+    (alone,) = run_processes.run(PADDED, 1, tmp_path / "one", devices=2)
+    (tmp_path / "two").mkdir()
+    both = run_processes.run(PADDED, 2, tmp_path / "two", devices=1)
+    for result in both:
+        refusals = re.findall("^refused: .* with padding", result.out, re.MULTILINE)
+        assert len(refusals) == 2, result.out + result.errors
+        losses = re.findall("^losses: .*$", result.out, re.MULTILINE)
+        assert losses == re.findall("^losses: .*$", alone.out, re.MULTILINE)
+        assert "distributed over several processes" in result.out
+    assert "distributed over" not in alone.out
