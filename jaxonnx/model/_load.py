@@ -116,8 +116,9 @@ def load(
         weight, the names that `print(model)` gives to an initializer of at most two different
         values which several modules read, and output layers that are a copy of the embedding or its
         transpose; all others become separate parameters. The default ties weights that are equal on
-        purpose: those with more than two different values that are not running statistics. Tied
-        weights are saved in both places.
+        purpose: those with more than two different values that are not running statistics.
+        "identity" ties all outputs of Identity nodes to their weight, whatever its values, and no
+        copies, as onnxruntime-training does. Tied weights are saved in both places.
       mesh: a mesh of devices, as in `jaxonnx.train`. Each device reads its own part of a tensor, so
         that a model may be larger than the memory of one device.
       sharding: the placement on the mesh, as in `jaxonnx.train`. The default is "fsdp" if the mesh
@@ -247,9 +248,11 @@ def _tied_names(
     if requested is None:
         shared = (n for n, of in pairs.items() if is_shared(tensors[n], tensors[of]))
         return {*copies, *shared}
-    chosen = select(
-        requested, {n: tensors[n] for n in pairs}, "tied", kind="tensor that could be tied"
-    )
+    if requested == "identity":
+        chosen = {*pairs} - {*copies}
+    else:
+        kind = "tensor that could be tied"
+        chosen = select(requested, {n: tensors[n] for n in pairs}, "tied", kind=kind)
     for name in chosen:
         if name not in copies and not equal_bits(tensors[name], tensors[pairs[name]]):
             raise InputError(

@@ -47,8 +47,8 @@ def restore_checkpoint(step: Step, path: str | os.PathLike[str]) -> State:
         if name not in saved.moments and copies.get(name) in saved.moments:
             raise TrainingError(
                 f"{where} has '{copies[name]}' and '{name}', which the file has as its Identity, "
-                "as one tensor: jaxonnx.load(model, weights=path, tied='.*') trains them so, as "
-                "onnxruntime-training does"
+                "as one tensor: jaxonnx.load(model, weights=path, tied='identity') trains them so, "
+                "as onnxruntime-training does"
             )
         arrays = [*saved.moments.get(name, ()), saved.params.get(name)]
         if [np.shape(y) for y in arrays] != [x.shape] * 3 or arrays[-1] is None:

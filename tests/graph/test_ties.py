@@ -73,6 +73,40 @@ def test_tied_decides_otherwise():
         jaxonnx.load(twice(), tied="w2", weights={"w": 2 * W, "w2": 3 * W})
 
 
+def test_identity_ties_what_the_file_has_once(tmp_path):
+    """Trained as a file without the Identity nodes; a copy of an embedding is a second tensor."""
+    shared = "h = MatMul(x, w) n = Mul(h, s) r = Relu(n) z = MatMul(r, {w}) y = Mul(z, {s})"
+    identities = f"w2 = Identity(w) s2 = Identity(s) {shared.format(w='w2', s='s2')}"
+    once = jaxonnx.load(model(shared.format(w="w", s="s"), w=W, s=np.ones(4)))
+    net = jaxonnx.load(model(identities, w=W, s=np.ones(4)), tied="identity")
+    assert [*net.params] == [*once.params] == ["w", "s"]
+    x = RNG.standard_normal((8, 4)).astype(np.float32)
+    settings = {"loss": "squared_error", "optimizer": optax.sgd(0.1), "epochs": 2}
+    tuned, expected = (jaxonnx.train(m, (x, x), **settings).model for m in (net, once))
+    for name, value in expected.params.items():
+        np.testing.assert_allclose(tuned.params[name], value, rtol=1e-6)
+    tuned.save(tmp_path / "out.onnx")
+    assert [n.op_type for n in onnx.load(tmp_path / "out.onnx").graph.node].count("Identity") == 2
+    session = onnxruntime.InferenceSession(tmp_path / "out.onnx")
+    np.testing.assert_allclose(session.run(None, {"x": x})[0], tuned(x), rtol=1e-4, atol=1e-5)
+    weights = {"w": 2 * W, "s": np.full(4, 3, np.float32)}
+    given = jaxonnx.load(
+        model(identities, w=W, s=np.ones(4)),
+        weights={**weights, "s2": weights["s"]},
+        tied="identity",
+    )
+    np.testing.assert_allclose(given(x), once.replace(params=weights)(x), rtol=1e-5)
+    with pytest.raises(jaxonnx.InputError, match="tied='w2': it has other values than 'w'"):
+        jaxonnx.load(twice(), tied="identity", weights={"w": W, "w2": 3 * W})
+    embedded = model(
+        "i = Constant<value_ints = [1]> () e = Gather(w, i) h = Add(x, e) y = MatMul(h, o)",
+        w=W,
+        o=W.T,
+    )
+    assert "o" not in jaxonnx.load(embedded).params
+    assert "o" in jaxonnx.load(embedded, tied="identity").params
+
+
 def test_a_tie_holds_in_weights_and_checkpoints(tmp_path):
     """A file of weights has a tied one once, by the initializer's name."""
     net = jaxonnx.load(twice())
