@@ -35,9 +35,9 @@ def find_sizes(
     Returns:
       Sizes by name, without those of `sizes`.
     """
-    found = _find_cache_sizes(graph, inputs, caches, run, sizes)
-    sizes = {**found, **(sizes or {})}
-    return found | _find_sides(graph, inputs, caches, run, shapes, sizes)
+    lengths = _find_cache_sizes(graph, inputs, caches, run, sizes)
+    sizes = {**lengths, **(sizes or {})}
+    return lengths | _find_sides(graph, inputs, caches, run, shapes, sizes)
 
 
 def _find_sides(

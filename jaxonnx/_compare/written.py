@@ -403,8 +403,8 @@ def _evaluate(proto: ModelProto) -> Run:
 
     def run(feeds: Mapping[str, Any], names: Sequence[str] = ()) -> Sequence[Any]:
         program = read_program()
-        given = {name: x for name, x in feeds.items() if name in program.constants}
-        return _run(program, {}, given, feeds, names)
+        values = {name: x for name, x in feeds.items() if name in program.constants}
+        return _run(program, {}, values, feeds, names)
 
     return run
 

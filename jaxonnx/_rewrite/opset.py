@@ -138,9 +138,9 @@ def _resize(
         return [*constants, resize(node.input[0], scales, y, node.name, nearest)]
     smaller, bounds = fresh(f"{y}/smaller"), []
     if factors is None:
-        one, down, up = constant("one", 1), fresh(f"{y}/down"), fresh(f"{y}/up")
+        unit, down, up = constant("one", 1), fresh(f"{y}/down"), fresh(f"{y}/up")
         bounds = [
-            helper.make_node(op, [scales, one], [z]) for op, z in (("Min", down), ("Max", up))
+            helper.make_node(op, [scales, unit], [z]) for op, z in (("Min", down), ("Max", up))
         ]
     else:
         down, up = constant("down", np.minimum(factors, 1)), constant("up", np.maximum(factors, 1))

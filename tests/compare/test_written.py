@@ -1,5 +1,7 @@
 """What `check` finds in files that were written wrongly, and what it lets pass."""
 
+from pkgutil import resolve_name
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,9 +13,6 @@ import jaxonnx
 from jaxonnx import demo
 from jaxonnx._compare import sessions, written
 from jaxonnx._compare.written import check_written
-from jaxonnx._rewrite import opset
-from jaxonnx._step_files import export
-from jaxonnx.model import _save as saving
 from jaxonnx.onnx_out import Nodes, primitive
 
 HEAD = '<ir_version: 10, opset_import: ["": 21]> g (float[n, 4] x) => (float[n, 4] y)'
@@ -226,7 +225,8 @@ def test_exported_states_and_weights_are_compared(name, tmp_path, monkeypatch):
     batch = x[:4], y[:4]
     options = {"loss": "softmax_cross_entropy_with_integer_labels", "lora": jaxonnx.LoRA(2)}
     jaxonnx.export_step(demo.mlp(), tmp_path / "right", batch, **options)
-    write = getattr(export._Exporter, name)
+    exporter = resolve_name("jaxonnx._step_files.export:_Exporter")
+    write = getattr(exporter, name)
 
     def write_wrongly(self):
         proto, told = write(self)
@@ -239,7 +239,7 @@ def test_exported_states_and_weights_are_compared(name, tmp_path, monkeypatch):
             tensor.CopyFrom(onnx.numpy_helper.from_array(twice, tensor.name))
         return proto, told
 
-    monkeypatch.setattr(export._Exporter, name, write_wrongly)
+    monkeypatch.setattr(exporter, name, write_wrongly)
     with pytest.raises(jaxonnx.ModelError, match=rf"{name}\.onnx computes something else"):
         jaxonnx.export_step(demo.mlp(), tmp_path / "wrong", batch, **options)
     assert not (tmp_path / "wrong").exists()
@@ -262,7 +262,7 @@ def test_saved_adapters_are_compared(form, tmp_path, monkeypatch):
     params = {n: random.normal(size=x.shape).astype(x.dtype) for n, x in adapted.params.items()}
     adapted = adapted.replace(params=params)
     adapted.save(tmp_path / "right.onnx", adapters=form)
-    write = saving.to_onnx
+    write = resolve_name("jaxonnx.model._save:to_onnx")
 
     def write_wrongly(*args, **options):
         proto = write(*args, **options)
@@ -270,7 +270,7 @@ def test_saved_adapters_are_compared(form, tmp_path, monkeypatch):
         node.op_type = "Atan"
         return proto
 
-    monkeypatch.setattr(saving, "to_onnx", write_wrongly)
+    monkeypatch.setattr("jaxonnx.model._save.to_onnx", write_wrongly)
     with pytest.raises(jaxonnx.ModelError, match=r"the file to be saved computes .* 'b', of Atan"):
         adapted.save(tmp_path / "wrong.onnx", adapters=form)
     assert not (tmp_path / "wrong.onnx").exists()
@@ -330,7 +330,7 @@ SHRUNK = """<ir_version: 8, opset_import: ["": 10]>
 @pytest.fixture
 def plain_converter(monkeypatch):
     """ONNX's converter, which leaves out where opset 10 reads, without what is written for it."""
-    monkeypatch.delitem(opset._CHANGES, "Resize")
+    monkeypatch.delitem(resolve_name("jaxonnx._rewrite.opset:_CHANGES"), "Resize")
 
 
 @pytest.mark.usefixtures("plain_converter")
