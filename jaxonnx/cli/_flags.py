@@ -72,7 +72,7 @@ _DISTRIBUTED = Flag(
 _SYSTEM = Flag("--system", "the system message of the chat", {"metavar": "TEXT"})
 _CALIBRATION = ("method", "batches", "batch_size", "max_loss", "metric", "check")
 _CONVERSION = read_flags(
-    *of.CONVERT, ("type", "opset", "keep", "fold_masks", "check"), {"type": "to"}
+    *of.CONVERT, ("type", "opset", "keep", "fold_masks", "linear_as_gemm", "check"), {"type": "to"}
 )
 _ADAPTERS = Flag("--adapters", "also write the adapters to this file", FILE)
 _SCHEME_FIELDS = (

@@ -21,6 +21,7 @@ from jaxonnx._io.protos import opset_of
 from jaxonnx._require import check_arguments, require, require_integer
 from jaxonnx._rewrite import masks
 from jaxonnx._rewrite.bfloat16 import OPSET, to_bfloat16
+from jaxonnx._rewrite.linear_models import open_linear_models
 from jaxonnx._rewrite.opset import inline, to_opset
 from jaxonnx._run.shapes import evaluate_shapes
 from jaxonnx._text import list_some
@@ -41,6 +42,7 @@ def convert(
     keep: Sequence[str] = (),
     keep_inputs: bool = True,
     fold_masks: bool = False,
+    linear_as_gemm: bool = False,
     check: bool = True,
 ) -> Model:
     """Convert a float32 model to half precision, or to a newer version of ONNX's operators.
@@ -67,6 +69,9 @@ def convert(
       fold_masks: replace each product of a weight and a pruning mask (PyTorch's `weight_orig` and
         `weight_mask`) by a weight of the masked numbers, which can be quantized, adapted and made
         2:4. Its name is that of the product, and further training does not keep its zeros.
+      linear_as_gemm: replace each LinearRegressor and LinearClassifier of ai.onnx.ml, whose numbers
+        are attributes, by a Gemm, whose weights are parameters, and standard operators for labels
+        and scores. They can be trained, quantized and adapted then.
       check: compare the converted file with the model on random inputs, by onnxruntime where it is
         installed; what half precision rounds is left out. A warning says so where this is not
         possible, for files of more than 256 MiB, say.
@@ -75,9 +80,10 @@ def convert(
       A model of the converted file, whose parameters have the same names.
 
     Raises:
-      InputError: `keep` names nothing of the model; no weight has a mask to fold; a
-        weight is too large for float16; the converter does not take the model; onnxruntime is not
-        installed, for float16.
+      InputError: `keep` names nothing of the model; no weight has a mask to fold; there is no
+        linear model, or one with a transform that ONNX has no operator for; a weight is too large
+        for float16; the converter does not take the model; onnxruntime is not installed, for
+        float16.
       ModelError: `check` finds a difference, or onnxruntime refuses the converted file; the message
         names the first node that differs.
     """
@@ -93,6 +99,10 @@ def convert(
     if opset is not None:
         require_integer("opset", opset, opset_of(net.proto), onnx.defs.onnx_opset_version())
         net = raise_opset(net, opset, "convert was asked for", check=check)
+    if linear_as_gemm:
+        before, net = net.to_onnx(), open_linear_models(net)
+        if check:
+            check_written("the file with Gemm", net.to_onnx(), before)
     if type is None:
         return net
     operators = {node.op_type for node in net.proto.graph.node}

@@ -370,3 +370,103 @@ def test_masks_of_pruning_are_folded_on_request():
         way(folded)
     with pytest.raises(jaxonnx.InputError, match="multiplies no weight by a mask"):
         jaxonnx.convert(folded, fold_masks=True)
+
+
+def linear(operator, dtype, outputs, **attributes):
+    """A linear model of three features, with random numbers."""
+    random = np.random.default_rng(0)
+    rows = attributes.pop("rows")
+    attributes["coefficients"] = random.normal(size=3 * rows).astype(np.float32).tolist()
+    attributes["intercepts"] = random.normal(size=rows).astype(np.float32).tolist()
+    node = helper.make_node(operator, ["x"], outputs, name="fit", domain="ai.onnx.ml", **attributes)
+    kind = (
+        onnx.TensorProto.STRING if "classlabels_strings" in attributes else onnx.TensorProto.INT64
+    )
+    ends = [helper.make_tensor_value_info(outputs[-1], onnx.TensorProto.FLOAT, ["n", None])]
+    if outputs[1:]:
+        ends.insert(0, helper.make_tensor_value_info(outputs[0], kind, ["n"]))
+    x = helper.make_tensor_value_info("x", dtype, ["n", 3])
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("ai.onnx.ml", 1)]
+    graph = helper.make_graph([node], "g", [x], ends)
+    return helper.make_model(graph, opset_imports=opsets, ir_version=8)
+
+
+INTEGERS, WORDS = {"classlabels_ints": [4, 2, 7]}, {"classlabels_strings": ["a", "b", "c"]}
+LINEAR = {
+    "one target": ("LinearRegressor", {"rows": 1}),
+    "two targets": ("LinearRegressor", {"rows": 2, "targets": 2, "post_transform": "LOGISTIC"}),
+    "softmax": ("LinearClassifier", {"rows": 3, **INTEGERS, "post_transform": "SOFTMAX"}),
+    "words": ("LinearClassifier", {"rows": 3, **WORDS, "post_transform": "LOGISTIC"}),
+    "plain": ("LinearClassifier", {"rows": 3, **WORDS}),
+    "binary": ("LinearClassifier", {"rows": 1, "classlabels_ints": [4, 2]}),
+    "binary, logistic": (
+        "LinearClassifier",
+        {"rows": 1, "classlabels_strings": ["n", "p"], "post_transform": "LOGISTIC"},
+    ),
+    "two rows": ("LinearClassifier", {"rows": 2, "classlabels_ints": [0, 1]}),
+}
+
+
+@pytest.mark.parametrize("kind", ["FLOAT", "DOUBLE", "INT64"])
+@pytest.mark.parametrize("name", LINEAR)
+def test_linear_models_become_products_on_request(name, kind):
+    operator, attributes = LINEAR[name]
+    dtype = onnx.TensorProto.DataType.Value(kind)
+    outputs = ["scores"] if operator == "LinearRegressor" else ["label", "scores"]
+    proto = linear(operator, dtype, outputs, **attributes)
+    model = jaxonnx.convert(proto, linear_as_gemm=True)
+    rows = attributes["rows"]
+    shapes = {name: x.shape for name, x in model.params.items()}
+    assert shapes == {"fit.weight": (rows, 3), "fit.bias": (rows,)}
+    file = model.to_onnx()
+    onnx.checker.check_model(file, full_check=True)
+    x = np.random.default_rng(1).normal(0, 3, (32, 3))
+    x = x.astype(helper.tensor_dtype_to_np_dtype(dtype))
+    oracle, known = proto, x
+    if operator == "LinearRegressor":  # of which onnxruntime takes float32 alone
+        oracle, known = linear(operator, 1, outputs, **attributes), x.astype(np.float32)
+    before, after = (
+        onnxruntime.InferenceSession(p.SerializeToString()).run(None, {"x": values})
+        for p, values in ((oracle, known), (file, x))
+    )
+    for old, new in zip(before, after, strict=True):
+        assert (old.shape, old.dtype) == (new.shape, new.dtype)
+        if old.dtype == np.float32:
+            np.testing.assert_allclose(new, old, rtol=1e-5, atol=1e-6)
+        else:
+            assert new.tolist() == old.tolist()
+
+
+def test_a_linear_model_is_trained_as_a_product(tmp_path):
+    """Labels that it gets wrong at first; what it calls classes stays in the file."""
+    proto = linear("LinearClassifier", 1, ["label", "scores"], rows=3, **WORDS)
+    assert not jaxonnx.load(proto).params
+    model = jaxonnx.convert(proto, linear_as_gemm=True)
+    x = np.random.default_rng(2).normal(size=(64, 3)).astype(np.float32)
+    labels = x.argmin(1)
+    result = jaxonnx.train(
+        model.with_outputs(["scores"]), (x, labels), epochs=40, optimizer=optax.adam(0.1),
+        loss="softmax_cross_entropy_with_integer_labels", batch_size=64,
+    )  # fmt: skip
+    trained = model.replace(params=result.model.params)
+    trained.save(tmp_path / "net.onnx")
+    found, _ = onnxruntime.InferenceSession(tmp_path / "net.onnx").run(None, {"x": x})
+    assert np.mean(found == np.array(["a", "b", "c"])[labels]) > 0.9
+
+
+@pytest.mark.parametrize(
+    ("operator", "attributes", "message"),
+    [
+        ("LinearRegressor", {"post_transform": "PROBIT"}, "PROBIT of 1 scores"),
+        ("LinearRegressor", {"post_transform": "LOGISTIC"}, "LOGISTIC of 1 scores"),
+        ("LinearRegressor", {"targets": 2}, "3 coefficients and 1 intercepts for 2 scores"),
+        ("LinearClassifier", {"classlabels_ints": [1, 2], "post_transform": "SOFTMAX"}, "SOFTMAX"),
+    ],
+)
+def test_linear_models_without_an_equal_are_refused(operator, attributes, message):
+    outputs = ["scores"] if operator == "LinearRegressor" else ["label", "scores"]
+    proto = linear(operator, 1, outputs, rows=1, **attributes)
+    with pytest.raises(jaxonnx.InputError, match=f"{operator} 'fit' has .*{message}"):
+        jaxonnx.convert(proto, linear_as_gemm=True)
+    with pytest.raises(jaxonnx.InputError, match="no LinearRegressor or LinearClassifier"):
+        jaxonnx.convert(demo.model(), linear_as_gemm=True)
