@@ -12,13 +12,19 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxonnx._require import check_arguments, require, require_choice
 from jaxonnx.errors import TrainingError
 from jaxonnx.losses._loss import Loss, WeighedLoss, register
+from jaxonnx.lowering import merges
 from jaxonnx.ops import loss as operators
 
 L = TypeVar("L", bound="ClassLoss")
+LARGE = 1 << 26
+"""The bytes of scores from which on they are summed in parts."""
+PART = 1 << 24
+"""The most bytes of scores of a part."""
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -79,8 +85,12 @@ class ClassLoss(WeighedLoss):
             targets = jnp.concatenate([targets[:, 1:], last], axis=1)
         weight = weight.reshape(-1, *(1,) * (targets.ndim - 1))
         targets = jnp.where(weight > 0, targets, ignored)
-        losses = self._apply(self.operator, outputs, targets, ignored, "none")
-        total = (losses * weight).sum()
+
+        def weigh(outputs: jax.Array, targets: jax.Array, weight: jax.Array) -> jax.Array:
+            return (self._apply(self.operator, outputs, targets, ignored, "none") * weight).sum()
+
+        add_up = _sum_rows if self.class_axis == -1 else lambda f, *arrays: f(*arrays)
+        total = add_up(weigh, outputs, targets, jnp.broadcast_to(weight, targets.shape))
         if self.reduction == "sum":
             return total, ((targets != ignored) & (weight > 0)).any().astype(total.dtype)
         if self.weight is None:
@@ -126,6 +136,57 @@ class ClassLoss(WeighedLoss):
         if self.weight is not None:
             scores = scores * self.weight.reshape(-1, *(1,) * (outputs.ndim - 2))
         return -scores.mean(axis=1)
+
+
+def _sum_rows(
+    function: Callable[..., jax.Array], scores: jax.Array, targets: jax.Array, weight: jax.Array
+) -> jax.Array:
+    """Return the sum of a function of scores (..., classes), targets (...) and weights (...).
+
+    Logits of a large vocabulary are the largest arrays of a step. Some rows at a time are turned
+    into the gradient, which takes the place of the scores; else there would be two arrays of their
+    size. It has no forward mode. Devices that share a batch each have their part of the rows.
+    """
+    classes, count = scores.shape[-1], targets.size
+    known = all(isinstance(n, int) for n in scores.shape)
+    if not known or scores.size * scores.dtype.itemsize < LARGE or not merges():
+        return function(scores, targets, weight)
+    most = max(1, PART // (classes * scores.dtype.itemsize))
+    size = max(n for n in range(1, min(most, count) + 1) if count % n == 0)
+
+    def take(rows: jax.Array, i: Any) -> jax.Array:
+        return lax.dynamic_slice_in_dim(rows, i * size, size)
+
+    def replace_parts(part: Callable[..., Any], rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Replace rows by the first result of `part(rows, i)`, and sum the second."""
+
+        def step(i: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            new, value = part(take(carry[0], i), i)
+            return lax.dynamic_update_slice_in_dim(carry[0], new, i * size, 0), carry[1] + value
+
+        return lax.fori_loop(0, count // size, step, (rows, jnp.zeros((), rows.dtype)))
+
+    def evaluate(rows: jax.Array, i: Any) -> jax.Array:
+        return function(rows, take(targets.reshape(-1), i), take(weight.reshape(-1), i))
+
+    def differentiate(rows: jax.Array, i: Any) -> tuple[jax.Array, jax.Array]:
+        value, pull = jax.vjp(lambda rows: evaluate(rows, i), rows)
+        return pull(jnp.ones_like(value))[0], value
+
+    @jax.custom_vjp
+    def add_up(rows: jax.Array) -> jax.Array:
+        step = lambda i, total: total + evaluate(take(rows, i), i)  # noqa: E731
+        return lax.fori_loop(0, count // size, step, jnp.zeros((), rows.dtype))
+
+    def forward(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        gradient, total = replace_parts(differentiate, rows)
+        return total, gradient
+
+    def backward(gradient: jax.Array, scale: jax.Array) -> tuple[jax.Array]:
+        return (replace_parts(lambda part, _: (scale * part, 0.0), gradient)[0],)
+
+    add_up.defvjp(forward, backward)
+    return add_up(scores.reshape(-1, classes))
 
 
 def cross_entropy(

@@ -167,11 +167,12 @@ class _Form:
             """Write (transposed) or add the product with the groups from `start` on into y."""
             new = product(x, start, count)
             if not self.transposed:
-                return y + new
+                return jnp.where(start == 0, new, y + new)
             return lax.dynamic_update_slice_in_dim(y, new, start * each, -1)
 
         shape = (*x.shape[:-1], rows if self.transposed else columns)
-        y = jnp.zeros(shape, x.dtype if self.transposed else wide)
+        # of constants XLA:CPU would allocate the results of all products when the program begins
+        y = jnp.broadcast_to(x[..., :1].astype(x.dtype if self.transposed else wide), shape)
         y = lax.fori_loop(0, total // count, lambda i, y: into(y, i * count, count), y)
         if rest := total % count:
             y = into(y, total - rest, rest)

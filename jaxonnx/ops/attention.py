@@ -108,7 +108,9 @@ def attention(
     y = merge_heads(y) if packed else y
     if outputs < 4:
         return y, k, v
-    return y, k, v, weigh(q, k, **keywords, dtype=dtype)[qk_matmul_output_mode].astype(q.dtype)
+    x = weigh(q, k, **keywords, dtype=dtype)
+    stages = x.raw, x.capped, x.masked, x.probabilities
+    return y, k, v, stages[qk_matmul_output_mode].astype(q.dtype)
 
 
 @op("FlexAttention", since=1, domain="ai.onnx.preview")

@@ -70,13 +70,19 @@ def masked_softmax(x, sink=None):
 
     A `sink` is one more score of each row, which takes its share and has no value.
     """
+    exponentials, total = _exponentials(x, sink)
+    return exponentials / total
+
+
+def _exponentials(x, sink):
+    """Return the numerators of `masked_softmax`, at most 1, and the denominator of each row."""
     top = x.max(axis=-1, keepdims=True, initial=-jnp.inf)
     top = top if sink is None else jnp.maximum(top, sink)
     top = lax.stop_gradient(jnp.where(top == -jnp.inf, 0, top))
     e = jnp.exp(x - top)
     total = e.sum(axis=-1, keepdims=True)
     total = total if sink is None else total + jnp.exp(sink - top)
-    return e / jnp.where(total == 0, 1, total)
+    return e, jnp.where(total == 0, 1, total)
 
 
 def soft_cap(x, cap):
@@ -136,8 +142,26 @@ class Scores(NamedTuple):
     """`raw` after the soft cap."""
     masked: Any
     """`capped` with the masks."""
-    probabilities: Any
-    """The softmax of `masked`: the weights of the values."""
+    exponentials: Any
+    """The numerators of the softmax of `masked`."""
+    total: Any
+    """Its denominators, (batch, heads, queries, 1)."""
+
+    @property
+    def probabilities(self) -> Any:
+        """The softmax of `masked`: the weights of the values."""
+        return self.exponentials / self.total
+
+    def weigh(self, v: Any) -> Any:
+        """Sum values (batch, key heads, keys, size), weighted by the probabilities.
+
+        In float32 sums are divided, not weights: of each layer's arrays (queries, keys) gradients
+        then need the exponentials only. In half precision such sums could overflow.
+        """
+        if is_half(v):
+            return weighted_values(self.probabilities, v)
+        y = weighted_values(self.exponentials, v)
+        return y / self.total.astype(y.dtype)
 
 
 def weigh(q, k, masks=(), window=None, scale=None, cap=0.0, sink=None, dtype=None) -> Scores:
@@ -151,7 +175,7 @@ def weigh(q, k, masks=(), window=None, scale=None, cap=0.0, sink=None, dtype=Non
     wide = masked if dtype is None else masked.astype(dtype)
     if sink is not None:
         sink = sink.astype(wide.dtype)[:, None, None]
-    return Scores(raw, capped, masked, masked_softmax(wide, sink))
+    return Scores(raw, capped, masked, *_exponentials(wide, sink))
 
 
 def attend(q, k, v, masks=(), window=None, scale=None, cap=0.0, sink=None, dtype=None):
@@ -173,7 +197,7 @@ def attend(q, k, v, masks=(), window=None, scale=None, cap=0.0, sink=None, dtype
     keywords = {"scale": scale, "cap": cap, "sink": sink, "dtype": dtype}
     steps, size = q.shape[2], _block_length(q, k)
     if size is None:
-        return weighted_values(weigh(q, k, masks, window, **keywords).probabilities, v)
+        return weigh(q, k, masks, window, **keywords).weigh(v)
     count = -(-steps // size)
     check_size((*q.shape[:2], size, k.shape[2]), np.float32)
 
@@ -198,7 +222,7 @@ def attend(q, k, v, masks=(), window=None, scale=None, cap=0.0, sink=None, dtype
         all_masks = zip(by_query, mask_parts, masks, strict=True)
         parts = [mine if split_it else whole for split_it, mine, whole in all_masks]
         seen = None if window is None else window._replace(queries=queries)
-        return weighted_values(weigh(q_part, keys, parts, seen, **keywords).probabilities, values)
+        return weigh(q_part, keys, parts, seen, **keywords).weigh(values)
 
     y = jnp.moveaxis(lax.map(block, (split(q, 2), blocks, places)), 0, 2)
     return y.reshape(*y.shape[:2], count * size, y.shape[-1])[:, :, :steps]

@@ -121,6 +121,30 @@ def test_memory_of_a_step_on_a_base_of_4_bits():
     assert bytes_taken < 0.7 * layers * size**2 + 2 * adapters + activations
 
 
+def test_results_of_packed_products_take_memory_when_they_are_computed():
+    size, block, rows = 512, 32, 256
+
+    def memory(layers):
+        nodes, tensors, value = [], {}, "x"
+        sizes = {"K": size, "N": size, "bits": 4, "block_size": block}
+        for i in range(layers):
+            inputs, result = [value, f"w{i}", f"s{i}"], f"h{i}" if i < layers - 1 else "y"
+            nodes.append(helper.make_node("MatMulNBits", inputs, [result], domain=MS, **sizes))
+            tensors[f"w{i}"] = raw(size, size // block, block // 2)
+            tensors[f"s{i}"] = np.full((size, size // block), 0.01, np.float32)
+            value = result
+        model = jaxonnx.load(network(nodes, ("x", TensorProto.FLOAT, ["n", size]), **tensors))
+
+        def loss(x, state):
+            return model.apply({}, x, state=state).sum()
+
+        x = jax.ShapeDtypeStruct((rows, size), jnp.float32)
+        program = jax.jit(jax.grad(loss)).lower(x, model.state).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    assert memory(10) - memory(4) < 2 * 4 * rows * size
+
+
 def typed(kind, opset, ir, block=0):
     """A matrix of a type behind DequantizeLinear."""
     numbers = {"INT2": (-2, 2), "UINT2": (0, 4), "UINT4": (0, 16), "INT4": (-8, 8)}

@@ -68,3 +68,18 @@ def test_gradients_of_a_long_sequence_take_less_memory_than_its_scores():
 
     compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(shape, shape, shape).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < heads * steps * steps * 4 / 2
+
+
+def test_gradients_keep_one_array_of_queries_and_keys():
+    size = 4 * 256 * 256 * 4
+    x = jax.ShapeDtypeStruct((1, 4, 256, 8), jnp.float32)
+
+    def memory(layers):
+        def loss(x):
+            for _ in range(layers):
+                x = attend(x, jnp.sin(x), x, window=Window(np.arange(256), np.arange(256), right=0))
+            return x.sum()
+
+        return jax.jit(jax.grad(loss)).lower(x).compile().memory_analysis().temp_size_in_bytes
+
+    assert memory(6) - memory(2) < 4 * 1.5 * size
