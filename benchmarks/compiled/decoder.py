@@ -1,6 +1,7 @@
 """The full training step of a decoder, compiled for a device: jaxonnx beside hand-written Flax.
 
     python -m benchmarks.compiled.decoder --for tpu-v5e [--hidden 256] [--layers 4]
+    python -m benchmarks.compiled.decoder --for cpu --vocabulary 151936    # memory
     python -m benchmarks.compiled.decoder --for cpu --time 20
 
 The file has the nodes of onnxruntime-genai's builder: packed GroupQueryAttention with rotary
@@ -40,7 +41,7 @@ def tables(length: int) -> tuple[np.ndarray, np.ndarray]:
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 
-def decoder(hidden: int, layers: int, length: int) -> jaxonnx.Model:
+def decoder(hidden: int, layers: int, length: int, vocabulary: int = VOCABULARY) -> jaxonnx.Model:
     """Return a decoder as onnxruntime-genai's builder writes it, with random weights."""
     random, inner, heads = np.random.default_rng(0), hidden * 11 // 128 * 32, hidden // HEAD
     tensors: dict[str, np.ndarray] = dict(zip(("cos", "sin"), tables(length), strict=True))
@@ -60,7 +61,7 @@ def decoder(hidden: int, layers: int, length: int) -> jaxonnx.Model:
     node("Cast", ["attention_mask"], "mask", to=TensorProto.INT32)
     node("Sub", [node("ReduceSum", ["mask", "axis"], "count", keepdims=0), "one"], "lengths")
     node("ReduceMax", ["count"], "total", keepdims=0)
-    x = node("Gather", [weight("embed", VOCABULARY, hidden), "input_ids"], "x")
+    x = node("Gather", [weight("embed", vocabulary, hidden), "input_ids"], "x")
     h = node("SimplifiedLayerNormalization", [x, weight("0.norm1", hidden)], "0.h", epsilon=1e-6)
     skip = partial(node, "SkipSimplifiedLayerNormalization", domain="com.microsoft", epsilon=1e-6)
     for i in range(layers):
@@ -78,10 +79,10 @@ def decoder(hidden: int, layers: int, length: int) -> jaxonnx.Model:
         last = weight(f"{i + 1}.norm1", hidden)
         h = skip([f"{i}.x2", y, last], f"{i + 1}.h", extra=("", "", f"{i + 1}.x"))
         x = f"{i + 1}.x"
-    node("MatMul", [h, weight("head", hidden, VOCABULARY)], "logits")
+    node("MatMul", [h, weight("head", hidden, vocabulary)], "logits")
     info = helper.make_tensor_value_info
     tokens = [info(n, TensorProto.INT64, ["n", "t"]) for n in ("input_ids", "attention_mask")]
-    logits = info("logits", TensorProto.FLOAT, ["n", "t", VOCABULARY])
+    logits = info("logits", TensorProto.FLOAT, ["n", "t", vocabulary])
     known = [numpy_helper.from_array(x, name) for name, x in tensors.items()]
     graph = helper.make_graph(nodes, "decoder", tokens, [logits], known)
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
@@ -93,6 +94,7 @@ class Decoder(linen.Module):
 
     hidden: int
     layers: int
+    vocabulary: int
 
     @linen.compact
     def __call__(self, ids):
@@ -105,7 +107,7 @@ class Decoder(linen.Module):
             a, b = jnp.split(x, 2, axis=-1)
             return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
-        x = linen.Embed(VOCABULARY, self.hidden)(ids)
+        x = linen.Embed(self.vocabulary, self.hidden)(ids)
         for _ in range(self.layers):
             qkv = dense(3 * self.hidden)(norm()(x)).reshape(*ids.shape, 3, heads, HEAD)
             q, k, v = (qkv[:, :, i] for i in range(3))
@@ -113,7 +115,7 @@ class Decoder(linen.Module):
             x = x + dense(self.hidden)(y.reshape(x.shape))
             h = norm()(x)
             x = x + dense(self.hidden)(linen.silu(dense(inner)(h)) * dense(inner)(h))
-        return dense(VOCABULARY)(norm()(x))
+        return dense(self.vocabulary)(norm()(x))
 
 
 def ours(options: argparse.Namespace, place: Any):
@@ -122,7 +124,7 @@ def ours(options: argparse.Namespace, place: Any):
     from jaxonnx.training._build_step import build_step
     from jaxonnx.training._settings import Settings
 
-    model = decoder(options.hidden, options.layers, options.sequence)
+    model = decoder(options.hidden, options.layers, options.sequence, options.vocabulary)
     settings = Settings(loss="causal_lm", optimizer=optax.adamw(1e-3))
     platform = None if place is None else place.platform
     step = build_step(model, settings, 1, 1, platform=platform)
@@ -135,7 +137,7 @@ def ours(options: argparse.Namespace, place: Any):
 def flax(options: argparse.Namespace, place: Any):
     """Return the step by hand and its arguments."""
     net, optimizer, ids = (
-        Decoder(options.hidden, options.layers),
+        Decoder(options.hidden, options.layers, options.vocabulary),
         optax.adamw(1e-3),
         _tokens(options),
     )
@@ -163,7 +165,7 @@ SYSTEMS = {"jaxonnx": ours, "Flax": flax}
 
 def _tokens(options: argparse.Namespace) -> jax.Array:
     shape = options.batch, options.sequence
-    return jnp.asarray(np.random.default_rng(0).integers(0, VOCABULARY, shape), jnp.int32)
+    return jnp.asarray(np.random.default_rng(0).integers(0, options.vocabulary, shape), jnp.int32)
 
 
 def count(options: argparse.Namespace) -> dict[str, Any]:
@@ -199,7 +201,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--for", dest="target", choices=programs.TARGETS, required=True)
-    for name, size in {"hidden": 256, "layers": 4, "sequence": 128, "batch": 8, "time": 0}.items():
+    sizes = {"hidden": 256, "layers": 4, "sequence": 128, "batch": 8, "vocabulary": VOCABULARY}
+    for name, size in (sizes | {"time": 0}).items():
         parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument("--one", choices=SYSTEMS, help=argparse.SUPPRESS)
     options = parser.parse_args()
