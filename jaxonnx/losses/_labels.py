@@ -148,8 +148,8 @@ def _sum_rows(
     size. It has no forward mode. Devices that share a batch each have their part of the rows.
     """
     classes, count = scores.shape[-1], targets.size
-    known = all(isinstance(n, int) for n in scores.shape)
-    if not known or scores.size * scores.dtype.itemsize < LARGE or not merges():
+    fixed = all(isinstance(n, int) for n in scores.shape)
+    if not fixed or scores.size * scores.dtype.itemsize < LARGE or not merges():
         return function(scores, targets, weight)
     most = max(1, PART // (classes * scores.dtype.itemsize))
     size = max(n for n in range(1, min(most, count) + 1) if count % n == 0)
