@@ -26,7 +26,8 @@ _START, _END, MARK = "\ue0f0", "\ue0f1", "\ue0f2"
 """Marks around the text of a template's `generation` block, and one for a place in a message:
 private-use characters of Unicode."""
 _PROBE = "jaxonnx_probe"
-"""An argument of a call, by which a rendered chat shows how its template writes arguments."""
+"""An argument of a call, or the text of a message, by which a rendered chat shows how its template
+writes these."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,52 @@ class _Template(NamedTuple):
     """The variables that it reads."""
     tests_content: bool
     """Whether it tests the content of messages for None, which other templates would print."""
+
+
+class _ContentForms(NamedTuple):
+    """Whether a template writes the content of messages where it is a text, and a list of parts.
+
+    Templates of language models often print a list as Python does, or drop it; those of
+    vision-language models may drop a text.
+    """
+
+    texts: bool
+    parts: bool
+
+    @classmethod
+    def find(cls, write: Callable[[Sequence[Mapping[str, Any]]], str]) -> _ContentForms:
+        """Find the forms by a message of the user, given a function that writes messages."""
+
+        def writes(content: Any) -> bool:
+            with suppress(TrainingError):
+                text = write([{"role": "user", "content": content}])
+                return _PROBE in text and not any(f"{x}{_PROBE}{x}" in text for x in "\"'")
+            return False
+
+        return cls(writes(_PROBE), writes([{"type": "text", "text": _PROBE}]))
+
+    def fit(self, message: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+        """Give the content of a message the form that is written.
+
+        Texts of parts are joined by line breaks, as by vLLM and llama.cpp.
+
+        Raises:
+          TrainingError: a part is no text, and the template takes texts alone.
+        """
+        content = message.get("content")
+        if isinstance(content, str) and self.parts and not self.texts:
+            return {**message, "content": [{"type": "text", "text": content}]}
+        if not isinstance(content, list | tuple) or self.parts:
+            return message
+        texts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
+        for part, text in zip(content, texts, strict=True):
+            if not isinstance(text, str):
+                kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+                raise TrainingError(
+                    f"{where}: a message of {message.get('role')!r} has a part of type {kind!r}, "
+                    "and the chat template writes texts alone"
+                )
+        return {**message, "content": "\n".join(texts)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,18 +226,30 @@ class ChatTemplates:
                 f"{chat.where}: tools must be objects, JSON schemas of functions; "
                 "transformers.utils.get_json_schema(function) makes one"
             )
-        messages = chat.messages
+
+        def write(messages: Sequence[Mapping[str, Any]], more: bool = False) -> str:
+            try:
+                return template.compiled.render(
+                    **{**variables, "messages": messages, "add_generation_prompt": more}
+                )
+            except raised as error:
+                raise TrainingError(f"{chat.where}: the chat template fails ({error})") from error
+
+        forms = self._content_forms
+        if template not in forms:
+            forms[template] = _ContentForms.find(write)
+        messages = [forms[template].fit(message, chat.where) for message in chat.messages]
         if not template.tests_content:
             messages = [
                 {name: x for name, x in message.items() if name != "content" or x is not None}
                 for message in messages
             ]
-        try:
-            return template.compiled.render(
-                **{**variables, "messages": messages, "add_generation_prompt": more}
-            )
-        except raised as error:
-            raise TrainingError(f"{chat.where}: the chat template fails ({error})") from error
+        return write(messages, more)
+
+    @functools.cached_property
+    def _content_forms(self) -> dict[_Template, _ContentForms]:
+        """Which forms of content templates write, as far as this has been asked."""
+        return {}
 
     def render_open(self, chat: Chat, key: str = "content") -> str:
         """Write a chat up to the end of the text of its last message, which is to be continued.

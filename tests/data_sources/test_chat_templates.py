@@ -278,6 +278,44 @@ def test_arguments_have_the_form_that_the_template_takes(write, expression, of_o
     assert apply([USER, old], tokenize=False) == f"q;{of_text};"
 
 
+FORMS = {
+    # transformers prints lists by this template, as Python does
+    "texts": PLAIN,
+    # it fails with lists: 'can only concatenate str (not "list") to str'
+    "sums": "{% for m in messages %}{{ m.role[0] + ':' + m.content + ';' }}{% endfor %}",
+    # it drops lists (Qwen3)
+    "tested": "{% for m in messages %}{% set c = m.content if m.content is string else '' %}"
+    "{{ m.role[0] }}:{{ c }};{% endfor %}",
+    # it drops texts (LLaVA)
+    "parts": "{% for m in messages %}{{ m.role[0] }}:{% for c in m['content'] | "
+    "selectattr('type', 'equalto', 'text') %}{{ c['text'] }}{% endfor %};{% endfor %}",
+    "both": "{% for m in messages %}{{ m.role[0] }}:{% if m.content is string %}{{ m.content }}"
+    "{% else %}{% for c in m.content %}{{ c.text }}{% endfor %}{% endif %};{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_content_has_the_form_that_the_template_writes(write, form):
+    tokenizer = write(FORMS[form] + PROMPT, model=True)
+    model = jaxonnx.load(tokenizer.folder.path)
+    apply = tokenizer.apply_chat_template
+    texts = [USER, {"role": "assistant", "content": "b"}]
+    parts = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in texts]
+    for chat in (texts, parts, [texts[0], parts[1]], [parts[0], texts[1]]):
+        assert apply(chat, tokenize=False) == "u:q;a:b;"
+        assert apply(chat, tokenize=False, continue_final_message=True) == "u:q;a:b"
+        assert read(model, {"messages": chat})[0] == [["u:q;a:b;<|im_end|>", "b;<|im_end|>"]]
+    two = [{**USER, "content": [{"type": "text", "text": text} for text in "xy"]}]
+    joined = "x\ny" if form in ("texts", "sums", "tested") else "xy"  # as vLLM and llama.cpp do
+    assert apply(two, tokenize=False) == f"u:{joined};"
+    image = [{**USER, "content": [{"type": "image"}, {"type": "text", "text": "x"}]}]
+    if form in ("parts", "both"):
+        assert apply(image, tokenize=False) == "u:x;"
+        return
+    with pytest.raises(jaxonnx.TrainingError, match="message of 'user' has a part of type 'image'"):
+        apply(image, tokenize=False)
+
+
 DEEPSEEK = """{% for m in messages %}{% if m['role'] == 'user' %}U{{ m['content'] }}{% endif %}
 {%- if m['role'] == 'assistant' and m['content'] is none %}A{% for call in m['tool_calls'] %}
 {{- call['function']['name'] + '\njson\n' + call['function']['arguments'] + '\n' }}
