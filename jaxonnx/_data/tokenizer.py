@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import filecmp
 import functools
+import json
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,8 @@ from jaxonnx.errors import InputError, TrainingError
 _TRANSFORMERS = {"max_length", "padding", "return_assistant_tokens_mask", "return_dict"}
 _TRANSFORMERS |= {"return_tensors", "sanitize_control_tokens", "tokenizer_kwargs", "truncation"}
 """Arguments of transformers' `apply_chat_template` that say what becomes of the tokens."""
+_SPACES = "\u0120", "\u2581", "\u010a", "\u0109", "\u010d"
+"""What byte-level BPE and SentencePiece write for a space, and the former for line breaks, tabs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -319,10 +322,19 @@ class Tokenizer:
         return tuple([] if i is None else [i] for i in ids)
 
     @functools.cached_property
-    def continues(self) -> np.ndarray:
-        """Whether each token goes with the one before it (WordPiece's "##"), bool[tokens]."""
-        texts = map(self._tokens.id_to_token, range(self.size))
-        return np.array([bool(text) and text.startswith("##") for text in texts])
+    def continues(self) -> np.ndarray | None:
+        """Whether each token goes with the one before it to a word, bool[tokens].
+
+        WordPiece marks tokens within words ("##s"), byte-level BPE and SentencePiece the space
+        before a word. None if the tokenizer marks neither.
+        """
+        texts = [self._tokens.id_to_token(i) or "" for i in range(self.size)]
+        prefix = json.loads(self._tokens.to_str())["model"].get("continuing_subword_prefix")
+        if prefix:
+            return np.array([text.startswith(prefix) for text in texts])
+        begins = np.array([text.startswith(_SPACES) for text in texts])
+        begins[self.special_tokens] = True
+        return ~begins if any(text.startswith(_SPACES[:2]) for text in texts) else None
 
     @functools.cached_property
     def ends(self) -> list[int]:

@@ -175,8 +175,8 @@ class MaskedLoss(ClassLoss):
             continues = None if tokenizer is None else tokenizer.continues
             if continues is None or not continues.any():
                 raise TrainingError(
-                    "masked_lm: whole_words needs a tokenizer whose tokens within words begin with "
-                    '"##"'
+                    "masked_lm: whole_words needs a tokenizer that tells words apart: it marks "
+                    'tokens within words ("##s"), or spaces before words ("\u0120one", "\u2581one")'
                 )
 
         def hide(random: np.random.Generator, tokens: np.ndarray, labels: np.ndarray) -> Any:
@@ -228,8 +228,10 @@ def masked_lm(
 
     Args:
       probability: of each token to be chosen.
-      whole_words: whether all tokens of a word are chosen together: those that begin with "##" go
-        with the one before. It needs the tokenizer of a folder.
+      whole_words: whether all tokens of a word are chosen together. It needs the tokenizer of a
+        folder, which marks tokens within words ("##s" of WordPiece) or the space before a word (of
+        byte-level BPE, as in RoBERTa, and of SentencePiece): what follows without a space is of the
+        word then, punctuation too.
       mask_token, special_tokens: the token that hides others, and those that are never chosen; by
         default those of the tokenizer in the folder that the model was loaded from.
       ignore_index, reduction: as in `causal_lm`.

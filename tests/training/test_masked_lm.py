@@ -137,6 +137,35 @@ def test_words_are_chosen_whole(folder):
     assert (chosen[:, 1:][both] != chosen[:, :-1][both]).any()
 
 
+@pytest.mark.parametrize("space", ["\u0120", "\u2581"])
+def test_words_are_chosen_whole_by_the_spaces_before_them(space, folder, tmp_path):
+    """Of byte-level BPE (RoBERTa, ModernBERT) and SentencePiece, which may have a token "##"."""
+    shutil.copytree(folder, tmp_path / "model")
+    pieces = ["#", "##", "l", "o", "lo", space, f"{space}lo", "."]
+    words = {word: i for i, word in enumerate(SPECIAL + pieces)}
+    merges = [("#", "#"), ("l", "o"), (space, "lo")]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(words, merges, unk_token="[UNK]"))
+    before = tokenizers.pre_tokenizers
+    of_spaces = before.Metaspace(prepend_scheme="never")
+    tokenizer.pre_tokenizer = before.ByteLevel(False) if space == "\u0120" else of_spaces
+    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.save(str(tmp_path / "model/tokenizer.json"))
+    tokens = np.array(tokenizer.encode("[CLS]lolo lol ## lo. lo[SEP]").ids)
+    assert [tokenizer.id_to_token(i) for i in tokens[1:6]] == ["lo", "lo", f"{space}lo", "l", space]
+    words = np.array([-1, 0, 0, 1, 1, 2, 2, 3, 3, 4, -1])
+    rows = np.tile(tokens, (200, 1))
+    change = losses.masked_lm(whole_words=True, probability=0.3).draw(
+        jaxonnx.load(tmp_path / "model")
+    )
+    batch = jaxonnx.training.Batch((rows, rows, rows), rows, np.ones(200))
+    chosen = change(np.random.default_rng(0), batch).targets != -100
+    assert not chosen[:, words < 0].any()
+    by_word = np.stack([chosen[:, words == word].all(1) for word in range(5)], 1)
+    np.testing.assert_array_equal(chosen[:, 1:-1], by_word[:, words[1:-1]])
+    assert by_word.mean() == pytest.approx(0.3, abs=0.05)
+    assert abs(np.corrcoef(by_word.T) - np.eye(5)).max() < 0.3  # and words apart
+
+
 def test_texts_train_and_the_loss_is_the_cross_entropy_of_hidden_tokens(folder):
     settings = {"batch_size": 4, "epochs": 10, "optimizer": optax.adam(5e-2), "seed": 1}
     loss = losses.masked_lm(probability=0.4)
