@@ -40,7 +40,9 @@ def add(a: Sums, b: Sums) -> Sums:
 
 
 def _ratio(sums: Sums) -> jax.Array:
-    return _divide(*sums)
+    """Return a mean, which is NaN where nothing counts."""
+    total, count = sums
+    return jnp.where(count > 0, _divide(total, count), jnp.nan)
 
 
 def _divide(a: jax.Array, b: jax.Array) -> jax.Array:

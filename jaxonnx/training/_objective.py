@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -132,13 +133,19 @@ class Objective:
 
     def values(self, sums: dict[str, Any]) -> dict[str, Any]:
         """Return the values of sums: numbers, and tables."""
-        row: dict[str, Any] = {"loss": 0.0} if self.terms else {}
-        for i, term in enumerate(self.terms):
-            total, count = sums[f"loss {i}"]
-            value = float(total) / max(float(count), 1e-30)
-            row["loss"] += term.share * value
-            if len(self.terms) > 1:
-                row[f"{term.output}_loss"] = value
+        pairs = [[*map(float, sums[f"loss {i}"])] for i in range(len(self.terms))]
+        means = [total / count if count > 0 else math.nan for total, count in pairs]
+        # as in a step, an output of which nothing counts adds nothing
+        parts = [
+            term.share * mean
+            for term, mean, (_, count) in zip(self.terms, means, pairs, strict=True)
+            if count > 0
+        ]
+        row: dict[str, Any] = {}
+        if means:
+            row["loss"] = sum(parts) if parts else math.nan
+        if len(means) > 1:
+            row |= {f"{t.output}_loss": mean for t, mean in zip(self.terms, means, strict=True)}
         for name, measure in self.measures.items():
             value = measure.metric.value(sums[name])
             row[name] = float(value) if measure.metric.number else value

@@ -138,6 +138,19 @@ def test_yes_and_no():
     assert result["roc_curve"].area == pytest.approx(oracle.roc_auc_score(y[:, 0], x[:, 0]))
 
 
+def test_a_mean_over_nothing_is_not_a_number():
+    """As PyTorch's: 0 would be the best loss."""
+    x, y = examples(8)
+    nothing = x, y, np.zeros(8, np.float32)
+    names = ["accuracy", "top_2", "perplexity"]
+    found = jaxonnx.evaluate(mlp(), nothing, loss=LABELS, metrics=names, batch_size=4)
+    assert found.keys() == {"loss", *names}
+    assert np.isnan([*found.values()]).all()
+    run = train(data=(x, y), validation=nothing, epochs=2, patience=2)
+    assert np.isnan(run.history.epochs[-1]["validation_loss"])
+    assert {event["event"] for event in run.history.events} == {"not finite in validation"}
+
+
 def test_a_class_that_does_not_occur():
     x, _ = draw()
     result = jaxonnx.evaluate(network(), (x, np.arange(50) % 3), metrics=["roc_curve", "roc_auc"])
