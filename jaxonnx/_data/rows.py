@@ -84,9 +84,19 @@ class Shape:
         return isinstance(row, Mapping) and all(
             (name != JUDGEMENT and isinstance(row.get(name), str))
             or (name not in _PLAIN and _is_list_of_objects(row.get(name)))
-            or (name == JUDGEMENT and isinstance(row.get(name), bool | int | np.bool_))
+            or (name == JUDGEMENT and read_judgement(row.get(name)) is not None)
             for name in self.columns
         )
+
+
+def read_judgement(value: Any) -> float | None:
+    """Return a judgement, above 0 for a desirable answer; None if the value is none.
+
+    It is a boolean or an integer, or the text of one in a cell of a .csv file.
+    """
+    if isinstance(value, str):
+        value = {"true": 1, "1": 1, "false": 0, "0": 0}.get(value.strip().lower())
+    return float(value) if isinstance(value, bool | int | np.bool_) else None
 
 
 def _is_list_of_objects(value: Any) -> bool:

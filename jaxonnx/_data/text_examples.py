@@ -24,6 +24,7 @@ from jaxonnx._data.rows import (
     Shape,
     Texts,
     add_other_answers,
+    read_judgement,
 )
 from jaxonnx._data.tokenizer import Tokenizer
 from jaxonnx._io.vision_language import PIXELS
@@ -156,7 +157,7 @@ class Reader:
             labels += [pair[1] for pair in examples]
             weights += [weight] * len(examples)
             if shape.is_judged:
-                judged += [float(row[JUDGEMENT])] * len(examples)
+                judged += [read_judgement(row[JUDGEMENT])] * len(examples)
                 self.answer = row["completion"]
         columns = {self.tokens: ids, "labels": labels}
         if self.images is not None:

@@ -50,6 +50,8 @@ class Distillation(Loss):
                 "logits, with model.with_outputs(NAME)"
             )
 
+        sizes = [(value.shape or (None,))[-1] for value in (*teacher.outputs, *model.outputs)]
+
         @jax.jit
         def compute(params, state, inputs):
             return self.shorten(teacher.apply(params, *inputs, state=state))
@@ -64,6 +66,8 @@ class Distillation(Loss):
                     f"distill: the teacher takes {', '.join(v.name for v in teacher.inputs)}, and "
                     f"the student {', '.join(names)}: they need inputs of the same names"
                 )
+            if len(sizes) == 2 and all(isinstance(size, int) for size in sizes):
+                _check_classes(*sizes)  # the shapes of the greatest logits do not tell
             logits = compute(teacher.params, teacher.state, with_derived(inputs, teacher.inputs))
             return logits, batch.targets
 
@@ -109,14 +113,18 @@ class Distillation(Loss):
             rest, others = (jnp.maximum(1 - jnp.exp(x).sum(-1), 1e-7) for x in (teacher, student))
             more = rest * (jnp.log(rest) - jnp.log(others))
         else:
-            if teacher.shape[-1] != outputs.shape[-1]:
-                raise TrainingError(
-                    f"distill: the teacher has {teacher.shape[-1]} classes, the student "
-                    f"{outputs.shape[-1]}: they must be the same"
-                )
+            _check_classes(teacher.shape[-1], outputs.shape[-1])
             teacher = jax.nn.log_softmax(teacher.astype(jnp.float32) / self.temperature)
             more = 0.0
         return (jnp.exp(teacher) * (teacher - student)).sum(-1) + more
+
+
+def _check_classes(teacher: int, student: int) -> None:
+    if teacher != student:
+        raise TrainingError(
+            f"distill: the teacher has {teacher} classes, the student {student}: they must be the "
+            "same"
+        )
 
 
 def distill(

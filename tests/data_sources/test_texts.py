@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import jaxonnx
-from jaxonnx._data.ragged import Padding
+from jaxonnx._data.ragged import Needs, Padding
 from jaxonnx._data.texts import read_texts
 from jaxonnx._data.tokenizer import Tokenizer
 from tests.support.paths import DATA
@@ -318,3 +318,12 @@ def test_pairs_of_texts_are_no_rows_of_a_language_model(model, lines):
     path = lines({"sentence1": "a", "sentence2": "b", "label": 1})
     with pytest.raises(jaxonnx.TrainingError, match=r"(?s)unknown shape.*columns=\{'sentence1'"):
         jaxonnx.train(model, path)
+
+
+@pytest.mark.parametrize("labels", [("True", "False"), ("true", "false"), ("1", "0")])
+def test_judgements_in_cells_are_texts(model, labels, tmp_path):
+    lines = ["prompt,completion,label", *(f"one, two,{label}" for label in labels)]
+    (tmp_path / "rows.csv").write_text("\n".join(lines))
+    padding = Padding(needs=Needs(group=2))
+    data = read_texts(tmp_path / "rows.csv", None, model, None, padding).data
+    assert data["label"] == [1, 1, 0, 0]

@@ -156,6 +156,7 @@ def test_answers_with_a_judgement_are_compared_with_others():
 @pytest.mark.parametrize(
     ("data", "loss", "message"),
     [
+        ([{"prompt": "a", "completion": "b", "label": "yes"}] * 2, "kto", "'kto' takes rows like"),
         ([{"prompt": "a", "completion": "b", "label": True}], "kto", "is alone: an answer is"),
         (
             [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 2,
@@ -281,5 +282,7 @@ def test_what_does_not_fit():
     other = jaxonnx.load(mlp()).with_head(3)
     with pytest.raises(jaxonnx.TrainingError, match="the teacher has 3 classes, the student 4"):
         train(loss=losses.distill(teacher=other))
+    with pytest.raises(jaxonnx.TrainingError, match="the teacher has 3 classes, the student 4"):
+        train(loss=losses.distill(teacher=other, top=2))
     with pytest.raises(jaxonnx.TrainingError, match="they need inputs of the same names"):
         train(text(), PAIRS, loss=losses.distill(teacher=mlp(), next_token=True))
