@@ -145,7 +145,10 @@ class Adapters:
         if not adapters or len(adapters) != len(weights):
             raise InputError(f"{len(adapters)} adapters and {len(weights)} weights to combine")
         for each in adapters:
-            each._refuse_others()
+            each._refuse_others(
+                reason="cannot be combined: merge one, adapters.apply(model), and train another on "
+                "the result"
+            )
             each._refuse_rows("cannot be combined: save the models, or train on in one run")
             if each.has_magnitudes:
                 raise InputError(
@@ -244,12 +247,14 @@ class Adapters:
                 result[member] = np.ascontiguousarray(value.astype(dtype))
         return result
 
-    def _refuse_others(self, beyond: Collection[str] = ()) -> None:
+    def _refuse_others(
+        self,
+        beyond: Collection[str] = (),
+        reason: str = "is not held by this form: leave it out of trainable=, or save an .npz or "
+        "the model",
+    ) -> None:
         if others := [name for name in self.values if name not in self._members | {*beyond}]:
-            raise InputError(
-                f"'{others[0]}' was trained beside the adapters, which this form does not hold; "
-                "leave it out of trainable=, or save an .npz or the model"
-            )
+            raise InputError(f"'{others[0]}' was trained beside the adapters and {reason}")
 
     @property
     def _without_rows(self) -> list[str]:

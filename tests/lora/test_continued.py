@@ -1,6 +1,7 @@
 """Adapters that are trained further, combined, or of embeddings and of whole layers."""
 
 import json
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -135,6 +136,9 @@ def test_what_cannot_be_combined_is_refused():
         combine(pair, [1])
     with pytest.raises(jaxonnx.InputError, match="different models"):
         combine([pair[0], make(decoder(), 1, 2.0)], [1, 1])
+    others = replace(pair[0], values={**pair[0].values, "bias": jnp.ones(3)})
+    with pytest.raises(jaxonnx.InputError, match=r"'bias' was trained .* cannot be combined"):
+        combine([others, pair[0]], [1, 1])
     with pytest.raises(jaxonnx.InputError, match=r"DoRA.*norms of the base.*Merge one"):
         combine([jaxonnx.Adapters.of(changed(model, 2, "all-linear", dora=True))] * 2, [1, 1])
 
