@@ -43,8 +43,9 @@ NO_NAMES = {
     "onnx.quantize",
     "model.embed_tokens",
     "model.embed_tokens.weight",
+    "model.language_model",
 }
-"""Keys of records in files, a file of ONNX's specification, a producer's and a tensor's name."""
+"""Keys of records in files, a file of ONNX's specification, a producer's, names of tensors."""
 
 PROPERTIES = property, cached_property
 

@@ -42,6 +42,8 @@ LIKE_LLAMA = (
     *("smollm3", "granite", "olmo", "olmo2", "nemotron", "ernie45", "hunyuandensev1", "causallm"),
 )
 """Model types whose modules are named as those of Llama; mobius has a CausalLMModel for many."""
+BESIDE_VISION = "model.language_model."
+"""Where transformers has the modules of a decoder's "model" beside a vision encoder."""
 EXPORTED = re.compile(r"\.MatMul\.|_t$")
 """Weights that onnxruntime-genai's builder and mobius name."""
 
@@ -90,7 +92,10 @@ def find_family(model: Model, config: Mapping[str, Any] = MappingProxyType({})) 
     """
     read = model.folder.read_json if model.folder else lambda name: {}
     family = read("genai_config.json").get("model", {}).get("type")
-    family = family or {**config, **read("config.json")}.get("model_type")
+    settings = {**config, **read("config.json")}
+    if model.folder and model.folder.vision:
+        settings = settings.get("text_config") or settings
+    family = family or settings.get("model_type")
     records = (entry for node in model.proto.graph.node for entry in node.metadata_props)
     classes = (e.value for e in records if e.key == "pkg.onnxscript.class_hierarchy")
     recorded = re.match(r"\['(\w+?)(?:CausalLM)?Model'", next(classes, ""))
@@ -123,7 +128,13 @@ def find_matrices(
     }
     used = [*uses(model.graph, tensors)]
     fused = find_fused_projections(model.graph, meanings, used, tensors)
-    return name_modules(rows, names, model.aliases), rows, fused
+    modules = name_modules(rows, names, model.aliases)
+    if names is None and model.folder and model.folder.vision:
+        modules = {
+            name: re.sub(r"^model\.(?=layers\.|embed_tokens$)", BESIDE_VISION, module)
+            for name, module in modules.items()
+        }
+    return modules, rows, fused
 
 
 def name_modules(

@@ -15,6 +15,7 @@ from jaxonnx.lora import _files as files
 from jaxonnx.lora._files import Change
 from jaxonnx.lora._merge import find_tied, magnitude, pair, unfold_map
 from jaxonnx.lora._module_names import (
+    BESIDE_VISION,
     EXPORTED,
     FAMILIES,
     LIKE_LLAMA,
@@ -110,6 +111,11 @@ def read(
             module = files.plain_name(block.target)
             targets.setdefault(module, []).append(block._replace(target=module).invert())
         places = targets | places
+    for module, blocks in [*places.items()]:
+        inner = module.removeprefix(BESIDE_VISION)
+        if inner != module:  # also of a decoder trained alone, or by transformers before 4.52
+            for other in (f"model.{inner}", f"language_model.model.{inner}"):
+                places[other] = [block._replace(source=other) for block in blocks]
     tied = find_tied(model)
     places |= {
         table_of(module): blocks

@@ -13,12 +13,13 @@ import numpy as np
 import onnx
 import pytest
 from onnx.helper import make_node, make_operatorsetid
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import jaxonnx
 from tests.support.adapter_files import changed, peft_folder
 from tests.support.few_bit_files import network, normal
 from tests.support.genai_builder import FOLDER, STORED
+from tests.support.paths import DATA
 
 IDS = np.array(json.loads((FOLDER / "losses.json").read_text())["ids"])
 MODULES = json.loads((FOLDER / "modules.json").read_text())
@@ -101,6 +102,33 @@ def test_modules_of_phi_3_are_joined_or_split(tmp_path):
     fresh = {name: pair | {"B": 0 * pair["B"]} for name, pair in factors.items()}
     peft_folder(tmp_path / "fresh", fresh)
     assert {*jaxonnx.Adapters.load(tmp_path / "fresh", model).layouts} == {*adapters.layouts}
+
+
+@pytest.mark.parametrize("name", ["llava-genai", "internvl-js"])
+def test_a_decoder_beside_a_vision_encoder(name, tmp_path):
+    """transformers has it in `model.language_model`; PEFT ignores names that it does not find.
+
+    tests/oracles/test_vision_language.py asks PEFT.
+    """
+    model = jaxonnx.load(DATA / "vision" / name)
+    adapters = jaxonnx.Adapters.of(changed(model, 2, "all-linear"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        arrays, config = saved(adapters, tmp_path / "saved", model)
+    stem = "base_model.model.model.language_model.layers.0."
+    assert len(arrays) == 14
+    assert all(key.startswith(stem) for key in arrays)
+    named = {"saved": stem, "alone": "base_model.model.model.layers.0."}
+    named["older"] = "base_model.model.language_model.model.layers.0."
+    for folder, other in named.items():
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "adapter_config.json").write_text(json.dumps(config))
+        renamed = {key.replace(stem, other): x for key, x in arrays.items()}
+        save_file(renamed, tmp_path / folder / "adapter_model.safetensors")
+        read = jaxonnx.Adapters.load(tmp_path / folder, model)
+        assert read.layouts.keys() == adapters.layouts.keys()
+        for weight in adapters.layouts:
+            np.testing.assert_allclose(product(read, weight), product(adapters, weight), atol=1e-5)
 
 
 def test_names_that_are_not_certain_are_said(tmp_path):

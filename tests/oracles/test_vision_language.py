@@ -4,6 +4,7 @@ Needs torch, transformers 5 and onnxruntime-genai 0.18; CI has none of them, and
 values (tests/io/test_vision_language.py, tests/data_sources/test_image_messages.py).
 """
 
+import copy
 import json
 import shutil
 
@@ -65,6 +66,38 @@ def test_losses_gradients_and_saved_files(family, layout, precision, tmp_path):
     tolerance = 1e-5 if precision == "fp32" else 0.1
     ran = run_folder(tmp_path / "tuned", ids, pixels)
     np.testing.assert_allclose(ran, logits, atol=tolerance)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(("family", "layout"), [("llava", "genai"), ("internvl", "js")])
+def test_adapters_of_peft(family, layout, tmp_path):
+    from PIL import Image
+
+    peft, torch = pytest.importorskip("peft"), pytest.importorskip("torch")
+    pytest.importorskip("onnxruntime_genai")
+    network = made.write_folder(family, layout, tmp_path / "model", "fp32")
+    told = made.run_transformers(family, network, Image.fromarray(made.make_picture()))
+    ids, pixels = told["input_ids"], told["pixel_values"]
+    model = jaxonnx.load(tmp_path / "model")
+    config = peft.LoraConfig(r=2, target_modules=r".*language_model.*_proj")
+    tensors = {"input_ids": torch.from_numpy(ids), "pixel_values": torch.from_numpy(pixels)}
+
+    def run(network):
+        with torch.no_grad():
+            return network(**tensors).logits.numpy()
+
+    theirs = peft.get_peft_model(copy.deepcopy(network), config).eval()
+    for name, value in theirs.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(value, std=0.3)
+    theirs.save_pretrained(tmp_path / "theirs")
+    adapters = jaxonnx.Adapters.load(tmp_path / "theirs", model)
+    pixels = pixels[None] if family == "internvl" else pixels
+    logits = adapters.attach(model).without_cache()(ids, pixels, np.ones_like(ids))
+    np.testing.assert_allclose(logits, run(theirs), atol=1e-5)
+    adapters.save(tmp_path / "back", model)
+    back = peft.PeftModel.from_pretrained(copy.deepcopy(network), str(tmp_path / "back")).eval()
+    np.testing.assert_allclose(run(back), run(theirs), atol=1e-6)
 
 
 NAMES = {
