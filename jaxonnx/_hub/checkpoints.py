@@ -45,6 +45,8 @@ _COMPANIONS = (
     ),
 )
 """Files that go along: of the tokenizer, of generation, of images."""
+_NO_TEXT = {"pixel_values", "input_features", "input_values"}
+"""Inputs that are images or sounds."""
 _OFFSETS = ("gemma", "gemma2", "gemma3", "gemma3text", "nemotron")
 """Model types whose norms multiply by 1 + weight."""
 
@@ -69,7 +71,8 @@ def export_safetensors(
     taken apart, the 1 in the scales of Gemma's norms is taken off, rotary tables stay out, and an
     output layer that shares the embedding's table is written once. Beyond 5 GB there are several
     files and an index. `config.json` is that of the model's folder or of `original`, with
-    `tie_word_embeddings`, the type and the classes (`head=`) as the file has them; files of the
+    `tie_word_embeddings`, the type and the classes (`head=`) as the file has them; of a
+    vision-language model whose decoder alone is in the file it is the `text_config`. Files of the
     tokenizer are copied.
     Adapters are merged.
 
@@ -100,7 +103,7 @@ def export_safetensors(
             + ", ".join(net.folder.files)
         )
     meanings = weights(net.graph, net.tensors)
-    settings = _read_config(net, original)
+    settings = _describe_network(net, _read_config(net, original))
     family = find_family(net, settings)
     blocks = name_weights(net, meanings, family, names or {})
     sources = dict.fromkeys(block.source for parts in blocks.values() for block in parts)
@@ -300,6 +303,19 @@ def _read_config(model: Model, original: str | os.PathLike[str] | None) -> dict[
     path = Path(original, "config.json") if Path(original).is_dir() else Path(original)
     require("original", os.fspath(original), path.is_file(), "a folder with config.json, or it")
     return ModelFolder(path.parent, "").read_json(path.name)
+
+
+def _describe_network(model: Model, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of the decoder alone where a `config.json` is of a model of images too.
+
+    transformers would look for the decoder's weights by other names, find none, and draw new ones.
+    """
+    text = settings.get("text_config")
+    names = {value.name for value in model.inputs}
+    if not isinstance(text, dict) or not _NO_TEXT.isdisjoint(names):
+        return settings
+    shared = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
+    return {**{key: settings[key] for key in shared if key in settings}, **text}
 
 
 def _copy_companions(model: Model, original: str | os.PathLike[str] | None, target: Path) -> None:

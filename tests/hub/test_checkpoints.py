@@ -157,6 +157,20 @@ def test_an_output_layer_that_differs_from_its_table_stays_apart(tmp_path):
     assert json.loads((tmp_path / "tied/config.json").read_text())["tie_word_embeddings"]
 
 
+def test_the_configuration_of_a_decoder_is_its_own(tmp_path):
+    """That of a vision-language model gives its decoder other names; transformers finds none."""
+    text = {"model_type": "llama", "vocab_size": 64, "quantization_config": {"quant_method": "fp8"}}
+    more = {"text_config": text, "vision_config": {}, "eos_token_id": 2, "bos_token_id": 1}
+    config = write_config(tmp_path, "llava", **more, architectures=["LlavaForCausalLM"])
+    model = jaxonnx.load(genai_builder.FOLDER / "llama.onnx")
+    jaxonnx.export_safetensors(model, tmp_path / "hf", original=config)
+    assert "model.layers.0.mlp.up_proj.weight" in read(tmp_path / "hf")
+    assert json.loads((tmp_path / "hf/config.json").read_text()) == {
+        **{"model_type": "llama", "vocab_size": 64, "dtype": "float32"},
+        **{"eos_token_id": 2, "bos_token_id": 1, "tie_word_embeddings": False},
+    }
+
+
 def test_what_cannot_be_named_is_told(tmp_path):
     path = genai_builder.FOLDER / "gpt_oss.onnx"
     config = write_config(tmp_path, "gpt_oss")
