@@ -112,14 +112,16 @@ class _ContentForms(NamedTuple):
             return {**message, "content": [{"type": "text", "text": content}]}
         if not isinstance(content, list | tuple) or self.parts:
             return message
-        texts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
-        for part, text in zip(content, texts, strict=True):
+        texts: list[str] = []
+        for part in content:
+            text = part.get("text") if isinstance(part, Mapping) else part
             if not isinstance(text, str):
                 kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
                 raise TrainingError(
                     f"{where}: a message of {message.get('role')!r} has a part of type {kind!r}, "
                     "and the chat template writes texts alone"
                 )
+            texts.append(text)
         return {**message, "content": "\n".join(texts)}
 
 

@@ -51,6 +51,7 @@ class Distillation(Loss):
             )
 
         sizes = [(value.shape or (None,))[-1] for value in (*teacher.outputs, *model.outputs)]
+        classes = [size for size in sizes if isinstance(size, int)]
 
         @jax.jit
         def compute(params, state, inputs):
@@ -66,8 +67,8 @@ class Distillation(Loss):
                     f"distill: the teacher takes {', '.join(v.name for v in teacher.inputs)}, and "
                     f"the student {', '.join(names)}: they need inputs of the same names"
                 )
-            if len(sizes) == 2 and all(isinstance(size, int) for size in sizes):
-                _check_classes(*sizes)  # the shapes of the greatest logits do not tell
+            if len(classes) == len(sizes) == 2:  # the shapes of the greatest logits do not tell
+                _check_classes(*classes)
             logits = compute(teacher.params, teacher.state, with_derived(inputs, teacher.inputs))
             return logits, batch.targets
 

@@ -436,7 +436,7 @@ JUDGED = {"prompt": "a", "completion": "b", "label": True}
         ("orpo", {"prompt": "a", "completion": "b"}, {}, "rows with 'prompt', .*'orpo' .*chosen"),
         ("dpo", JUDGED, {}, "'completion', 'label', and the loss 'dpo' .*chosen"),
         ("kto", PAIR, {}, "'rejected', and the loss 'kto' takes rows like .*label"),
-        ("kto", {**JUDGED, "label": "true"}, {}, "the loss 'kto' takes rows like .*label"),
+        ("kto", {**JUDGED, "label": "yes"}, {}, "the loss 'kto' takes rows like .*label"),
         ("dpo", PAIR, {"preprocess": {"pack": True}}, "the loss 'dpo' compares rows"),
         ("causal_lm", {"text": None}, {}, "data begins with {'text': None}, and rows are like"),
     ],

@@ -156,7 +156,6 @@ def test_answers_with_a_judgement_are_compared_with_others():
 @pytest.mark.parametrize(
     ("data", "loss", "message"),
     [
-        ([{"prompt": "a", "completion": "b", "label": "yes"}] * 2, "kto", "'kto' takes rows like"),
         ([{"prompt": "a", "completion": "b", "label": True}], "kto", "is alone: an answer is"),
         (
             [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 2,
