@@ -86,7 +86,7 @@ class Objective:
         Args:
           outputs: all values that the model computes.
         """
-        pairs: dict[Any, Any] = {}
+        targets, pairs = _fill_missing(targets, weight), dict[Any, Any]()
         for i, term in enumerate(self.terms):
             total, count = term.loss.totals(*self._loss_arguments(term, outputs, targets), weight)
             loss, key = term.share * (total / jnp.where(count > 0, count, 1)), term.loss.denominator
@@ -96,7 +96,8 @@ class Objective:
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Any]:
         """Return the sums of a batch: losses first, then metrics by name."""
-        targets, weight = batch.targets, jnp.asarray(batch.weight)
+        weight = jnp.asarray(batch.weight)
+        targets = _fill_missing(batch.targets, weight)
         sums = {
             f"loss {i}": term.loss.totals(*self._loss_arguments(term, outputs, targets), weight)
             for i, term in enumerate(self.terms)
@@ -219,6 +220,22 @@ class Objective:
             return values[self.names.index(output)], _select_targets(targets, output)
         count = len(self.names)
         return values[0] if count == 1 else values[:count], targets
+
+
+def _fill_missing(targets: Any, weight: jax.Array) -> Any:
+    """Set targets that are not finite to 0 where the weight of the example is 0.
+
+    NaN marks what was not measured. It would come back from the product with the weight, and from
+    that of the gradient of the loss with 0.
+    """
+
+    def fill(x):
+        if x.shape[:1] != weight.shape or not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        counts = (weight > 0).reshape(-1, *(1,) * (x.ndim - 1))
+        return jnp.where(counts | jnp.isfinite(x), x, 0)
+
+    return jax.tree.map(fill, targets)
 
 
 def _select_targets(targets: Any, output: str | None) -> Any:

@@ -62,6 +62,39 @@ def test_values(loss, weight, mean, total):
     np.testing.assert_allclose(each.sum(), total, rtol=1e-6)
 
 
+@pytest.mark.parametrize("loss", ["squared_error", "huber_loss", lambda y, t: jnp.abs(y - t)])
+@pytest.mark.parametrize("several", [False, True])
+def test_missing_targets_of_weight_0(loss, several):
+    """They are as if they were not there: NaN times 0 is NaN, also in the gradient."""
+    body = "y = MatMul(x, w)" + " z = MatMul(x, v)" * several
+    model = network(body, "float[n, 3] y" + ", float[n, 1] z" * several)
+    random = np.random.default_rng(0)
+    x = random.normal(size=(12, 2)).astype(np.float32)
+    targets = [random.normal(size=(12, n)).astype(np.float32) for n in (3, 1)]
+    weight = np.ones(12, np.float32)
+    targets[0][2], targets[0][7, 1], targets[1][2], weight[[2, 7]] = np.nan, np.inf, -np.inf, 0
+    kept = weight > 0
+
+    def data(rows):
+        each = dict(zip("yz", (t[rows] for t in targets), strict=True))
+        return x[rows], each if several else each["y"]
+
+    losses_of = {"y": loss, "z": loss} if several else loss
+    whole = data(slice(None))
+    settings = {"loss": losses_of, "batch_size": 12, "accumulate": 2}
+    result = train(model, (*whole, weight), **settings)
+    expected = train(model, data(kept), **settings)
+    for name, value in expected.model.params.items():
+        np.testing.assert_allclose(result.model.params[name], value, rtol=1e-5, atol=1e-6)
+    metrics = {"y": ["r2", "mae"]} if several else ["r2", "mae", "mse"]
+    row = jaxonnx.evaluate(model, (*whole, weight), metrics=metrics, loss=losses_of)
+    alone = jaxonnx.evaluate(model, data(kept), metrics=metrics, loss=losses_of)
+    np.testing.assert_allclose([*row.values()], [*alone.values()], rtol=1e-5)
+    # of an example that counts it is an error of the data
+    with pytest.warns(UserWarning, match="not finite at step 1"):
+        train(model, (*whole, np.ones(12, np.float32)), **settings)
+
+
 def test_gradient():
     gradient = jax.grad(cross_entropy(weight=WEIGHT, ignore_index=-1))(SCORES, TARGETS)
     expected = [
