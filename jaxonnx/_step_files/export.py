@@ -96,7 +96,7 @@ def export_step(
       init: "safetensors" or "npz" writes the initial state as a file of arrays instead of a graph.
       external_data: write large tensors of each graph to a file beside it. Above 2 GB this is
         always done.
-      check: compare the graphs with the functions of `train`, by onnxruntime where it is
+      check: compare the graphs with the computations of `train`, by onnxruntime where it is
         installed, before anything is written: on arrays of `batch` that have different numbers, and
         on random numbers in place of others. Above 256 MiB of state it is not compared, with a
         warning.
