@@ -1,1 +1,4 @@
-"""Read data in any form, and batch it."""
+"""Kinds of data, and their batches. Each kind is a module that registers it."""
+
+from jaxonnx._data import arrays, datasets, files, texts
+from jaxonnx._data.images import folder

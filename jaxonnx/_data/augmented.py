@@ -1,7 +1,7 @@
 """Augmentation of training batches by a function of the user, on the device."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -9,7 +9,6 @@ import numpy as np
 
 from jaxonnx._data.batches import Batch, Derived, Source
 from jaxonnx._data.images.augment import key_of
-from jaxonnx._data.images.folder import is_folder
 from jaxonnx.errors import TrainingError
 
 _KEY = 2**32 - 4
@@ -46,30 +45,6 @@ class Augmented(Derived):
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         for number, batch in enumerate(self._source.batches(epoch, start), start):
             yield self._change(self._key, np.uint32(epoch), np.uint32(number), batch)
-
-
-def add_image_augmentation(
-    preprocess: Mapping[str, Any] | None, augment: Any, data: Any
-) -> Mapping[str, Any] | None:
-    """Add the names of image augmentations in `augment` of `train` to `preprocess`.
-
-    Raises:
-      TrainingError: names for data other than a folder of images, or names in `preprocess` as well.
-    """
-    if augment is None or callable(augment):
-        return preprocess
-    if not is_folder(data):
-        raise TrainingError(
-            f"augment={augment!r}: names go with a folder of pictures; for other data pass a "
-            "function (key, x) that returns what x becomes, or (key, batch)"
-        )
-    if preprocess is not None and not isinstance(preprocess, Mapping):
-        return preprocess  # refused where it is read
-    if preprocess is not None and "augment" in preprocess:
-        raise TrainingError(
-            "augment= and preprocess={'augment': ...} are two forms of one argument: leave one out"
-        )
-    return {**(preprocess or {}), "augment": augment}
 
 
 def augment_examples(examples: Source, augment: Any, seed: int) -> Source:

@@ -6,13 +6,16 @@ So batches of one width have one shape, nothing is compiled twice, and batch sta
 examples only, though the loss does not count the fill.
 """
 
+from __future__ import annotations
+
+import itertools
 import math
 import warnings
 import zlib
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import Any, NamedTuple, TypeVar
 
@@ -78,6 +81,17 @@ class Source(ABC):
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Return the batches of an epoch, from batch `start` on."""
 
+    def split(self, share: float) -> tuple[Source, Source]:
+        """Return a source without a share of the examples, and that share.
+
+        Raises:
+          TrainingError: the examples cannot be divided so.
+        """
+        raise TrainingError(
+            f"validation={share} is a fraction, and data is an iterable: pass "
+            "validation data like it"
+        )
+
     def release(self) -> None:  # noqa: B027
         """Free the memory of a cache; the batches can be read as before."""
 
@@ -94,6 +108,36 @@ class Derived(Source):
     @property
     def identity(self) -> dict[str, Any] | None:
         return self._source.identity
+
+
+class Portions(Derived):
+    """A source whose epochs have a fixed number of batches, read on and on.
+
+    Args:
+      source: the source. At its end it is read again.
+      steps: the number of batches of an epoch.
+    """
+
+    def __init__(self, source: Source, steps: int):
+        super().__init__(source)
+        self._steps, self._running, self._at = steps, iter(()), -1
+        self.checks_batches = source.checks_batches
+
+    @property
+    def steps(self) -> int:
+        return self._steps
+
+    def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        first = epoch * self._steps + start
+        if self._at != first:
+            self._running = islice(self._repeat(), first, None)
+        for at in range(first, (epoch + 1) * self._steps):
+            self._at = at + 1
+            yield next(self._running)
+
+    def _repeat(self) -> Iterator[Batch]:
+        for epoch in itertools.count():
+            yield from self._source.batches(epoch)
 
 
 @dataclass(frozen=True)
@@ -134,6 +178,22 @@ class Examples(Source):
     def contents(self) -> Sequence[np.ndarray]:
         """Return the arrays that identify the examples, for the fingerprint."""
 
+    def split(self, share: float) -> tuple[Source, Source]:
+        """Return a source without a share of the examples, and that share; the seed chooses."""
+        groups = self.rows.reshape(-1, self.group)
+        count = len(groups)
+        size = round(count * share) if 0 < share < 1 else 0
+        if isinstance(share, bool) or not 0 < size < count:
+            raise TrainingError(
+                f"validation={share!r} must be a share between 0 and 1 of the {count} "
+                f"{'examples' if self.group == 1 else 'groups of examples'} that leaves some on "
+                "either side"
+            )
+        order = np.random.default_rng(np.random.SeedSequence(self.seed, spawn_key=(0,)))
+        chosen = np.sort(order.permutation(count)[:size])
+        rest, held_out = np.delete(groups, chosen, axis=0).reshape(-1), groups[chosen].reshape(-1)
+        return replace(self, rows=rest), replace(self, rows=held_out, seed=None)
+
     def order(self, epoch: int) -> np.ndarray:
         """Return the rows in the order of an epoch, shuffled in whole groups."""
         order = self.rows.reshape(-1, self.group).copy()
@@ -162,6 +222,15 @@ class Arrays(Examples):
 
     def contents(self) -> Sequence[np.ndarray]:
         return jax.tree.leaves((self.inputs, self.targets))
+
+    def split(self, share: float) -> tuple[Source, Source]:
+        if any(self.whole):
+            raise TrainingError(
+                f"validation={share} is a share of examples, and batching= passes inputs whole: "
+                "pass validation data, like (inputs, targets, weights) with the weight 0 for what "
+                "is trained"
+            )
+        return super().split(share)
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         whole = self.whole or (False,) * len(self.inputs)

@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any
@@ -18,24 +19,14 @@ from typing import IO, Any
 import numpy as np
 
 from jaxonnx import _safe_read
+from jaxonnx._data.kinds import Data, register_data
+from jaxonnx._data.rows import Row, Rows
 from jaxonnx.errors import TrainingError
 
 FILES = (
     "an .npz file, a .jsonl file with an object in each line, a .json file with a list of objects, "
     "a .csv, .tsv or .parquet file, or a folder of pictures"
 )
-Row = tuple[str, Any]
-"""The name of a row for errors, and the row."""
-
-
-def is_row_file(data: Any) -> bool:
-    """Check whether data is the path of a file with rows."""
-    return (
-        isinstance(data, str | os.PathLike)
-        and "\0" not in os.fspath(data)
-        and Path(data).suffix in _READERS
-        and Path(data).is_file()
-    )
 
 
 def iterate_rows(path: str | os.PathLike[str]) -> Iterator[Row]:
@@ -65,7 +56,7 @@ def read_table(path: str | os.PathLike[str]) -> Mapping[str, Any]:
       TrainingError: the file cannot be read, or its rows differ in their columns.
     """
     failure, suffix = f"the data '{os.fspath(path)}' cannot be read", Path(path).suffix
-    if is_row_file(path):
+    if _has_rows(path):
         rows = iterate_rows(path)
         if suffix in _CELLS:
             rows = ((where, {n: _parse_cell(x) for n, x in row.items()}) for where, row in rows)
@@ -184,3 +175,43 @@ _READERS: Mapping[str, Callable[[Path, str], Iterator[Row]]] = {
     ".parquet": _read_parquet,
 }
 """How the rows of a file are read, by its suffix."""
+
+
+def _has_rows(path: str | os.PathLike[str]) -> bool:
+    named = "\0" not in os.fspath(path)
+    return named and Path(path).suffix in _READERS and Path(path).is_file()
+
+
+@register_data
+class Table(Data):
+    """A file with columns, of which a table of rows may have texts."""
+
+    form = f"the path of {FILES}"
+
+    @classmethod
+    def accepts(cls, data: Any, labels: bool) -> bool:
+        return isinstance(data, str | os.PathLike)
+
+    def load(self) -> Mapping[str, Any]:
+        return read_table(self.data)
+
+    @property
+    def what(self) -> str:
+        return f"{self.name} '{os.fspath(self.data)}'"
+
+    @property
+    def title(self) -> str:
+        return Path(self.data).name
+
+    @property
+    def table(self) -> Mapping[str, Any]:
+        return self.arrays
+
+    @cached_property
+    def rows(self) -> Rows | None:
+        path = self.data
+        if not _has_rows(path):
+            return None
+        first, from_arrow = next(iterate_rows(path))[1], Path(path).suffix == ".parquet"
+        folder = Path(path).parent
+        return Rows(lambda _: iterate_rows(path), first, self.names, folder, fills_gaps=from_arrow)

@@ -253,6 +253,31 @@ def _split_pair(data: Any, names: list[str], what: str, spare: Collection[str]) 
     return inputs, next(iter(targets.values())) if len(targets) == 1 else targets
 
 
+def lacks_batch_axis(batch: Any, inputs: Sequence[Value]) -> bool:
+    """Check whether the model takes single examples, and data has one more axis, of examples.
+
+    Args:
+      batch: the data or a batch of it, with or without targets; None if it is not known.
+      inputs: the model's inputs.
+    """
+    names = [value.name for value in inputs]
+    weighed = isinstance(batch, tuple) and len(batch) == 3 != len(names)
+    x = drop_targets(batch[:2] if weighed else batch, names)
+    if isinstance(x, Mapping):
+        x = tuple(x.get(name) for name in names)
+    arrays = x if isinstance(x, tuple) else (x,)
+    return len(arrays) == len(inputs) > 0 and all(map(_has_further_axis, arrays, inputs))
+
+
+def _has_further_axis(array: Any, value: Value) -> bool:
+    """Check whether an array has one axis more than an input, in front of axes that fit it."""
+    shape = getattr(array, "shape", None)
+    if shape is None or value.shape is None or value.whole or len(shape) != len(value.shape) + 1:
+        return False
+    sizes = zip(shape[1:], value.shape, strict=True)
+    return all(not isinstance(wanted, int) or wanted == size for size, wanted in sizes)
+
+
 KEY = "weight"
 """The name of the weights in a dict."""
 

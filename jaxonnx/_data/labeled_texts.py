@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxonnx._data.files import Row
 from jaxonnx._data.images.preparation import preparation
 from jaxonnx._data.inputs_and_targets import KEY
 from jaxonnx._data.ragged import segment_input
-from jaxonnx._data.rows import LABELS, Rows, Shape
+from jaxonnx._data.rows import LABELS, Row, Rows, Shape
 from jaxonnx._data.text_examples import TextSettings, read_weight
 from jaxonnx._data.tokenizer import Tokenizer
 from jaxonnx._rewrite.network import Network

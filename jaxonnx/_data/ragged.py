@@ -288,6 +288,8 @@ class Needs:
     complete: Mapping[str, Callable[[Any], tuple[Any, Any]]] = field(default_factory=dict)
     """Functions of the labels, by the names of inputs that data may omit, that return the input
     and the labels to learn."""
+    losses: Sequence[Any] = ()
+    """The losses themselves (`losses.Loss`)."""
 
 
 @dataclass(frozen=True)

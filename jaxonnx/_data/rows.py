@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxonnx._data.files import Row, is_row_file, iterate_rows, to_columns
-from jaxonnx._data.ragged import Padding
 from jaxonnx._require import require
 from jaxonnx.errors import TrainingError
 
+Row = tuple[str, Any]
+"""The name of a row for errors, and the row."""
 Names = Mapping[str, str]
 """New names of columns, of keys and roles of messages, by those of the data."""
 VARIABLES = "tools", "documents", "chat_template_kwargs"
@@ -62,12 +62,14 @@ class Shape:
       optional: those that it may have.
       read: converts a row, with names for its messages.
       example: a row, for errors.
+      loss: the name of one that compares the answers of rows, if rows have such.
     """
 
     columns: tuple[str, ...]
     optional: tuple[str, ...]
     read: Callable[[Mapping[str, Any], Names], Texts]
     example: str
+    loss: str | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -273,12 +275,14 @@ SHAPES = (
         (_OTHER, *VARIABLES),
         _read_judged,
         '{"prompt": "...", "completion": "...", "label": true} (for the loss "kto")',
+        "kto",
     ),
     Shape(
         ("chosen", "rejected"),
         ("prompt", *VARIABLES),
         _read_preference,
         '{"prompt": "...", "chosen": "...", "rejected": "..."} (for a loss of pairs)',
+        "dpo",
     ),
 )
 """The shapes of rows. If several fit, the first is meant; for a loss of pairs, the last."""
@@ -324,7 +328,6 @@ class Rows:
       is_spent: whether they can be read only once.
       fills_gaps: whether they are Arrow's, whose structs have None for what a row lacks.
       classes: the names of the classes of columns that have such, as datasets' ClassLabel.
-      convert: returns the columns of some rows, and the padding of their sequences.
     """
 
     iterate: Callable[[int], Iterable[Row]]
@@ -335,9 +338,6 @@ class Rows:
     is_spent: bool = False
     fills_gaps: bool = False
     classes: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    convert: Callable[[Iterable[Row], Padding], tuple[dict[str, Any], Padding]] = (
-        lambda rows, padding: (to_columns(rows), padding)
-    )
 
     def __call__(self, epoch: int = 0) -> Iterator[Row]:
         """Yield the rows of an epoch with new names of their columns, and names for errors."""
@@ -371,16 +371,6 @@ class Rows:
         return next((shape for shape in shapes if shape.fits(row)), None)
 
 
-def is_dataset(data: Any) -> bool:
-    """Check whether data is a Hugging Face Dataset, which is neither streamed nor has splits."""
-    return all(hasattr(data, name) for name in ("column_names", "format", "__len__"))
-
-
-def is_streamed(data: Any) -> bool:
-    """Check whether data is a Hugging Face IterableDataset."""
-    return hasattr(data, "column_names") and not hasattr(data, "__len__")
-
-
 class Begun(Iterator):
     """An iterator whose first item is known before it is drawn."""
 
@@ -395,55 +385,10 @@ class Begun(Iterator):
         return self._ahead.pop() if self._ahead else next(self._items)
 
 
-def open_rows(data: Any, what: str, names: Names | None = None) -> Any:
-    """Return texts, and any rows of a stream, as `Rows`; other data as they are.
-
-    Args:
-      data: as `train` takes it.
-      what: the data, for errors.
-      names: new names of columns and roles.
-
-    Returns:
-      Rows; for an iterator of anything else an iterator from its first item on.
-    """
-    data = Begun(data) if isinstance(data, Iterator) and not isinstance(data, Begun) else data
-    rows = _find_rows(data, what, names or {})
-    return data if rows is None or not (rows.find_shape() or is_streamed(data)) else rows
-
-
-def _find_rows(data: Any, what: str, names: Names) -> Rows | None:
-    if is_row_file(data):
-        first = next(iterate_rows(data))[1]
-        from_arrow = Path(data).suffix == ".parquet"
-        folder = Path(data).parent
-        return Rows(lambda _: iterate_rows(data), first, names, folder, fills_gaps=from_arrow)
-    features = getattr(data, "features", None)
-    features = features if isinstance(features, Mapping) else {}
-    classes = {names.get(n, n): f.names for n, f in features.items() if hasattr(f, "names")}
-    if (isinstance(data, list) or is_dataset(data)) and len(data):
-        named = lambda _: ((f"example {i} of {what}", data[i]) for i in range(len(data)))  # noqa: E731
-        return Rows(named, data[0], names, fills_gaps=is_dataset(data), classes=classes)
-    if not (is_streamed(data) or isinstance(data, Begun)):
-        return None
-
-    def iterate(epoch: int) -> Iterator[Row]:
-        getattr(data, "set_epoch", lambda epoch: None)(epoch)
-        for number, row in enumerate(data):
-            yield f"example {number} of {what}", row
-
-    once = isinstance(data, Begun)
-    first = data.first if once else next(iter(data), None)
-    more: Any = {"fills_gaps": is_streamed(data), "classes": classes}
-    return Rows(iterate, first, names, is_stream=True, is_spent=once, **more)
-
-
-def check_shape(data: Any, what: str, inputs: Sequence[str]) -> None:
+def check_shape(rows: Rows, what: str, inputs: Sequence[str]) -> None:
     """Refuse rows with texts whose shape is not in the table, unless they have a model's input."""
-    rows = data if isinstance(data, Rows) else _find_rows(data, what, {})
-    row = None if rows is None else rows.rename(rows.first)
-    if rows is None or rows.find_shape() or not isinstance(row, Mapping):
-        return
-    if {*inputs} & {*row}:
+    row = rows.rename(rows.first)
+    if rows.find_shape() or not isinstance(row, Mapping) or {*inputs} & {*row}:
         return
     shape = next((shape for shape in SHAPES if {*shape.columns} <= row.keys()), None)
     if shape is not None:
@@ -456,30 +401,6 @@ def check_shape(data: Any, what: str, inputs: Sequence[str]) -> None:
 def unknown_shape(what: str, row: Mapping[str, Any]) -> TrainingError:
     """Return the error for rows whose shape the model does not take."""
     return TrainingError(f"{what} has rows of an unknown shape: {_describe_shapes(row)}")
-
-
-def choose_splits(data: Any, validation: Any) -> tuple[Any, Any, list[str]]:
-    """Return the splits of a DatasetDict to train with and to validate with, and notes.
-
-    Raises:
-      TrainingError: there is no split "train".
-    """
-    if not (isinstance(data, Mapping) and hasattr(data, "column_names")):
-        return data, validation, []
-    if "train" not in data:
-        raise TrainingError(
-            f"data has the splits {', '.join(map(repr, data))}, and none of them is 'train': pass "
-            f"one, like data[{next(iter(data), 'train')!r}]"
-        )
-    held_out = next((name for name in ("validation", "valid", "val", "dev") if name in data), None)
-    if validation is None and held_out is not None:
-        validation = data[held_out]
-        note = f"validation is the split {held_out!r} of the data"
-    else:
-        held_out, note = None, ""
-    unread = [repr(name) for name in data if name not in ("train", held_out)]
-    notes = [note, f"splits of the data that nothing reads: {', '.join(unread)}" if unread else ""]
-    return data["train"], validation, [text for text in notes if text]
 
 
 def check_columns(columns: Any) -> None:

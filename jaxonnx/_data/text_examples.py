@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from jaxonnx._data.chat_templates import Chat
-from jaxonnx._data.files import Row
 from jaxonnx._data.images.messages import COLUMNS, ImageReader, RowImages
 from jaxonnx._data.inputs_and_targets import KEY
 from jaxonnx._data.language_models import read_end_tokens
 from jaxonnx._data.rows import (
     JUDGEMENT,
     VARIABLES,
+    Row,
     Rows,
     Shape,
     Texts,

@@ -1,28 +1,33 @@
-"""Read texts as tokens and labels: which data has them, how long they are, and how wide batches."""
+"""Texts as data: which rows have them, how long they are, and how wide batches."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from jaxonnx._data.files import Row
+from jaxonnx._data.batches import Source
+from jaxonnx._data.datasets import RowStream
 from jaxonnx._data.images.messages import ImageReader
+from jaxonnx._data.kinds import Data, Reading, RowData, read_arrays, register_data
 from jaxonnx._data.labeled_texts import LabelReader, scores_texts
 from jaxonnx._data.language_models import context_length, token_input, vocabulary
-from jaxonnx._data.ragged import DECODER_TOKENS, Padding
-from jaxonnx._data.rows import SCORED, Rows, open_rows, unknown_shape
+from jaxonnx._data.padding import CLOSE
+from jaxonnx._data.ragged import DECODER_TOKENS, Padding, masks_and_positions
+from jaxonnx._data.rows import LABELS, SCORED, SHAPES, Row, Rows, check_shape, unknown_shape
 from jaxonnx._data.text_examples import Reader, TextSettings
 from jaxonnx._data.tokenizer import Tokenizer
-from jaxonnx._rewrite.network import Network
+from jaxonnx._rewrite.network import Network, enter
 from jaxonnx.errors import TrainingError
-from jaxonnx.views import PackedRows
+from jaxonnx.views import PackedRows, find_packing
 
 LENGTH = 1024
 """The default limit of tokens in an example."""
+_SEVERAL = "multi_label_classification"
+"""The `problem_type` of transformers' networks whose classes exclude none of the others."""
 _STEP = 8
 """Widths of batches are multiples of this."""
 _GAIN = 0.9
@@ -30,92 +35,161 @@ _GAIN = 0.9
 compilation."""
 
 
-class ReadTexts(NamedTuple):
-    """Data and validation, whose texts are tokens.
+@register_data
+class Texts(RowData):
+    """Rows of texts, of pairs of texts, or of chats, which a model's tokenizer makes tokens."""
 
-    Attributes:
-      data, validation: dicts of columns, or rows of a stream.
-      padding: with widths, where these are chosen.
-      notes: for the history; of a stream as far as it has been read.
-      long: the number of texts that were "cut", "split" or skipped ("skip"), likewise.
-    """
+    takes = ("preprocess",)
 
-    data: Any
-    validation: Any
-    padding: Padding
-    notes: Sequence[str]
-    long: Mapping[str, int]
+    @classmethod
+    def accepts_rows(cls, rows: Rows) -> bool:
+        return rows.find_shape() is not None
 
+    @classmethod
+    def check_rows(cls, rows: Rows, name: str, model: Network) -> None:
+        if model.folder is not None:
+            check_shape(rows, name, [value.name for value in model.inputs])
 
-def read_texts(
-    data: Any, validation: Any, model: Network, preprocess: Any, padding: Padding
-) -> ReadTexts:
-    """Convert the texts of data and validation to tokens and labels.
+    def __init__(self, plain: Data):
+        super().__init__(plain)
+        self.columns: Mapping[str, Any] | None = None
+        """Those of the tokens, once they are read; None of a stream."""
+        self._options: dict[str, Any] = {}
 
-    Args:
-      data, validation: as `train` takes them, or `Rows`; what has no texts is returned as it is.
-      model: a model with a folder.
-      preprocess: the settings; see `TextSettings`.
-      padding: without widths, one or two are chosen: that of the longest example, and a narrower
-        one if it saves a tenth of the padded tokens.
+    @classmethod
+    def prepare(cls, parts: Mapping[str, Texts], reading: Reading) -> None:
+        """Convert texts to tokens and labels; those of a stream as it is read.
 
-    Raises:
-      TrainingError: a text that cannot be an example; the message has its line.
-    """
-    read = {"data": open_rows(data, "data"), "validation": open_rows(validation, "validation")}
-    texts = {n: rows for n, rows in read.items() if isinstance(rows, Rows) and rows.find_shape()}
-    if not texts:
-        return ReadTexts(read["data"], read["validation"], padding, [], {})
-    if model.folder is None:
-        raise TrainingError(
-            "the data has texts, and the model was not loaded from a folder with a tokenizer: "
-            "jaxonnx.load('folder/'), or pass tokens; a column that is not an input must be left "
-            "out"
-        )
-    settings = TextSettings.of(preprocess)
-    tokenizer = Tokenizer(model.folder)
-    reader = _label_reader(texts, model, tokenizer, settings)
-    reader = reader or _token_reader(texts, model, tokenizer, settings, padding)
-    for name, rows in texts.items():
-        if rows.is_stream:
-            read[name] = replace(rows, convert=partial(_convert_part, reader, rows, name))
-            continue
-        skipped = reader.long["skip"]
-        read[name] = reader.read(rows, rows(), name)
-        if not read[name] and reader.long["skip"] > skipped:
+        Where `padding` has no widths, one or two are chosen: that of the longest example, and a
+        narrower one if it saves a tenth of the padded tokens.
+
+        Raises:
+          TrainingError: a text that cannot be an example; the message has its line.
+        """
+        model, rows = reading.model, {name: part.rows for name, part in parts.items()}
+        scored = scores_texts(model) and all(x.find_shape(scores=True) for x in rows.values())
+        if reading.per_row and not scored:
+            return
+        settings = TextSettings.of(reading.preprocess)
+        _check_answers(reading.padding.needs.losses, rows, settings.pack)
+        if reading.trains and settings.pack:
+            model = reading.model = take_packed_rows(model)
+        if model.folder is None:
             raise TrainingError(
-                f"preprocess={{'long': 'skip'}} leaves no example of {name}: pass a larger "
+                "the data has texts, and the model was not loaded from a folder with a tokenizer: "
+                "jaxonnx.load('folder/'), or pass tokens; a column that is not an input must be "
+                "left out"
+            )
+        tokenizer, limit = Tokenizer(model.folder), _limit(model, settings)
+        if scored:
+            reader = LabelReader(tokenizer, model, settings, limit, token_input(model))
+        else:
+            reader = _make_reader(rows, model, tokenizer, settings, limit, reading.padding)
+        for name, part in parts.items():
+            part._read_rows(reader, rows[name])
+        if reader.lengths and reading.padding.buckets is None:
+            widths = _widths(np.array(reader.lengths), reader.limit)
+            reading.padding = replace(reading.padding, buckets=widths)
+        reading.notes.append(reader.notes)
+        reading.long = reader.long
+
+    def _read_rows(self, reader: Reader | LabelReader, rows: Rows) -> None:
+        """Convert the rows to columns, or those of a stream as they are read."""
+        if rows.is_stream:
+            self._options["convert"] = partial(_convert_part, reader, rows, self.name)
+            return
+        skipped = reader.long["skip"]
+        self.columns = reader.read(rows, rows(), self.name)
+        if not self.columns and reader.long["skip"] > skipped:
+            raise TrainingError(
+                f"preprocess={{'long': 'skip'}} leaves no example of {self.name}: pass a larger "
                 f"'max_length' than {reader.limit} tokens, or 'cut'"
             )
-        if not read[name]:
+        if not self.columns:
             raise TrainingError(
                 "the loss counts no token of any example: preprocess={'loss': 'all'} counts all, "
                 "and a larger preprocess={'max_length': ...} cuts or splits fewer texts"
             )
-    if reader.lengths and padding.buckets is None:
-        padding = replace(padding, buckets=_widths(np.array(reader.lengths), reader.limit))
-    return ReadTexts(read["data"], read["validation"], padding, reader.notes, reader.long)
+
+    def read(self, reading: Reading) -> Source:
+        if self.columns is None:
+            return RowStream(self.rows, reading, self.name, **self._options)
+        return read_arrays(self.columns, reading, self.name)
+
+    @property
+    def is_chat(self) -> bool:  # type: ignore[override]
+        return self.rows.is_chat
+
+    def choose_loss(self, model: Network) -> tuple[str, str] | None:
+        """Return the loss of the next token (`causal_lm`), or what the model is trained with else.
+
+        Behind an encoder it is `seq2seq_lm`, and for networks that fill masks `masked_lm`. Networks
+        that score texts have one here for several labels of a text, and that of any other network
+        for one class.
+
+        Raises:
+          TrainingError: the rows judge answers, or have several numbers as labels, which only a
+            loss by name uses.
+        """
+        if model.folder is None:
+            return None
+        if scores_texts(model):
+            row = self.rows.rename(self.rows.first)
+            if not any(isinstance(row.get(name), list | tuple | np.ndarray) for name in LABELS):
+                return None
+            if model.folder.read_json("config.json").get("problem_type") != _SEVERAL:
+                raise TrainingError(
+                    "pass loss=: a text with a list of numbers has several labels, as "
+                    "'sigmoid_binary_cross_entropy' learns them, or shares of classes, as "
+                    "'softmax_cross_entropy' does"
+                )
+            return "sigmoid_binary_cross_entropy", "several labels"
+        shape = self.rows.find_shape(True)
+        if shape.loss is not None:
+            raise TrainingError(
+                f"pass loss=: rows with {', '.join(map(repr, shape.columns))} compare answers, as "
+                f"the loss {shape.loss!r} does"
+            )
+        if DECODER_TOKENS in [value.name for value in model.inputs]:
+            return "seq2seq_lm", "texts"
+        task = model.folder.task
+        fills = task == "fill-mask" or (not task and Tokenizer(model.folder).mask_token is not None)
+        return "masked_lm" if fills else "causal_lm", "texts"
 
 
-def _label_reader(
-    texts: Mapping[str, Rows], model: Network, tokenizer: Tokenizer, settings: TextSettings
-) -> LabelReader | None:
-    """Return a reader of texts with labels, if the model scores texts and the rows have such."""
-    if not scores_texts(model) or not all(r.find_shape(scores=True) for r in texts.values()):
-        return None
-    tokens = token_input(model)
-    return LabelReader(tokenizer, model, settings, _limit(model, settings), tokens)
+def _check_answers(losses: Sequence[Any], data: Mapping[str, Rows], packs: bool) -> None:
+    """Refuse rows of single texts for a loss that compares answers, and packing for any of groups.
+
+    Args:
+      losses: those of a run.
+      data: rows by the name of the data.
+      packs: whether several texts become one row.
+    """
+    for each in losses:
+        if each.group > 1 and packs:
+            raise TrainingError(
+                f"preprocess={{'pack': True}} joins texts to rows, and the loss {each.name!r} "
+                "compares rows: leave it out"
+            )
+        for name, rows in data.items() if each.answers is not None else ():
+            shape = rows.find_shape(True)
+            if shape is not None and each.answers not in shape.columns:
+                wanted = next(other for other in SHAPES if each.answers in other.columns)
+                raise TrainingError(
+                    f"{name} has rows with {', '.join(map(repr, rows.rename(rows.first)))}, and "
+                    f"the loss {each.name!r} takes rows like {wanted.example}"
+                )
 
 
-def _token_reader(
+def _make_reader(
     texts: Mapping[str, Rows],
     model: Network,
     tokenizer: Tokenizer,
     settings: TextSettings,
+    limit: int,
     padding: Padding,
 ) -> Reader:
     """Return a reader of texts whose labels are tokens."""
-    assert model.folder is not None
     for name, rows in texts.items():
         if rows.find_shape() in SCORED:
             raise unknown_shape(name, rows.rename(rows.first))
@@ -128,7 +202,7 @@ def _token_reader(
     return Reader(
         tokenizer,
         settings,
-        _limit(model, settings),
+        limit,
         vocabulary(model),
         padding.needs.ignored if isinstance(padding.needs.ignored, int) else -100,
         token_input(model),
@@ -208,3 +282,44 @@ def _widths(lengths: np.ndarray, limit: int) -> tuple[int, ...]:
     if tokens[best] > _GAIN * len(lengths) * widest:
         return (widest,)
     return (int(widths[best]), widest)
+
+
+def take_packed_rows(model: Any) -> Any:
+    """Return a decoder that takes several texts in a row, none of which sees another.
+
+    Proved by what it gives for a text alone and behind another one.
+
+    Raises:
+      TrainingError: the file cannot tell the texts of a row apart.
+    """
+    way_out = "leave preprocess={'pack': True} out: short texts are then batched by their length"
+    packing = find_packing(model.graph, *masks_and_positions(model.inputs))
+    if packing is None:
+        raise TrainingError(
+            "the file cannot tell the texts of a row apart: it has neither GroupQueryAttention, "
+            f"nor positions beside a mask of queries and keys; {way_out}"
+        )
+    changed = enter(model, packing)
+    if (distance := _leak(changed, packing)) > CLOSE[model.outputs[0].dtype == np.float32]:
+        raise TrainingError(
+            "the file cannot tell the texts of a row apart: its logits of one text differ by "
+            f"{distance:.1%} behind another one; {way_out}"
+        )
+    return changed
+
+
+def _leak(model: Any, packing: PackedRows) -> float:
+    """Measure the influence of a text on the logits of the next one, relative to the largest."""
+    tokens = token_input(model)
+    random, count = np.random.default_rng(0), vocabulary(model) or 2
+    first, second = (random.integers(0, count, n) for n in (5, 6))
+    rows = [(first, second), (first,), (second,)]
+    columns = {
+        tokens: [np.concatenate(row) for row in rows],
+        packing.input: [packing.number([*map(len, row)]) for row in rows],
+    }
+    outputs = model.predict(columns, batch_size=3, length_buckets=11, progress=False)
+    logits = next(iter(outputs.values())) if isinstance(outputs, dict) else outputs
+    pairs = zip(logits, (11, 5, 6), strict=True)  # a file that declares one step gives all, padded
+    both, *alone = (np.asarray(x[:n], np.float32) for x, n in pairs)
+    return float(np.abs(both - np.concatenate(alone)).max() / np.abs(both).max())

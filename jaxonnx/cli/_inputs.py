@@ -11,13 +11,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxonnx._data import sources
-from jaxonnx._data.files import read_table
 from jaxonnx._data.images import preparation as images
 from jaxonnx._data.images.preparation import Layout, Preparation
 from jaxonnx._data.inputs_and_targets import KEY
+from jaxonnx._data.kinds import Data, open_data
 from jaxonnx._data.ragged import derived_inputs
-from jaxonnx._data.rows import Rows, open_rows
 from jaxonnx.errors import Error, InputError, TrainingError
 from jaxonnx.losses import find
 from jaxonnx.model import Model, load
@@ -88,11 +86,10 @@ def data(path: Path, model: Model, options: argparse.Namespace) -> tuple[Any, bo
 
     Pixels are prepared if the network takes other numbers.
     """
-    names = dict(getattr(options, "columns", None) or ())
-    if path.is_dir() or is_text(path, names):
+    values = table(path, getattr(options, "columns", None))
+    if values is None:
         return path, False
     model = fix(model.without_cache(), options)
-    values = sources.rename_columns(table(path), names, f"'{path}'")
     chosen = columns(path, [*values], model)
     loss = find(options.loss) if getattr(options, "loss", None) else None
     if not chosen.targets and (loss is None or loss.derive(model) is None):
@@ -107,17 +104,10 @@ def data(path: Path, model: Model, options: argparse.Namespace) -> tuple[Any, bo
     return (pixels, *rest), True
 
 
-def is_text(path: Path, names: Mapping[str, str] | None = None) -> bool:
-    """Check whether a file has rows of texts, by new names of its columns."""
-    return isinstance(open_rows(path, "data", names), Rows)
-
-
 def unlabeled(path: Path, model: Model, options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     """Return the inputs of a file, or the path of a folder and the preparation of its pictures."""
-    if path.is_dir():
-        return path, {"preprocess": image_options(options) or None}
-    if is_text(path):
-        return path, {}
+    if table(path) is None:
+        return path, {"preprocess": image_options(options) or None} if has_pictures(path) else {}
     values = inputs(path, model)
     pixels = _prepare_pixels(values, model, options)
     return values if pixels is None else pixels, {}
@@ -141,19 +131,40 @@ def fix(model: Model, options: argparse.Namespace) -> Model:
 
 
 def inputs(path: Path, model: Model) -> dict[str, Any]:
-    """Load the model's inputs from a file, by name and in order."""
+    """Load the model's inputs from a file, by name and in order.
+
+    Raises:
+      InputError: the file has no columns.
+    """
     values = table(path)
+    if values is None:
+        raise InputError(f"'{path}' has no columns that are inputs")
     return {name: values[column] for name, column in columns(path, [*values], model).inputs.items()}
 
 
-def table(path: Path) -> Mapping[str, Any]:
-    """Load the columns of a file."""
-    if not path.exists():
-        raise InputError(f"there is no file or folder '{path}'")
+def table(path: Path, names: Any = None) -> Mapping[str, Any] | None:
+    """Load the columns of a file; None for what is read in the library, as pictures and texts are.
+
+    Args:
+      names: new names of columns.
+    """
+    opened = open_file(path, names)
     try:
-        return read_table(path)
+        return opened.table
     except TrainingError as error:
         raise InputError(f"'{path}' is not a file of data: {error}") from error
+
+
+def has_pictures(path: Path) -> bool:
+    """Check whether a path is data that names of augmentations go with."""
+    return "augment" in open_file(path).takes
+
+
+def open_file(path: Path, names: Any = None) -> Data:
+    """Find the kind of data that a path names."""
+    if not path.exists():
+        raise InputError(f"there is no file or folder '{path}'")
+    return open_data(path, names=dict(names or ()))
 
 
 def columns(path: Path, names: Sequence[str], model: Model) -> Columns:
@@ -203,10 +214,11 @@ def preprocessing(options: argparse.Namespace, path: Path) -> dict[str, Any]:
     """
     flags = {key: getattr(options, flag, None) for key, flag in _TEXTS.items()}
     flags = {key: value for key, value in flags.items() if value not in (None, False)}
-    if path.is_dir() and flags:
+    pictures = has_pictures(path)
+    if pictures and flags:
         name = _TEXTS[next(iter(flags))].replace("_", "-")
         raise InputError(f"--{name} is for texts, and '{path}' is a folder of pictures")
-    if not path.is_dir():
+    if not pictures:
         return flags
     reading = {name: getattr(options, name, None) for name in _DECODING}
     return image_options(options) | {n: x for n, x in reading.items() if x is not None}

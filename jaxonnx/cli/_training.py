@@ -135,7 +135,7 @@ def export_step(options: argparse.Namespace) -> Report:
     path = reading.examples(options)
     settings = _settings(_complete_options(options), model, path, None)
     made = {name: explain.evaluate_calls(value) for name, value in settings.items()}
-    data = path if path.is_dir() else reading.data(path, model, options)[0]
+    data, _ = reading.data(path, model, options)
     model, examples = _examples(data, model, settings, options.batch_size)
     of_step = {"loss", "optimizer", *list_arguments(StepArguments)}
     made = {name: value for name, value in made.items() if name in of_step}
@@ -215,10 +215,10 @@ def _settings(
 ) -> dict[str, Any]:
     """Return the arguments of `jaxonnx.train` that are not its defaults, calls as `partial`."""
     preprocess = reading.preprocessing(options, path)
-    if path.is_dir() and options.augment:
-        preprocess["augment"] = options.augment
-    elif options.augment:
+    if options.augment and not reading.has_pictures(path):
         raise InputError("--augment goes with a folder of pictures")
+    if options.augment:
+        preprocess["augment"] = options.augment
     head = _head(model, options)
     carried = bool(model.proto.training_info) and not (options.loss or options.optimizer or head)
     flags = {n: x.argument.flag or n for n, x in list_arguments(OptimizerArguments).items()}
@@ -264,7 +264,7 @@ def _explain(
     lines = [explain.loading(options.model, **ways)]
     renamed = settings.get("columns")
     for name, source in (("data", path), ("validation", settings.get("validation"))):
-        if isinstance(source, Path) and not (renamed or source.is_dir() or reading.is_text(source)):
+        if isinstance(source, Path) and not renamed and reading.table(source) is not None:
             lines += _explained_reading(name, source, model, options)
         elif source is not None:
             lines.append(f"{name} = {explain.source(source)}")
@@ -297,7 +297,7 @@ def _explained_reading(
             f"--explain supports a folder of pictures, but not pictures in '{path}', which the "
             "command prepares"
         )
-    table = reading.table(path)
+    table = reading.table(path) or {}
     columns = reading.columns(path, [*table], reading.fix(model, options))
     if path.suffix != ".jsonl":
         return explain.reading(name, path, columns, len(columns.inputs) == len(model.inputs))
@@ -415,8 +415,7 @@ def _examples(
     """Return the examples of a file in their order, and the model with the classes of images."""
     names = {"pad", "length_buckets", "loss", "preprocess", "columns"} & settings.keys()
     chosen = Settings(batch_size=size, **{name: settings[name] for name in names})
-    data, chosen, _ = open_data(data, chosen)
-    model, examples, *_ = read_data(model, chosen, data, training=False)
+    model, examples, *_ = read_data(model, chosen, open_data(data, chosen), training=False)
     return model, examples
 
 

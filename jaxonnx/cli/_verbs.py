@@ -114,11 +114,12 @@ def run(options: argparse.Namespace) -> Report:
 def _outputs(model: Model, options: argparse.Namespace) -> dict[str, Any]:
     """Return the outputs by name, with the paths of pictures and the lengths of texts."""
     model = reading.fix(model, options)
-    folder, preparation = options.data.is_dir(), reading.image_options(options)
-    data: Any = options.data if folder else reading.inputs(options.data, model)
+    folder, preparation = reading.has_pictures(options.data), reading.image_options(options)
+    whole = folder or reading.table(options.data) is None
+    data: Any = options.data if whole else reading.inputs(options.data, model)
     names = [value.name for value in model.outputs]
     flags = (options.batch_size, options.pad, options.length_buckets)
-    arrays = not folder and all(isinstance(x, np.ndarray) for x in data.values())
+    arrays = not whole and all(isinstance(x, np.ndarray) for x in data.values())
     plain = not preparation and flags == (None, None, None)
     if arrays and plain and len(data) == len(model.inputs):
         outputs = model(*data.values())

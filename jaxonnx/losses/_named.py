@@ -2,7 +2,7 @@
 
 import difflib
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -163,11 +163,6 @@ def find_by_output(loss: Any) -> dict[str | None, Loss]:
 def is_loss(argument: Any) -> bool:
     """Check whether an argument is a loss, not the name of a metric."""
     return not isinstance(argument, str) or argument in _named_losses()
-
-
-def find_for_answers(columns: Collection[str]) -> str | None:
-    """Return the name of a loss that compares answers in rows with these columns."""
-    return next((name for name, loss in REGISTERED.items() if loss.answers in columns), None)
 
 
 def _near(name: str) -> list[str]:

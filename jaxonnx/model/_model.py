@@ -15,8 +15,9 @@ from jax.sharding import Mesh
 from onnx import ModelProto
 from rich.console import Group
 
+from jaxonnx._data.inputs_and_targets import lacks_batch_axis
+from jaxonnx._data.kinds import open_data
 from jaxonnx._data.ragged import Padding
-from jaxonnx._data.sources import lacks_batch_axis
 from jaxonnx._data.tokenizer import Tokenizer
 from jaxonnx._graph.select import Select
 from jaxonnx._graph.values import arguments, data, list_values
@@ -40,7 +41,7 @@ from jaxonnx.model._call_arguments import (
     unmark_names,
 )
 from jaxonnx.model._generate import Generator, generate
-from jaxonnx.model._predict import open_inputs, predictions, read_inputs
+from jaxonnx.model._predict import predictions, read_inputs
 from jaxonnx.model._recurrent_states import inputs_alone, start_at_zeros
 from jaxonnx.model._reinitialize import Initializer
 from jaxonnx.model._sampling import Sampling
@@ -246,10 +247,12 @@ class Model(Network, Rendered):
         """
         check_arguments(Model.predict, locals())
         net = self.with_fixed_inputs({} if fixed is None else fixed)
-        net, _ = start_at_zeros(net, inputs_alone(net, data))
-        net = net.with_batch_axis() if lacks_batch_axis(data, net.inputs) else net
-        data, padding = open_inputs(net, data, preprocess, Padding.of(pad, length_buckets))
-        return predictions(net, net, data, batch_size, padding, progress)
+        opened = open_data(data, labels=False)
+        net, _ = start_at_zeros(net, inputs_alone(net, opened.first_batch))
+        net = net.with_batch_axis() if lacks_batch_axis(opened.first_batch, net.inputs) else net
+        options: Any = {"batch_size": batch_size, "preprocess": preprocess}
+        examples = read_inputs(net, opened, padding=Padding.of(pad, length_buckets), **options)
+        return predictions(net, net, examples, progress)
 
     def generate(
         self,
@@ -447,9 +450,10 @@ class Model(Network, Rendered):
           TrainingError: the data have an unsupported form.
         """
         check_arguments(Model.recompute_statistics, locals())
-        data, padding = open_inputs(self, data, preprocess, Padding.of(pad, length_buckets))
-        net, _ = start_at_zeros(self, inputs_alone(self, data))
-        examples = read_inputs(net, data, batch_size, padding)
+        opened = open_data(data, labels=False)
+        net, _ = start_at_zeros(self, inputs_alone(self, opened.first_batch))
+        options: Any = {"batch_size": batch_size, "preprocess": preprocess}
+        examples = read_inputs(net, opened, padding=Padding.of(pad, length_buckets), **options)
         batches = (batch.inputs for batch in islice(examples.batches(0), MOST))
         state = recompute(net.with_statistics("batch"), batches, rng)
         return self.replace(state=state)

@@ -9,14 +9,8 @@ import jax
 import numpy as np
 
 from jaxonnx._data.batches import Batch, Padded, Source, prefetch
-from jaxonnx._data.images.batches import Pictures
-from jaxonnx._data.images.folder import Folder, list_folder
-from jaxonnx._data.labeled_texts import scores_texts
-from jaxonnx._data.padding import fit_padding
-from jaxonnx._data.ragged import Padding
-from jaxonnx._data.rows import Rows, open_rows
-from jaxonnx._data.sources import check_size, examples_of, size_of_batches
-from jaxonnx._data.texts import read_texts
+from jaxonnx._data.kinds import Data, Reading, read
+from jaxonnx._data.ragged import PLAIN, Padding
 from jaxonnx._graph.values import Value
 from jaxonnx._progress import track_batches
 from jaxonnx._rewrite.network import Network, without_cache
@@ -28,20 +22,14 @@ M = TypeVar("M", bound=Network)
 def predictions(
     run: Callable[..., Any],
     model: Network,
-    data: Any,
-    size: int | None,
-    padding: Padding,
+    examples: Source,
     show: bool | None,
 ) -> Any:
     """Return the outputs for all examples as NumPy arrays, in a dict if there are several.
 
-    Args:
-      size: of the batches of data in one piece.
-
     Raises:
       InputError: an output does not have the examples along its first axis.
     """
-    examples = read_inputs(model, data, size, padding)
     values = model.outputs
     names = [value.name for value in values]
     lengths = examples.lengths if isinstance(examples, Padded) else None
@@ -65,44 +53,38 @@ def predictions(
     return joined if len(names) > 1 else joined[names[0]]
 
 
-def open_inputs(
-    model: Network, data: Any, preprocess: Any, padding: Padding, *, rows: bool = True
-) -> tuple[Any, Padding]:
-    """Read texts and lists of images as columns; return them and the padding of the columns.
+def read_inputs(
+    model: Network,
+    data: Data,
+    *,
+    batch_size: int | None = None,
+    preprocess: Any = None,
+    padding: Padding = PLAIN,
+    per_row: bool = True,
+) -> Source:
+    """Return the inputs of all examples, in their order.
 
     Args:
-      rows: whether there must be one example for each row, so that texts are read only by a model
-        that scores whole texts.
+      per_row: whether there must be one example for each row, so that texts are read only by a
+        model that scores whole texts.
     """
-    data = open_rows(data, "data")
-    if not isinstance(data, Rows):
-        return list_folder(data, model, preprocess), padding
-    if rows and not (scores_texts(model) and data.find_shape(scores=True)):
-        return data, padding
-    data, _, padding, *_ = read_texts(data, None, model, preprocess, padding)
-    return data, padding
+    reading = Reading(
+        model, padding, batch_size, preprocess=preprocess, labels=False, per_row=per_row
+    )
+    (source,) = read({"data": data}, reading)
+    return source
 
 
-def read_inputs(model: Network, data: Any, size: int | None, padding: Padding) -> Source:
-    """Return the inputs of all examples, in their order."""
-    if isinstance(data, Folder):
-        return Pictures.of(data, size_of_batches(model.inputs, size), strict=True)
-    padding = fit_padding(padding, model)
-    examples = examples_of(data, model.inputs, size, None, "data", False, padding)
-    check_size(examples, size)
-    return examples
-
-
-def hide_caches(model: M, data: Any) -> M:
+def hide_caches(model: M, batch: Any) -> M:
     """Return a decoder with empty caches, which are no inputs, unless data has values of them.
 
     Args:
       model: any model; one without caches is returned as it is.
-      data: a dict, a pair with one or a list of such, with names of inputs, or anything else.
+      batch: the first batch of the data, a dict or a pair with one, or anything else.
     """
     whole = without_cache(model)
     hidden = {value.name for value in model.inputs} - {value.name for value in whole.inputs}
-    first = data[0] if isinstance(data, tuple | list) and data else data
+    first = batch[0] if isinstance(batch, tuple | list) and batch else batch
     if isinstance(first, Mapping):
         return whole if hidden.isdisjoint(first) else model
     return model if isinstance(first, tuple) and len(first) == len(model.inputs) else whole

@@ -13,14 +13,14 @@ from onnx import ModelProto
 
 from jaxonnx._compare.written import compare_written, make_origin
 from jaxonnx._data.batches import Source
-from jaxonnx._data.ragged import PLAIN
+from jaxonnx._data.kinds import open_data
 from jaxonnx._require import check_arguments, require_integer
 from jaxonnx._rewrite.network import leave, refuse_change
 from jaxonnx.errors import InputError
 from jaxonnx.model._convert import raise_opset
 from jaxonnx.model._load import as_model
 from jaxonnx.model._model import Model
-from jaxonnx.model._predict import hide_caches, open_inputs, read_inputs
+from jaxonnx.model._predict import hide_caches, read_inputs
 from jaxonnx.model._recurrent_states import add_states, inputs_alone, start_at_zeros
 from jaxonnx.model._save import fill_source
 from jaxonnx.quantization import (
@@ -106,10 +106,11 @@ def read_examples(
     Raises:
       TrainingError: the data do not fit the model.
     """
-    net = hide_caches(model, data)
-    columns, padding = open_inputs(net, data, preprocess, PLAIN, rows=False)
-    started, _ = start_at_zeros(net, inputs_alone(net, columns))
-    return net, add_states(net, started, read_inputs(started, columns, batch_size, padding))
+    opened = open_data(data, labels=False)
+    net = hide_caches(model, inputs_alone(model, opened.first_batch))
+    started, _ = start_at_zeros(net, inputs_alone(net, opened.first_batch))
+    options: Any = {"batch_size": batch_size, "preprocess": preprocess}
+    return net, add_states(net, started, read_inputs(started, opened, per_row=False, **options))
 
 
 def insert_rounding(

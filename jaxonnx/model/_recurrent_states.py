@@ -8,8 +8,7 @@ import numpy as np
 
 from jaxonnx._data.augmented import Augmented
 from jaxonnx._data.batches import Batch, Source
-from jaxonnx._data.inputs_and_targets import drop_targets
-from jaxonnx._data.sources import lacks_batch_axis
+from jaxonnx._data.inputs_and_targets import drop_targets, lacks_batch_axis
 from jaxonnx._graph.caches import find_states
 from jaxonnx._graph.values import list_values
 from jaxonnx._rewrite.network import Network, enter
@@ -21,13 +20,13 @@ from jaxonnx.views import FixedInputs, Outputs
 M = TypeVar("M", bound=Network)
 
 
-def start_at_zeros(model: M, data: Any) -> tuple[M, list[str]]:
+def start_at_zeros(model: M, batch: Any) -> tuple[M, list[str]]:
     """Return a model whose recurrent states start at zeros if the data lacks them, and notes.
 
     The outputs that continue the states are left out.
 
     Args:
-      data: with targets, as `train` takes it, or what `inputs_alone` returns.
+      batch: the data or a batch of it with targets, or what `inputs_alone` returns.
 
     Raises:
       TrainingError: the first axis of the sequences is not the batch, which the states have; or a
@@ -36,8 +35,7 @@ def start_at_zeros(model: M, data: Any) -> tuple[M, list[str]]:
     states = find_states(model.graph, model.inputs)
     if not states:
         return model, []
-    data = data[0] if isinstance(data, list) and data else data
-    x = data[0] if isinstance(data, tuple) and len(data) in (2, 3) else data
+    x = batch[0] if isinstance(batch, tuple | list) and len(batch) in (2, 3) else batch
     count = len(x) if isinstance(x, tuple) else int(hasattr(x, "shape"))
     lacks = count == len(model.inputs) - len(states)
     if isinstance(x, Mapping):
@@ -60,8 +58,8 @@ def start_at_zeros(model: M, data: Any) -> tuple[M, list[str]]:
     outputs = {*model.graph.outputs} - {*states.values()}
     started = enter(started, Outputs.among(started.graph, outputs))
     first, *_ = started.inputs
-    batch = (first.shape or (1,))[0]
-    if not (isinstance(batch, int) or batch in sizes or lacks_batch_axis(data, started.inputs)):
+    size = (first.shape or (1,))[0]
+    if not (isinstance(size, int) or size in sizes or lacks_batch_axis(batch, started.inputs)):
         raise TrainingError(
             f"the first axis of input {first} is not the batch, as the states "
             f"{list_values(values)} show: pass examples with one more axis in front of these"
@@ -72,10 +70,9 @@ def start_at_zeros(model: M, data: Any) -> tuple[M, list[str]]:
     ]
 
 
-def inputs_alone(model: Network, data: Any) -> Any:
-    """Return data of `predict`, which may lack targets, in the form with targets."""
-    names = [value.name for value in model.inputs]
-    return drop_targets(data[0] if isinstance(data, list) and data else data, names), None
+def inputs_alone(model: Network, batch: Any) -> Any:
+    """Return a batch of `predict`, which may lack targets, in the form with targets."""
+    return drop_targets(batch, [value.name for value in model.inputs]), None
 
 
 def add_states(model: Network, started: Network, source: Source) -> Source:

@@ -6,6 +6,7 @@
 # for other rooms of the package
 from jaxonnx._arguments import DataArguments, StepArguments, TrainArguments
 from jaxonnx._data.batches import Batch
+from jaxonnx._data.kinds import Data, Reading, register_data
 from jaxonnx._io.training_checkpoints import TrainingCheckpoint, read_training_checkpoint
 from jaxonnx.training._build_step import build_step, step
 from jaxonnx.training._card import has_other_card
@@ -32,10 +33,12 @@ __all__ = [
     "ConfusionMatrix",
     "Curve",
     "Curves",
+    "Data",
     "History",
     "PerClass",
     "Preview",
     "RateCurve",
+    "Reading",
     "Result",
     "State",
     "Step",
@@ -45,6 +48,7 @@ __all__ = [
     "optimizer",
     "preview",
     "read_training_checkpoint",
+    "register_data",
     "restore_checkpoint",
     "step",
     "train",

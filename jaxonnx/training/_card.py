@@ -1,12 +1,10 @@
 """The model card of a run: the README.md of a folder, as the Hugging Face hub reads it."""
 
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from jaxonnx._atomic_write import write_atomically
 from jaxonnx._data.batches import Examples, Source
@@ -58,9 +56,8 @@ def write_card(
         written.write_text(text + "\n", "utf-8")
 
 
-def describe_data(data: Any, examples: Source) -> str:
+def describe_data(name: str, examples: Source) -> str:
     """Return the name of the data and the number of its examples, as far as they are known."""
-    name = Path(data).name if isinstance(data, str | os.PathLike) else ""
     count = format_count(len(examples.rows), "example") if isinstance(examples, Examples) else ""
     return ", ".join(filter(None, [name, count]))
 

@@ -1,29 +1,35 @@
-"""Read the data arguments of `train` as sources of batches."""
+"""Open data, fit a model to it, and read it as batches."""
 
-from collections.abc import Collection, Mapping, Sequence
+import warnings
 from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from jaxonnx._data.augmented import add_image_augmentation
-from jaxonnx._data.batches import Examples, Source
-from jaxonnx._data.images.batches import Pictures
-from jaxonnx._data.images.folder import Folder, find_folders
-from jaxonnx._data.padding import fit_padding
-from jaxonnx._data.ragged import PLAIN, Padding
-from jaxonnx._data.rows import SHAPES, Rows, check_shape, choose_splits, open_rows
-from jaxonnx._data.sources import check_size, examples_of, rename_columns, size_of_batches
-from jaxonnx._data.streams import Portions
-from jaxonnx._data.texts import TextSettings, read_texts
-from jaxonnx._graph.values import Value
-from jaxonnx.errors import TrainingError
-from jaxonnx.losses import find_by_output
-from jaxonnx.model import Model
-from jaxonnx.training._loss_needs import find_needs
-from jaxonnx.training._packed_rows import take_packed_rows
+from jaxonnx._data.batches import Portions, Source
+from jaxonnx._data.inputs_and_targets import lacks_batch_axis
+from jaxonnx._data.kinds import Data, Reading, read
+from jaxonnx._data.kinds import open_data as open_kind
+from jaxonnx._data.ragged import Padding
+from jaxonnx.errors import InputError, TrainingError
+from jaxonnx.model import Model, batch_norms, start_at_zeros, with_any_batch, with_whole_inputs
+from jaxonnx.training._head import has_own_algorithm
+from jaxonnx.training._loss_needs import find_needs, prepare_model
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._step import target_names
+
+
+class OpenedData(NamedTuple):
+    """Data and validation data, each as its kind.
+
+    Attributes:
+      data: that to train with, or to evaluate.
+      validation: that of `validation`, a share of the data between 0 and 1, or None.
+      notes: for the history.
+    """
+
+    data: Data
+    validation: Data | float | None = None
+    notes: tuple[str, ...] = ()
 
 
 class ReadData(NamedTuple):
@@ -33,168 +39,153 @@ class ReadData(NamedTuple):
       model: the model, whose file has the preprocessing and the classes of images.
       examples: those to train with.
       held_out: those of `validation`.
-      notes: for the history; of a stream as far as it has been read.
-      long: the number of texts that were "cut", "split" or skipped ("skip"), likewise.
+      reading: has the numbers of long texts, of a stream as far as it has been read.
     """
 
     model: Model
     examples: Source
     held_out: Source | None
-    notes: Sequence[str]
-    long: Mapping[str, int]
+    reading: Reading
+
+    @property
+    def notes(self) -> list[str]:
+        """Notes for the history, of the data as far as it has been read."""
+        return [*dict.fromkeys(chain.from_iterable(self.reading.notes))]
 
 
-def open_data(data: Any, settings: Settings) -> tuple[Any, Settings, list[str]]:
-    """Open data: splits by name, rows of texts and streams, new names of columns.
-
-    Returns:
-      The data; the settings, whose validation is opened likewise; notes for the history.
+def open_data(data: Any, settings: Settings) -> OpenedData:
+    """Open data and the validation data of the settings; choose among splits by name.
 
     Raises:
       TrainingError: a split or a column is missing, or a file cannot be read.
     """
-    names, (data, validation, notes) = settings.columns, choose_splits(data, settings.validation)
-    opened = []
-    for what, part in (("data", data), ("validation", validation)):
-        opened.append(rename_columns(open_rows(part, what, names), names, what))
-    return opened[0], replace(settings, validation=opened[1]), notes
+    opened = open_kind(data, "data", settings.columns)
+    opened, validation, notes = opened.split(settings.validation)
+    if validation is not None and not isinstance(validation, int | float):
+        validation = open_kind(validation, "validation", settings.columns)
+    return OpenedData(opened, validation, (*notes,))
 
 
-def read_data(model: Model, settings: Settings, data: Any, *, training: bool = True) -> ReadData:
+def read_data(
+    model: Model, settings: Settings, opened: OpenedData, *, training: bool = True
+) -> ReadData:
     """Read data in any form that `train` documents.
 
     Args:
       model: fitted to the data.
-      data: as `open_data` returns it.
-      settings: `validation`, `seed`, and those of the data.
+      settings: `seed`, and those of the data.
+      opened: as `open_data` returns it.
       training: else the examples keep their order, and none are held out.
 
     Raises:
-      TrainingError: the data has none of these forms, or does not fit the model.
+      TrainingError: the data does not fit the model or the settings.
     """
-    validation, seed = (settings.validation, settings.seed) if training else (None, None)
-    preprocess = add_image_augmentation(settings.preprocess, settings.augment, data)
-    of_texts = [isinstance(x, Rows) and bool(x.find_shape()) for x in (data, validation)]
-    if any(of_texts):
-        packs = TextSettings.of(preprocess).pack
-        _check_answers(settings.loss, {"data": data, "validation": validation}, packs)
-        model = take_packed_rows(model) if training and packs else model
-    padding, notes, long = padding_of(model, settings), [], {}
-    names = [value.name for value in model.inputs]
-    for what, part in (("data", data), ("validation", validation)):
-        if model.folder is not None:
-            check_shape(part, what, names)
-    if any(of_texts):
-        read = read_texts(data, validation, model, preprocess, padding)
-        data, validation, padding, notes, long = read
-    else:
-        data, validation, model = find_folders(data, validation, model, preprocess, training)
+    validation = opened.validation if training else None
     if training and validation is None and settings.metrics is not None:
         raise TrainingError("metrics are computed on validation data: pass validation= as well")
-    padding = fit_padding(padding, model)
-    size, targets = settings.batch_size, target_names(model)
-    examples, held_out = sources(data, validation, model.inputs, size, seed, padding, targets)
-    if training and settings.steps_per_epoch is not None:
-        examples = Portions(examples, settings.steps_per_epoch)
-    return ReadData(model, examples, held_out, notes, long)
-
-
-def _check_answers(loss: Any, read: Mapping[str, Any], packs: bool) -> None:
-    """Refuse rows of single texts for a loss that compares answers, and packing for any of groups.
-
-    Args:
-      loss: as `train` takes it.
-      read: data and validation by name.
-      packs: whether several texts become one row.
-    """
-    for each in find_by_output(loss).values():
-        if each.group > 1 and packs:
-            raise TrainingError(
-                f"preprocess={{'pack': True}} joins texts to rows, and the loss {each.name!r} "
-                "compares rows: leave it out"
-            )
-        for name, rows in read.items() if each.answers is not None else ():
-            shape = rows.find_shape(True) if isinstance(rows, Rows) else None
-            if shape is not None and each.answers not in shape.columns:
-                wanted = next(other for other in SHAPES if each.answers in other.columns)
-                raise TrainingError(
-                    f"{name} has rows with {', '.join(map(repr, rows.rename(rows.first)))}, and "
-                    f"the loss {each.name!r} takes rows like {wanted.example}"
-                )
-
-
-def sources(
-    data: Any,
-    validation: Any,
-    inputs: Sequence[Value],
-    batch_size: int | None,
-    seed: int | None,
-    padding: Padding = PLAIN,
-    target_names: Collection[str] = (),
-) -> tuple[Source, Source | None]:
-    """Return the examples to train with, and those held out.
-
-    Args:
-      validation: like `data`, a share of it between 0 and 1, or None.
-      inputs: the model's; where they are fixed to a batch size, data in one piece takes it.
-      batch_size: for data in one piece; the batches of an iterable have their own size.
-      seed: of the order of data in one piece, which depends on it and on the epoch only, and of
-        which examples are held out; None and validation data keep their order.
-      padding: of sequences of unequal length.
-      target_names: names that are of targets, which weights of examples could have, too.
-    """
-
-    def read(data: Any, name: str, seed: int | None = None) -> Source:
-        if not isinstance(data, Folder):
-            options: Any = {"padding": padding, "target_names": target_names}
-            return examples_of(data, inputs, batch_size, seed, name, **options)
-        if padding.needs.group != 1:
-            group = padding.needs.group
-            raise TrainingError(f"{name}: a folder of images has no groups of {group}")
-        return Pictures.of(data, size_of_batches(inputs, batch_size), seed)
-
-    examples = read(data, "data", seed)
-    check_size(examples, batch_size)
-    if validation is None:
-        return examples, None
-    if isinstance(validation, int | float):
-        return _split(examples, validation)
-    return examples, read(validation, "validation")
-
-
-def padding_of(model: Model, settings: Settings) -> Padding:
-    """Return the padding settings that the loss needs.
-
-    Raises:
-      TrainingError: an argument of the wrong form, or an unknown loss.
-    """
     needs, pad = find_needs(model, settings.loss)
     padding = Padding.of(settings.pad, settings.length_buckets, needs=needs)
-    return replace(padding, pad={**pad, **padding.pad})
+    reading = Reading(
+        model,
+        replace(padding, pad={**pad, **padding.pad}),
+        settings.batch_size,
+        settings.seed if training else None,
+        settings.preprocess,
+        None if callable(settings.augment) else settings.augment,
+        trains=training,
+        target_names=target_names(model),
+    )
+    parts = {"data": opened.data}
+    if isinstance(validation, Data):
+        parts["validation"] = validation
+    examples, *others = read(parts, reading)
+    if validation is None or isinstance(validation, Data):
+        held_out = others[0] if others else None
+    else:
+        examples, held_out = examples.split(validation)
+    if training and settings.steps_per_epoch is not None:
+        examples = Portions(examples, settings.steps_per_epoch)
+    return ReadData(reading.model, examples, held_out, reading)
 
 
-def _split(examples: Source, share: float) -> tuple[Examples, Examples]:
-    """Return examples without a share of them, and that share; the seed alone chooses."""
-    if not isinstance(examples, Examples):
+def fit_to_data(model: Model, settings: Settings, batch: Any) -> tuple[Model, list[str]]:
+    """Return a model that trains on batches of the data, and notes for the history.
+
+    Inputs of `fixed` have their value, those of `batching` no axis of examples. A file for one
+    example is mapped over a batch, and a batch that the file fixes to 1 is opened. A decoder reads
+    whole sequences. Only the open batch stays in the trained model.
+
+    Args:
+      batch: the first batch (`Data.first_batch`).
+
+    Raises:
+      TrainingError: the batch cannot be opened, and `batch_size` asks for another; or a file for
+        one example has BatchNormalization.
+    """
+    model, notes = _fit_batch_axis(model, settings, batch)
+    model, opened = _open_batch(model, settings)
+    return prepare_model(model, settings.loss, batch), [*notes, *opened]
+
+
+def fit_to_evaluation(model: Model, settings: Settings, batch: Any) -> Model:
+    """Return a model that evaluates batches of the data, as `fit_to_data` fits one to training."""
+    model, _ = _fit_batch_axis(model, replace(settings, statistics="frozen"), batch)
+    return prepare_model(model, settings.loss, batch)
+
+
+def _fit_batch_axis(model: Model, settings: Settings, batch: Any) -> tuple[Model, list[str]]:
+    """Return a model with the inputs and the batch axis of the data, and notes."""
+    model = with_whole_inputs(model, settings.batching) if settings.batching else model
+    model = model.with_fixed_inputs(settings.fixed or {})
+    model, notes = start_at_zeros(model, batch)
+    if not lacks_batch_axis(batch, model.inputs):
+        return model, notes
+    if settings.statistics != "frozen" and batch_norms(model):
         raise TrainingError(
-            f"validation={share} is a fraction, and data is an iterable: pass "
-            "validation data like it"
+            "the file takes one example, without a batch, and its BatchNormalization would see one "
+            "example at a time: pass statistics='frozen', or export it with a batch axis"
         )
-    if any(getattr(examples, "whole", ())):
-        raise TrainingError(
-            f"validation={share} is a share of examples, and batching= passes inputs whole: pass "
-            "validation data, like (inputs, targets, weights) with the weight 0 for what is trained"
+    return model.with_batch_axis(), [
+        *notes,
+        "the file takes one example, without a batch: batches are mapped over it (jax.vmap), and "
+        "the saved file takes one example as before",
+    ]
+
+
+def _open_batch(model: Model, settings: Settings) -> tuple[Model, list[str]]:
+    """Return a model whose batch is open where the file fixes it to 1, and notes.
+
+    A batch that is fixed to more stays, unless `batch_size` is another number. The open model is
+    compared with the file's on random numbers first. If it cannot be opened, training goes on with
+    single examples, after a warning.
+
+    Raises:
+      TrainingError: the batch cannot be opened, and `batch_size` asks for another.
+    """
+    inputs = model.without_cache().inputs  # a switch of caches has one element, for all examples
+    firsts = {v.shape[0] for v in inputs if v.shape and isinstance(v.shape[0], int)}
+    if len(firsts) != 1 or settings.batching or has_own_algorithm(model, settings):
+        return model, []
+    (size,) = firsts
+    wanted = settings.batch_size
+    if wanted == size or (wanted is None and size > 1):
+        return model, []
+    try:
+        opened = with_any_batch(model, prove=True)
+    except InputError as error:
+        if wanted is not None:
+            raise TrainingError(
+                f"batch_size={wanted}, but the model's inputs are fixed to batches of {size}, and "
+                f"that cannot be opened: {error}"
+            ) from error
+        warnings.warn(
+            "the file fixes the batch to 1, so that each step sees one example, and that cannot be "
+            f"opened: {error}. batch_size=1 trains so without this warning; accumulate= makes one "
+            "update of several steps",
+            stacklevel=4,
         )
-    groups = examples.rows.reshape(-1, examples.group)
-    count = len(groups)
-    size = round(count * share) if 0 < share < 1 else 0
-    if isinstance(share, bool) or not 0 < size < count:
-        raise TrainingError(
-            f"validation={share!r} must be a share between 0 and 1 of the {count} "
-            f"{'examples' if examples.group == 1 else 'groups of examples'} that leaves some on "
-            "either side"
-        )
-    order = np.random.default_rng(np.random.SeedSequence(examples.seed, spawn_key=(0,)))
-    chosen = np.sort(order.permutation(count)[:size])
-    rest, held_out = np.delete(groups, chosen, axis=0).reshape(-1), groups[chosen].reshape(-1)
-    return replace(examples, rows=rest), replace(examples, rows=held_out, seed=None)
+        return model, []
+    return opened, [
+        f"the file fixes the batch to {size}; it was opened, and two batches in one give what each "
+        f"gives alone. The saved file takes batches of any size; batch_size={size} keeps it fixed"
+    ]

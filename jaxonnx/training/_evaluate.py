@@ -12,17 +12,15 @@ from jaxonnx._arguments import DataArguments, check_names, documented
 from jaxonnx._data.batches import Source, prefetch
 from jaxonnx._data.images import preparation as images
 from jaxonnx._data.inputs_and_targets import is_zero_or_one
-from jaxonnx._data.rows import open_rows
-from jaxonnx._data.sources import rename_columns
+from jaxonnx._data.kinds import open_data
 from jaxonnx._progress import track_batches
 from jaxonnx._require import check_arguments
 from jaxonnx.errors import TrainingError
 from jaxonnx.lowering import jit
 from jaxonnx.model import Model, as_model
 from jaxonnx.training import _objective as objective
-from jaxonnx.training._data import read_data
-from jaxonnx.training._fit_to_data import fit_to_evaluation
-from jaxonnx.training._head import choose_loss_of_texts
+from jaxonnx.training._data import OpenedData, fit_to_evaluation, read_data
+from jaxonnx.training._head import choose_loss
 from jaxonnx.training._loss_needs import draw_batches
 from jaxonnx.training._settings import Settings
 
@@ -80,12 +78,12 @@ def evaluate(
         raise TrainingError("evaluate computes metrics=, like ['accuracy'], or loss=, or both")
     check_names("evaluate", DataArguments, arguments)
     settings = Settings(**arguments, loss=loss)
-    data = rename_columns(open_rows(data, "data", settings.columns), settings.columns, "data")
+    opened = OpenedData(open_data(data, names=settings.columns))
     net = as_model(model)
-    settings, _ = choose_loss_of_texts(net, settings, data)
+    settings, _ = choose_loss(net, settings, opened.data)
     loss = settings.loss
-    net = fit_to_evaluation(net, settings, data)
-    net, examples, *_ = read_data(net, settings, data, training=False)
+    net = fit_to_evaluation(net, settings, opened.data.first_batch)
+    net, examples, *_ = read_data(net, settings, opened, training=False)
     _, examples = draw_batches(net, loss, [None, examples], settings.seed)
     goal = objective.find(net, loss, metrics)
     return evaluate_objective(goal, examples, images.preparation(net).labels, progress)

@@ -6,18 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 
 from jaxonnx._arguments import RATE
-from jaxonnx._data.labeled_texts import scores_texts
+from jaxonnx._data.kinds import Data
 from jaxonnx._data.language_models import vocabulary
-from jaxonnx._data.ragged import DECODER_TOKENS, token_inputs
-from jaxonnx._data.rows import LABELS, Rows
-from jaxonnx._data.tokenizer import Tokenizer
+from jaxonnx._data.ragged import token_inputs
 from jaxonnx._text import format_count
 from jaxonnx.errors import TrainingError
-from jaxonnx.losses import cross_entropy, find_for_answers
+from jaxonnx.losses import cross_entropy
 from jaxonnx.model import Model, Trainable, labels
 from jaxonnx.training._optimizers import DECAYING, find_vectors, named_optimizer
 from jaxonnx.training._settings import Settings
@@ -26,8 +23,6 @@ LOSS = "softmax_cross_entropy_with_integer_labels"
 RATE_OF_REST = 1e-4
 """The learning rate of the layers below a new head, which are trained already."""
 
-_SEVERAL = "multi_label_classification"
-"""The `problem_type` of transformers' networks whose classes exclude none of the others."""
 _HEADS = 2**32 - 2
 """What is folded into the seed's key for new heads."""
 
@@ -53,49 +48,19 @@ def has_own_algorithm(model: Model, settings: Settings) -> bool:
     return carried and settings.loss is None and settings.optimizer is None
 
 
-def choose_loss_of_texts(model: Model, settings: Settings, data: Any) -> tuple[Settings, list[str]]:
-    """Return settings with the usual loss of texts on a language model, if they have none; a note.
-
-    It is that of the next token (`causal_lm`); behind an encoder `seq2seq_lm`, and for networks
-    that fill masks `masked_lm`. For networks that score texts it is chosen here for several labels
-    of a text, and with that of other networks for one class.
-
-    Args:
-      data: as `open_data` returns it.
+def choose_loss(model: Model, settings: Settings, data: Data) -> tuple[Settings, list[str]]:
+    """Return settings with the usual loss of a kind of data, if they have none; a note.
 
     Raises:
-      TrainingError: the rows judge answers, or have several numbers as labels, which only a loss by
-        name uses.
+      TrainingError: only a loss by name uses such data.
     """
-    if settings.loss is not None or not isinstance(data, Rows) or model.folder is None:
+    if settings.loss is not None or has_own_algorithm(model, settings):
         return settings, []
-    shape = data.find_shape(True)
-    if shape is None or has_own_algorithm(model, settings):
+    chosen = data.choose_loss(model)
+    if chosen is None:
         return settings, []
-    if scores_texts(model):
-        row = data.rename(data.first)
-        if not any(isinstance(row.get(name), list | tuple | np.ndarray) for name in LABELS):
-            return settings, []
-        if model.folder.read_json("config.json").get("problem_type") != _SEVERAL:
-            raise TrainingError(
-                "pass loss=: a text with a list of numbers has several labels, as "
-                "'sigmoid_binary_cross_entropy' learns them, or shares of classes, as "
-                "'softmax_cross_entropy' does"
-            )
-        loss = "sigmoid_binary_cross_entropy"
-        return replace(settings, loss=loss), [f"loss: {loss} (default for several labels)"]
-    if name := find_for_answers(shape.columns):
-        raise TrainingError(
-            f"pass loss=: rows with {', '.join(map(repr, shape.columns))} compare answers, as the "
-            f"loss {name!r} does"
-        )
-    if DECODER_TOKENS in [value.name for value in model.inputs]:
-        loss = "seq2seq_lm"
-    else:
-        task = model.folder.task
-        fills = task == "fill-mask" or (not task and Tokenizer(model.folder).mask_token is not None)
-        loss = "masked_lm" if fills else "causal_lm"
-    return replace(settings, loss=loss), [f"loss: {loss} (default for texts)"]
+    loss, what = chosen
+    return replace(settings, loss=loss), [f"loss: {loss} (default for {what})"]
 
 
 def complete_settings(model: Model, settings: Settings) -> tuple[Settings, list[str]]:

@@ -48,6 +48,7 @@ def find_needs(model: Model, loss: Any) -> tuple[Needs, dict[str, Any]]:
         math.lcm(*(x.group for x in losses.values())),
         find_derivation(model, [*losses.values()]),
         {name: function for name, (function, _) in complete.items()},
+        [*losses.values()],
     )
     return needs, {name: padding for name, (_, padding) in complete.items()}
 

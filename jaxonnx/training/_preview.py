@@ -146,7 +146,7 @@ def preview(
     settings = Settings(**arguments)
     with automatic(settings.mesh), explain_memory_errors(settings):
         run = prepare_run(model, data, settings)
-        step, examples, source = run.step, run.examples, run.sources[0]
+        step, examples, source = run.step, run.data.examples, run.sources[0]
         loss = find_only(settings.loss)
         shown = batch = _find_widest(examples)
         batch = source.apply(batch) if isinstance(source, Augmented) else batch
@@ -163,7 +163,7 @@ def preview(
             rows=len(examples.rows) if isinstance(examples, Examples) else None,
             steps=min(steps, default=None),
             **_count_tokens(examples, source, loss),
-            long=dict(run.long),
+            long=dict(run.data.reading.long),
             shapes=_describe(step, batch),
             classes=_count_classes(examples),
             **_run_step(step, step.put(batch, examples.in_shares)),

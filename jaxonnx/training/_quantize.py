@@ -41,9 +41,8 @@ from jaxonnx.quantization import (
     stored_types,
 )
 from jaxonnx.training import _objective as objective
-from jaxonnx.training._data import open_data, read_data
+from jaxonnx.training._data import fit_to_evaluation, open_data, read_data
 from jaxonnx.training._evaluate import evaluate_objective
-from jaxonnx.training._fit_to_data import fit_to_evaluation
 from jaxonnx.training._loss_needs import prepare_model
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._stopping import find_direction
@@ -169,8 +168,8 @@ def _read_labeled(
     share = 0.2 if validation is None else validation
     loss = metric if is_loss(metric) else None
     settings = Settings(validation=share if split else None, loss=loss, **options)
-    labeled, settings, _ = open_data(data if split else validation, settings)
-    fitted = fit_to_evaluation(net, settings, labeled)
+    labeled = open_data(data if split else validation, settings)
+    fitted = fit_to_evaluation(net, settings, labeled.data.first_batch)
     read = read_data(fitted, settings, labeled, training=split)
     if split:
         open_ = _free_states(read.model, net)

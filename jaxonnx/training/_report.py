@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jaxonnx._atomic_write import write_atomically
 from jaxonnx._data.batches import Batch, Examples, Source
 from jaxonnx._data.images import preparation as images
+from jaxonnx._data.texts import take_packed_rows
 from jaxonnx._graph.uses import uses
 from jaxonnx._io.protos import modules
 from jaxonnx.errors import Error
@@ -24,10 +25,9 @@ from jaxonnx.lora import Adapters
 from jaxonnx.model import Model
 from jaxonnx.quantization import list_layers, plot_ranges
 from jaxonnx.training import _objective as objective
+from jaxonnx.training._data import fit_to_evaluation
 from jaxonnx.training._evaluate import evaluate_objective
-from jaxonnx.training._fit_to_data import fit_to_evaluation
 from jaxonnx.training._history import History
-from jaxonnx.training._packed_rows import take_packed_rows
 from jaxonnx.training._settings import Settings
 
 _CLASSES = 30

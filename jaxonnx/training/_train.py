@@ -7,7 +7,6 @@ from typing import Any, Unpack
 from onnx import ModelProto
 
 from jaxonnx._arguments import TrainArguments, check_names, documented
-from jaxonnx._data.images.batches import notes_on_images
 from jaxonnx._mesh.processes import Processes
 from jaxonnx.model import Model
 from jaxonnx.training._card import describe_data
@@ -52,7 +51,7 @@ def train(
 
     Args:
       model: a Model, or anything that `jaxonnx.load` accepts. It is not changed.
-      data: inputs with targets, in one of these forms. All but iterables are shuffled, in an order
+      data: inputs with targets, of one of these kinds. All but iterables are shuffled, in an order
         that depends only on `seed` and the epoch.
 
         * Arrays: `(x, y)`, where `x` is an array, a tuple of arrays, or a dict by input name. Or
@@ -80,6 +79,7 @@ def train(
           number, or a list of numbers.
         * An iterable of batches in the forms above (a Grain or torch DataLoader, tf.data, a list),
           or a function from the epoch to one. Batches are used in their order.
+        * Any other kind of data, once `jaxonnx.training.register_data` has it.
 
         A short batch is filled with other examples of the data. The loss ignores them; batch
         statistics include them.
@@ -123,8 +123,8 @@ def train(
         trained, history = run(
             made.step, made.sources[0], made.sources[1], made.settings, interrupt, processes
         )
-        history.notes += [*made.notes, *notes_on_images(made.examples, made.held_out)]
+        history.notes += made.notes
         if history.stopped and not history.early:
             warnings.warn(history.stopped, stacklevel=2)
-        about = describe_data(data, made.examples)
-        return to_result(made.step, processes.gather(trained), history, made.held_out, about)
+        about = describe_data(made.title, made.data.examples)
+        return to_result(made.step, processes.gather(trained), history, made.data.held_out, about)

@@ -32,8 +32,7 @@ from jaxonnx._compare.written import (
     name_difference,
     run_session,
 )
-from jaxonnx._data.images.folder import list_folder
-from jaxonnx._data.ragged import Padding
+from jaxonnx._data.kinds import open_data
 from jaxonnx._data.random_inputs import draw_inputs
 from jaxonnx._graph.caches import find_caches
 from jaxonnx._io.read import read
@@ -186,10 +185,10 @@ class _Run:
         if self._data is None:
             return
         names = [value.name for value in self.model.inputs]
-        data = list_folder(self._data, self.model, self._preprocess)
+        data = open_data(self._data, labels=False)
         first = self.model.inputs[0].shape or (None,)
         for size in _BATCHES if not isinstance(first[0], int) else (first[0],):
-            source = read_inputs(self.model, data, size, Padding.of(None, None))
+            source = read_inputs(self.model, data, batch_size=size, preprocess=self._preprocess)
             batch = next(iter(source.batches(0)))
             values = dict(zip(names, map(np.asarray, batch.inputs), strict=True))
             yield f"data {_shapes(values)}", values

@@ -13,11 +13,9 @@ import numpy as np
 import pytest
 
 import jaxonnx
-from jaxonnx._data.ragged import Padding
-from jaxonnx._data.rows import open_rows
-from jaxonnx._data.texts import read_texts
 from jaxonnx._data.tokenizer import Tokenizer
 from tests.support.paths import DATA
+from tests.support.sources import read_texts
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
@@ -116,7 +114,7 @@ def test_a_template_that_is_not_chosen_is_refused_by_names(write):
 
 def read(model, *rows, data=None):
     """Return the texts of rows, as [text, text that counts], and the notes."""
-    made = read_texts(open_rows(data or [*rows], "data"), None, model, None, Padding())
+    made = read_texts(model, data or [*rows])
     decode = model.tokenizer.decode
     pairs = zip(made.data["input_ids"], made.data["labels"], strict=True)
     return [[decode(ids), decode(labels[labels >= 0])] for ids, labels in pairs], made.notes

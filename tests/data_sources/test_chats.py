@@ -8,10 +8,9 @@ import optax
 import pytest
 
 import jaxonnx
-from jaxonnx._data.ragged import Padding
-from jaxonnx._data.texts import read_texts
 from jaxonnx._data.tokenizer import Tokenizer
 from tests.support.paths import DATA
+from tests.support.sources import read_texts
 
 tokenizers = pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
@@ -50,7 +49,7 @@ def folder(tmp_path):
 def read(folder, *rows, **preprocess):
     """Return the tokens and labels of rows, as [text, text that counts], and the notes."""
     model = jaxonnx.load(folder)
-    columns, _, _, notes, _ = read_texts([*rows], None, model, preprocess, Padding())
+    columns, _, notes = read_texts(model, [*rows], preprocess)
     decode = Tokenizer(model.folder).decode
     pairs = zip(columns["input_ids"], columns["labels"], strict=True)
     return [[decode(ids), decode(labels[labels >= 0])] for ids, labels in pairs], notes
@@ -65,7 +64,7 @@ def test_a_text_has_one_begin_and_one_end(folder, post, text):
     ids = [0] * begins + [*HELLO, 2]
     model = jaxonnx.load(path)
     for row in ({"text": text}, {"prompt": text[:-12], "completion": text[-12:]}):
-        columns, *_ = read_texts([row], None, model, None, Padding())
+        columns, *_ = read_texts(model, [row])
         assert columns["input_ids"][0].tolist() == ids
 
 
@@ -330,7 +329,7 @@ def test_weights_of_texts_are_weights_of_examples(folder):
         {"text": "of", "weight": None},
     ]
     weights = [3.0, 0.5, 1.0]
-    columns, *_ = read_texts(rows, None, jaxonnx.load(path), None, Padding())
+    columns, *_ = read_texts(jaxonnx.load(path), rows)
     assert columns["weight"] == weights
     losses = [
         jaxonnx.evaluate(path, [{"text": row["text"]}], loss="causal_lm")["loss"] for row in rows
@@ -352,5 +351,5 @@ def test_weights_of_texts_are_weights_of_examples(folder):
 def test_a_byte_order_mark_is_no_part_of_a_text(folder, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"text": "hello"}), "utf-8-sig")
-    columns, *_ = read_texts(path, None, jaxonnx.load(folder()), None, Padding())
+    columns, *_ = read_texts(jaxonnx.load(folder()), path)
     assert columns["input_ids"][0].tolist() == [*HELLO, 2]

@@ -18,11 +18,10 @@ from PIL import Image
 
 import jaxonnx
 from jaxonnx._data.images.processor import ImageProcessor
-from jaxonnx._data.ragged import Padding
-from jaxonnx._data.texts import read_texts
 from tests.data import make_vision_language as made
 from tests.data.make_vision_language import CHAT, make_picture
 from tests.support.paths import DATA
+from tests.support.sources import read_texts
 from tests.support.three_files import (
     FOLDERS,
     IMAGE_TOKEN,
@@ -77,7 +76,7 @@ def write(folder, *rows):
 
 
 def read(model, rows, **preprocess):
-    return read_texts(rows, None, model, preprocess, Padding()).data
+    return read_texts(model, rows, preprocess).data
 
 
 def data_uri(path):

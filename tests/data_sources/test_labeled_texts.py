@@ -9,9 +9,8 @@ import optax
 import pytest
 
 import jaxonnx
-from jaxonnx._data.ragged import Padding
-from jaxonnx._data.texts import read_texts
 from tests.support.lazy_cases import Module
+from tests.support.sources import read_texts
 
 tokenizers = pytest.importorskip("tokenizers")
 datasets = Module("datasets")
@@ -69,8 +68,8 @@ NAMES = {"id2label": {"0": "Entailment", "1": "neutral", "2": "contradiction"}}
 
 
 def read(model, data, **preprocess):
-    columns, *rest = read_texts(data, None, model, preprocess, Padding())
-    return columns, rest[2]
+    columns, _, notes = read_texts(model, data, preprocess)
+    return columns, notes
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import pytest
 
 import jaxonnx
 from jaxonnx._data.text_examples import fit_rows
+from jaxonnx._data.texts import take_packed_rows
 from jaxonnx.training import _memory
-from jaxonnx.training._packed_rows import take_packed_rows
 from tests.support.paths import DATA
 
 LLM = DATA / "llm"

@@ -16,9 +16,9 @@ import jaxonnx
 from jaxonnx._data.images import folder as folders
 from jaxonnx._data.images import preparation as images
 from jaxonnx._data.images.augment import Augment, crop_and_resize, part, prepare_batch
-from jaxonnx._data.images.folder import find_folders, image_paths
+from jaxonnx._data.images.folder import image_paths
+from jaxonnx._data.kinds import Reading, open_data, read
 from jaxonnx.cli import main
-from jaxonnx.training._data import sources
 from tests.support.pictures import net
 from tests.support.tiny_networks import LABELS, same
 
@@ -67,8 +67,10 @@ def train(data, net=None, **wanted):
 
 
 def opened(data, preprocess=None, validation=None, size=4, net=None):
-    data, validation, _ = find_folders(data, validation, net or model(), preprocess)
-    return sources(data, validation, (net or model()).inputs, size, 0)
+    reading = Reading(net or model(), batch_size=size, seed=0, preprocess=preprocess, trains=True)
+    parts = {"data": data} if validation is None else {"data": data, "validation": validation}
+    examples, *held_out = read({name: open_data(x, name) for name, x in parts.items()}, reading)
+    return examples, held_out[0] if held_out else None
 
 
 def by_hand(root):
@@ -437,8 +439,9 @@ def test_other_types_and_open_sizes(photos):
     any_size = model(shape=["n", 3, "h", "w"])
     with pytest.raises(jaxonnx.InputError, match=r"say which .*preprocess=\{'size'"):
         opened(photos, net=any_size)
-    data, _, said = find_folders(photos, None, any_size, {"size": (9, 7)})
-    assert data.size(False) == images.preparation(said).size == (9, 7)
+    reading = Reading(any_size, preprocess={"size": (9, 7)}, trains=True)
+    (source,) = read({"data": open_data(photos)}, reading)
+    assert source.inputs.size(False) == images.preparation(reading.model).size == (9, 7)
 
 
 @pytest.mark.deep

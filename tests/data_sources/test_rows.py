@@ -9,13 +9,13 @@ import optax
 import pytest
 
 import jaxonnx
-from jaxonnx._data.ragged import Needs, Padding
-from jaxonnx._data.rows import SHAPES, open_rows
-from jaxonnx._data.streams import Portions, RowStream
-from jaxonnx._data.texts import read_texts
+from jaxonnx._data.batches import Portions
+from jaxonnx._data.datasets import RowStream
+from jaxonnx._data.rows import SHAPES
 from jaxonnx._data.tokenizer import Tokenizer
 from jaxonnx.training import Settings, open_data, read_data
 from tests.support.paths import DATA
+from tests.support.sources import read_texts
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
@@ -31,8 +31,7 @@ def model():
 
 def read(model, data, names=None, group=1, **preprocess):
     """Return the texts of rows, as [text, text that counts], and the notes."""
-    rows = open_rows(data, "data", names)
-    made = read_texts(rows, None, model, preprocess, Padding(needs=Needs(group=group)))
+    made = read_texts(model, data, preprocess, names, group)
     decode = Tokenizer(model.folder).decode
     pairs = zip(made.data["input_ids"], made.data["labels"], strict=True)
     return [[decode(ids), decode(labels[labels >= 0])] for ids, labels in pairs], made.notes
@@ -300,9 +299,9 @@ def numbers_of(batches):
 
 def read_source(data, **arguments):
     settings = Settings(loss="causal_lm", optimizer=optax.sgd(0.0), batch_size=32, **arguments)
-    data, settings, _ = open_data(data, settings)
+    opened = open_data(data, settings)
     model = jaxonnx.load(GENAI).without_cache()
-    return read_data(model, settings, data).examples
+    return read_data(model, settings, opened).examples
 
 
 @pytest.mark.parametrize("form", [Streamed, iter])
@@ -386,7 +385,7 @@ def test_answers_of_a_stream_are_compared_with_those_before():
     settings = Settings(loss="kto", optimizer=optax.sgd(0.0), batch_size=50)
     sources = []
     for data in (rows, Streamed(rows)):
-        opened, settings, _ = open_data(data, settings)
+        opened = open_data(data, settings)
         model = jaxonnx.load(GENAI).without_cache()
         sources.append(read_data(model, settings, opened).examples)
     whole, streamed = (sorted(numbers_of(source.batches(0))) for source in sources)

@@ -14,8 +14,8 @@ import pytest
 
 import jaxonnx
 from jaxonnx._data import texts
-from jaxonnx._data.ragged import Padding
 from tests.support.paths import DATA
+from tests.support.sources import read_texts
 
 tokenizers = pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
@@ -175,14 +175,14 @@ def load(tmp_path, monkeypatch):
 
 
 def read(model, *rows):
-    return texts.read_texts([*rows], None, model, None, Padding())
+    return read_texts(model, [*rows])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_assistant_and_its_ends_count(family, load):
     model = load(family)
     tokenizer, ends = model.tokenizer, FAMILIES[family][1]
-    columns, _, _, notes, _ = read(model, {"messages": messages_of(family)})
+    columns, _, notes = read(model, {"messages": messages_of(family)})
     counted = [tokenizer.decode(labels[labels >= 0]) for labels in columns["labels"]]
     assert counted == FAMILIES[family][2]
     for ids, labels in zip(columns["input_ids"], columns["labels"], strict=True):

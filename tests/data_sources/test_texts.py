@@ -10,10 +10,9 @@ import optax
 import pytest
 
 import jaxonnx
-from jaxonnx._data.ragged import Needs, Padding
-from jaxonnx._data.texts import read_texts
 from jaxonnx._data.tokenizer import Tokenizer
 from tests.support.paths import DATA
+from tests.support.sources import read_texts
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
@@ -44,8 +43,7 @@ def lines(tmp_path):
 
 
 def read(model, data, **preprocess):
-    columns, _, padding, notes, _ = read_texts(data, None, model, preprocess, Padding())
-    return columns, padding, notes
+    return read_texts(model, data, preprocess)
 
 
 def said(model, ids, labels):
@@ -324,6 +322,5 @@ def test_pairs_of_texts_are_no_rows_of_a_language_model(model, lines):
 def test_judgements_in_cells_are_texts(model, labels, tmp_path):
     lines = ["prompt,completion,label", *(f"one, two,{label}" for label in labels)]
     (tmp_path / "rows.csv").write_text("\n".join(lines))
-    padding = Padding(needs=Needs(group=2))
-    data = read_texts(tmp_path / "rows.csv", None, model, None, padding).data
-    assert data["label"] == [1, 1, 0, 0]
+    columns, *_ = read_texts(model, tmp_path / "rows.csv", group=2)
+    assert columns["label"] == [1, 1, 0, 0]

@@ -9,9 +9,8 @@ import optax
 import pytest
 
 import jaxonnx
-from jaxonnx._data.ragged import Padding
-from jaxonnx._data.texts import read_texts
 from tests.support.paths import DATA
+from tests.support.sources import read_texts
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -62,7 +61,7 @@ def lines(tmp_path):
 
 
 def read(folder, data, **preprocess):
-    return read_texts(data, None, jaxonnx.load(folder), preprocess, Padding())
+    return read_texts(jaxonnx.load(folder), data, preprocess)
 
 
 def tokens(text):
@@ -70,7 +69,7 @@ def tokens(text):
 
 
 def test_prompts_are_read_and_completions_are_labels(folder, lines):
-    columns, _, padding, notes, _ = read(folder, lines(*ROWS))
+    columns, padding, notes = read(folder, lines(*ROWS))
     assert [*columns] == ["input_ids", "labels"]
     for row, ids, labels in zip(ROWS, *columns.values(), strict=True):
         assert (ids.tolist(), labels.tolist()) == (
@@ -96,7 +95,7 @@ def test_completions_end_also_by_tokenizers_that_end_nothing(folder, lines):
 
 def test_long_pairs_are_cut_and_counted(folder, lines):
     path = lines(*ROWS)
-    columns, _, _, notes, _ = read(folder, path, max_length=4)
+    columns, _, notes = read(folder, path, max_length=4)
     assert [*map(len, columns["input_ids"])] == [4, 4, 4, 4]
     # as transformers cuts them, before the end token
     assert columns["input_ids"][0].tolist() == tokens("translate : one")

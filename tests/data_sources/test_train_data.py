@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import jaxonnx
 from jaxonnx._data.batches import Arrays, Memory, prefetch
-from jaxonnx.training._data import sources
+from tests.support.sources import make_source
 
 ONE = (jaxonnx.Value("x", None, None),)
 TEXT = """<ir_version: 8, opset_import: ["": 17]>
@@ -161,7 +161,7 @@ def test_a_share_for_validation(net):
     model = train(net, (X, Y), validation=0.25, batch_size=4, optimizer=optax.sgd(0.0)).model
 
     def parts(seed):
-        data, held_out = sources((X, np.arange(12)), 0.25, ONE, 4, seed)
+        data, held_out = make_source((X, np.arange(12)), ONE, 4, seed).split(0.25)
         rows = [
             np.concatenate([b.targets[b.weight > 0] for b in d.batches(1)])
             for d in (data, held_out)
@@ -191,14 +191,13 @@ def test_a_share_for_validation(net):
 def test_every_example_counts_once(count, size, seed, share, cut):
     values = np.arange(count, dtype=np.float32)
     try:
-        parts = sources((values, values), share, ONE, size, seed)
+        source = make_source((values, values), ONE, size, seed)
+        parts = (source,) if share is None else source.split(share)
     except jaxonnx.TrainingError:
         assert round(count * share) in (0, count)
         return
     seen = []
     for part in parts:
-        if part is None:
-            continue
         batches = [*part.batches(3)]
         assert len(batches) == part.steps
         assert all(b.inputs[0].shape == b.weight.shape == (size,) for b in batches)
@@ -218,7 +217,7 @@ def test_short_batches_of_an_iterable(sizes, first, cut):
     sizes = [first, *(min(size, first) for size in sizes)]
     ends = np.cumsum(sizes)
     rows = [np.arange(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-    stream, _ = sources([(r, r) for r in rows], None, ONE, None, 0)
+    stream = make_source([(r, r) for r in rows], ONE)
     batches = [*stream.batches(0)]
     assert all(len(b.targets) == len(b.weight) == first for b in batches)
     for row, batch in zip(rows, batches, strict=True):

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 import jaxonnx
 from jaxonnx import demo
+from jaxonnx._data.ragged import Padding
 from jaxonnx.losses import causal_lm, cross_entropy
-from jaxonnx.training import Settings
-from jaxonnx.training._data import padding_of, sources
 from jaxonnx.training._gradient_step import GradientStep
+from jaxonnx.training._loss_needs import find_needs
 from tests.support import tiny_networks
 from tests.support.lazy_cases import Module
 from tests.support.paths import DATA
+from tests.support.sources import make_source
 
 datasets = Module("datasets")
 LLAMA = DATA / "text" / "llama"
@@ -101,8 +102,9 @@ def batches_of(data, epoch=0, start=0, **wanted):
     inputs = [jaxonnx.Value(name, np.dtype(np.int64), ("n", "t")) for name in names]
     loss, seed = wanted.pop("loss", "causal_lm"), wanted.pop("seed", 0)
     pad, buckets = wanted.pop("pad", None), wanted.pop("length_buckets", None)
-    padding = padding_of(demo.model(), Settings(pad=pad, length_buckets=buckets, loss=loss))
-    examples, _ = sources(data, None, inputs, wanted.pop("batch_size", 4), seed, padding)
+    needs, _ = find_needs(demo.model(), loss)
+    padding = Padding.of(pad, buckets, needs=needs)
+    examples = make_source(data, inputs, wanted.pop("batch_size", 4), seed, padding)
     return [*examples.batches(epoch, start)], examples.steps
 
 

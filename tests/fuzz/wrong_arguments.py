@@ -47,6 +47,14 @@ WRONG: dict[str, Any] = {
 """Wrong values by their text; a call may take those that are right for it."""
 
 
+class Nothing(training.Data):
+    """A kind of data that nothing is of."""
+
+    @classmethod
+    def accepts(cls, data: Any, labels: bool) -> bool:
+        return False
+
+
 class Call:
     """A valid call: what makes the function, and its arguments by name.
 
@@ -283,6 +291,7 @@ CALLS: dict[str, Call] = {
     "jaxonnx.training.restore_checkpoint": Call(
         lambda: training.restore_checkpoint, step=step, path="none"
     ),
+    "jaxonnx.training.register_data": Call(lambda: training.register_data, kind=lambda: Nothing),
     "jaxonnx.losses.register": Call(
         lambda: losses.register, name="of one's own", loss=lambda: losses.Loss(), also_called=""
     ),
@@ -407,6 +416,7 @@ PLOT = "draws into axes of matplotlib"
 TRACED = "mathematics of arrays, which JAX checks"
 SERVICE = "goes to a service, whose package or network is not there; tested with stand-ins"
 OF_PATTERNS = "is written for a pattern of one's own, and called by jaxonnx"
+OF_DATA = "is written for a kind of data of one's own, and called by jaxonnx"
 NOT_CALLED = {
     **dict.fromkeys(("jaxonnx.loggers.mlflow", "jaxonnx.loggers.wandb"), SERVICE),
     "jaxonnx.push_to_hub": SERVICE,
@@ -417,6 +427,8 @@ NOT_CALLED = {
     "jaxonnx.training.Curves.plot": PLOT,
     "jaxonnx.training.PerClass.plot": PLOT,
     "jaxonnx.training.RateCurve.plot": PLOT,
+    "jaxonnx.training.Data": OF_DATA,
+    "jaxonnx.training.Reading": OF_DATA,
     "jaxonnx.training.State.replace": "that of dataclasses",
     "jaxonnx.losses.ClassLoss": PROTOCOL,
     "jaxonnx.losses.Distillation": PROTOCOL,

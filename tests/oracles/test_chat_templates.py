@@ -14,8 +14,8 @@ import pytest
 
 import jaxonnx
 from jaxonnx._data import texts
-from jaxonnx._data.ragged import Padding
 from tests.support.paths import DATA
+from tests.support.sources import read_texts
 
 jinja2 = pytest.importorskip("jinja2")
 transformers = pytest.importorskip("transformers")
@@ -82,7 +82,7 @@ def test_messages_that_count_are_those_of_trl(family, turns, tmp_path, monkeypat
     monkeypatch.setattr(texts, "vocabulary", lambda model: None)
     monkeypatch.setattr(texts, "_limit", lambda model, settings: 4096)
     model = jaxonnx.load(tmp_path / "ours")
-    columns, *_ = texts.read_texts([{"messages": chat}], None, model, None, Padding())
+    columns, *_ = read_texts(model, [{"messages": chat}])
     counted = [ours.decode(labels[labels >= 0]) for labels in columns["labels"]]
     *others, whole = counted[1:] + counted[:1]
     assert "".join([*others, whole]) == expected

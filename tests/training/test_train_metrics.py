@@ -14,8 +14,8 @@ from onnx import TensorProto, helper
 import jaxonnx
 from jaxonnx.training import Batch
 from jaxonnx.training import _objective as objective
-from jaxonnx.training._data import sources
 from tests.support.lazy_cases import Module
+from tests.support.sources import make_source
 from tests.support.tiny_networks import text
 
 oracle = Module("sklearn.metrics")
@@ -48,7 +48,7 @@ def measurer(loss, metrics):
     add = jax.jit(goal.add)
 
     def measured(outputs, targets, size=8):
-        (batches, _) = sources((outputs, targets), None, network().inputs, size, 0)
+        batches = make_source((outputs, targets), network().inputs, size, 0)
         sums = None
         for batch in batches.batches(0):
             sums = goal.start(batch.inputs[0], batch) if sums is None else sums
@@ -121,7 +121,7 @@ def test_the_binary_case(shape):
     goal = objective.find(network("Sigmoid"), "sigmoid_binary_cross_entropy", NAMES)
     targets, chosen = random.integers(0, 2, (2, *shape))
     probabilities = np.where(chosen, 0.7, 0.2).astype(np.float32)
-    (batches, _) = sources((probabilities, targets), None, network().inputs, 8, 0)
+    batches = make_source((probabilities, targets), network().inputs, 8, 0)
     sums = None
     for batch in batches.batches(0):
         values = batch.inputs[0], jnp.log(batch.inputs[0])  # the output, and its logits

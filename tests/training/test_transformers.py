@@ -11,10 +11,10 @@ import pytest
 import jaxonnx
 from jaxonnx import losses
 from jaxonnx._data.ragged import Needs, Padding
-from jaxonnx._data.sources import examples_of
 from jaxonnx.errors import TrainingError
 from tests.support.genai_builder import whisper_batch
 from tests.support.paths import DATA
+from tests.support.sources import make_source
 
 FILES = DATA / "transformers"
 DEEP = pytest.mark.deep
@@ -316,7 +316,7 @@ def test_pairs_of_unequal_length_stay_together():
     values = jaxonnx.load(FILES / "bert").inputs
     lengths = [3, 9, 4, 2, 15, 1, 8, 8, 2, 2]
     rows = [[i // 2 + 1] * n for i, n in enumerate(lengths)]
-    source = examples_of({"input_ids": rows}, values, 4, 0, "data", padding=PAIRS)
+    source = make_source({"input_ids": rows}, values, 4, 0, PAIRS)
     for batch in source.batches(0):
         first = batch.inputs[0][:, 0]
         assert (first[::2] == first[1::2]).all()

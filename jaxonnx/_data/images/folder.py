@@ -1,20 +1,27 @@
-"""Folders of images: one folder for each class, and their preprocessing."""
+"""Folders of images as data: one folder for each class, decoded ahead of time by threads."""
+
+from __future__ import annotations
 
 import os
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from itertools import starmap
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, Self
 
+import jax
 import numpy as np
 
+from jaxonnx._data.batches import Batch, Examples, Memory, prefetch
 from jaxonnx._data.images import preparation as images
-from jaxonnx._data.images.augment import Augment
-from jaxonnx._data.images.preparation import Layout, M, Preparation
+from jaxonnx._data.images.augment import Augment, prepare_batch
+from jaxonnx._data.images.preparation import Layout, Preparation
+from jaxonnx._data.kinds import Data, Reading, register_data, size_of_batches
 from jaxonnx._require import require
 from jaxonnx._rewrite.network import Network
 from jaxonnx.errors import InputError, TrainingError
@@ -25,6 +32,11 @@ _LARGER = 4 / 3
 _IMAGES = {"image", "images", "img", "imgs", "jpegimages"}
 _MASKS = {"annotations", "labels", "mask", "masks", "segmentationclass", "segmentations"}
 """Names (in lower case) of the two folders of a data set for segmentation."""
+_AHEAD = 2
+"""Batches decoded ahead of the one in use."""
+_KEY = 2**32 - 3
+"""Folded into the seed's key for augmentation. Steps fold in
+their numbers, which are smaller."""
 _LISTED = 8
 """The most names that a message lists."""
 
@@ -34,6 +46,7 @@ class DecodedImages:
 
     def __init__(self, limit: int):
         self.broken: dict[Path, InputError] = {}
+        self.notes: list[str] = []
         self._free = limit
         self._held: dict[Any, tuple[np.ndarray, float]] = {}
         self._lock = Lock()
@@ -110,81 +123,239 @@ class Folder:
         return (round(height * _LARGER), round(width * _LARGER)) if whole else (height, width)
 
 
-def is_folder(data: Any) -> bool:
-    """Check whether data is the path of a folder."""
-    return isinstance(data, str | os.PathLike) and os.path.isdir(data)
+@dataclass(frozen=True)
+class Pictures(Examples):
+    """The images of a folder, decoded in each epoch unless they are cached.
 
-
-def find_folders(
-    data: Any,
-    validation: Any,
-    model: M,
-    preprocess: Mapping[str, Any] | None,
-    training: bool = True,
-) -> tuple[Any, Any, M]:
-    """List the images of data and validation, if these are folders with one folder for each class.
-
-    Args:
-      data, validation: as `train` takes them; anything but folders is returned as it is.
-      model: the network.
-      preprocess: as `train` takes it.
-      training: whether the model is trained, which takes more than one class.
-
-    Returns:
-      Data and validation, as a `Folder` if it was one, and the model with the preprocessing and
-      the classes in its file.
-
-    Raises:
-      TrainingError: a folder has no classes of pictures, or `preprocess` does not fit.
-      InputError: the model takes no pictures.
+    Another image with weight zero takes the place of one that cannot be read.
     """
-    if not is_folder(data):
-        if is_folder(validation) or preprocess is not None:
-            what = "preprocess" if preprocess is not None else f"validation '{validation}'"
-            raise TrainingError(
-                f"{what} goes with data that is a folder of pictures, with one folder for each "
-                "class in it"
+
+    inputs: Folder
+    strict: bool = field(default=False, kw_only=True)
+    """Whether an image that cannot be read is an error: predictions need a result for each."""
+
+    @classmethod
+    def of(cls, folder: Folder, size: int, seed: int | None = None, strict: bool = False) -> Self:
+        """Return the source of all images of a folder."""
+        return cls(folder, folder.targets, size, seed, np.arange(len(folder.paths)), strict=strict)
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the classes, in the order of the outputs."""
+        return self.inputs.settings.how.labels
+
+    @property
+    def resumable(self) -> dict[str, Any]:
+        settings = self.inputs.settings
+        how = {k: v for k, v in vars(settings.how).items() if k != "labels"}
+        how = {k: list(v) if isinstance(v, tuple) else v for k, v in how.items()}
+        return {**how, "augment": settings.augment._asdict(), "pictures": len(self.inputs.paths)}
+
+    def release(self) -> None:
+        self.inputs.settings.decoded.release()
+
+    def contents(self) -> Sequence[np.ndarray]:
+        """Return the classes, sizes and names of the files, without reading the files."""
+        paths = self.inputs.paths
+        sizes = [path.stat().st_size if path.exists() else 0 for path in paths]
+        names = "/".join(os.path.relpath(path, self.inputs.path) for path in paths)
+        return [self.targets, np.array(sizes), np.frombuffer(os.fsencode(names), np.uint8)]
+
+    def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        settings = self.inputs.settings
+        dtype = jax.dtypes.canonicalize_dtype(settings.where.dtype)
+        where = replace(settings.where, dtype=dtype)
+        augment = settings.augment if self.seed is not None else Augment()
+        whole = augment.crop is not None
+        like = np.empty((0, *self.inputs.size(whole), where.channels), np.uint8)
+        memory = Memory(like, self.size)  # only to allocate blocks; its array has no rows
+        key = jax.random.fold_in(jax.random.key(self.seed or 0), _KEY)
+
+        def to_batch(
+            number: int, rows: Any, weight: Any, block: Any, decoded: list[Future]
+        ) -> Batch:
+            rows, weight, aspects = self._whole(rows, weight, block, decoded, whole)
+            x = prepare_batch(
+                block,
+                aspects,
+                key,
+                np.uint32(epoch),
+                np.uint32(number),
+                how=settings.how,
+                where=where,
+                augment=augment,
             )
-        return data, validation, model
-    settings = _preprocess(model, preprocess or {}, stacklevel=5)
-    classes, notes = _classes(data)
-    labels_given = "labels" in (preprocess or {})
-    labels = _labels(data, classes, settings.how.labels, model, labels_given, training)
-    settings = replace(settings, how=replace(settings.how, labels=labels))
-    examples = _folder(data, classes, settings, notes)
-    if is_folder(validation):
-        classes, notes = _classes(validation)
-        if odd := classes.keys() - {*labels}:
+            return Batch((x,), self.targets[rows], weight)
+
+        def start_decoding() -> Iterator[tuple[int, Any, Any, np.ndarray, list[Future]]]:
+            for number, (rows, weight) in enumerate(self.rows_of_batches(epoch, start), start):
+                block = memory.allocate()
+                decoded = [
+                    pool.submit(self._decode, row, block[i], whole) for i, row in enumerate(rows)
+                ]
+                yield number, rows, weight, block, decoded
+
+        pool = ThreadPoolExecutor(settings.workers, "jaxonnx-pictures")
+        try:
+            yield from starmap(to_batch, prefetch(start_decoding(), _AHEAD))
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _decode(self, row: int, place: np.ndarray, whole: bool) -> float | InputError:
+        """Decode an image into the array `place`; return its aspect ratio, or the error."""
+        path, broken = self.inputs.paths[row], self.inputs.settings.decoded.broken
+        if path in broken:
+            return broken[path]
+        try:
+            place[...], aspect = self.inputs.picture(row, whole)
+        except InputError as error:
+            return error
+        return aspect
+
+    def _whole(
+        self, rows: np.ndarray, weight: np.ndarray, block: np.ndarray, decoded: list, whole: bool
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Wait for the images of a batch, and substitute those that cannot be read.
+
+        Args:
+          rows, weight: of the batch.
+          block: uint8[size, height, width, channels], which the threads write.
+          decoded: a future of `_decode` for each image.
+          whole: whether whole images are read.
+
+        Returns:
+          The rows, with those of substitutes; the weights, 0 for substitutes; the aspect ratios.
+        """
+        rows, weight = rows.copy(), weight.copy()
+        aspects = np.ones(len(rows), np.float32)
+        for i, future in enumerate(decoded):
+            aspect = future.result()
+            if isinstance(aspect, InputError) and self.strict:
+                raise aspect
+            if isinstance(aspect, InputError):
+                weight[i] = 0
+                rows[i], aspect = self._substitute(rows[i], aspect, block[i], whole)
+            aspects[i] = aspect
+        return rows, weight, aspects
+
+    def _substitute(
+        self, row: int, error: InputError, place: np.ndarray, whole: bool
+    ) -> tuple[int, float]:
+        """Decode the next image that can be read into `place`; return its row and aspect ratio.
+
+        Raises:
+          TrainingError: no image of the folder can be read.
+        """
+        self._warn_of(row, error)
+        for other in np.roll(self.rows, -1 - np.searchsorted(self.rows, row)):
+            aspect = self._decode(other, place, whole)
+            if not isinstance(aspect, InputError):
+                return other, aspect
+            self._warn_of(other, aspect)
+        raise TrainingError(f"no picture of '{self.inputs.path}' can be read: {error}")
+
+    def _warn_of(self, row: int, error: InputError) -> None:
+        """Warn once of an image that cannot be read."""
+        path, broken = self.inputs.paths[row], self.inputs.settings.decoded.broken
+        if path not in broken:
+            broken[path] = error
+            self.inputs.settings.decoded.notes.append(f"left out: {error}")
+            warnings.warn(f"left out: {error}", stacklevel=2)
+
+
+@register_data
+class PictureFiles(Data):
+    """A folder of images with a folder for each class; to predict, any folder, or paths."""
+
+    takes = "preprocess", "augment"
+    has_columns = False
+
+    @classmethod
+    def accepts(cls, data: Any, labels: bool) -> bool:
+        named = isinstance(data, str | os.PathLike)
+        return (named and os.path.isdir(data)) or (not labels and bool(_listed_pictures(data)))
+
+    @classmethod
+    def prepare(cls, parts: Mapping[str, PictureFiles], reading: Reading) -> None:
+        """List the images of each class; without labels, all images.
+
+        The model gets the preprocessing and the classes in its file.
+
+        Raises:
+          TrainingError: a folder has no classes of pictures, or `preprocess` does not fit.
+          InputError: the model takes no pictures.
+        """
+        preprocess, model = _add_augmentation(reading), reading.model
+        if "data" not in parts:
             raise TrainingError(
-                f"validation '{validation}' has the classes {_names(sorted(odd))}, which "
-                f"'{data}' does not have: {_names(labels)}"
+                f"validation '{parts['validation'].data}' goes with data that is a folder of "
+                "pictures, with one folder for each class in it"
             )
-        validation = _folder(validation, classes, settings, notes)
-    return examples, validation, images.with_preparation(model, settings.how)
+        data = parts["data"]
+        settings = _preprocess(model, preprocess, stacklevel=5)
+        if not reading.labels:
+            data.folder = _list_all(data.data, settings)
+            return
+        classes, notes = _classes(data.data)
+        listed, explicit = settings.how.labels, "labels" in preprocess
+        labels = _labels(data.data, classes, listed, model, explicit, reading.trains)
+        settings = replace(settings, how=replace(settings.how, labels=labels))
+        data.folder = _folder(data.data, classes, settings, notes)
+        reading.notes.append(data.folder.notes)
+        if (validation := parts.get("validation")) is not None:
+            classes, notes = _classes(validation.data)
+            if odd := classes.keys() - {*labels}:
+                raise TrainingError(
+                    f"validation '{validation.data}' has the classes {_names(sorted(odd))}, which "
+                    f"'{data.data}' does not have: {_names(labels)}"
+                )
+            validation.folder = _folder(validation.data, classes, settings, notes)
+            reading.notes.append(validation.folder.notes)
+        reading.notes.append(settings.decoded.notes)
+        reading.model = images.with_preparation(model, settings.how)
+
+    def __init__(self, data: Any, name: str = "data", names: Mapping[str, str] | None = None):
+        super().__init__(data, name, names)
+        self.folder: Any = None
+        """The `Folder`, once it is listed."""
+
+    def read(self, reading: Reading) -> Pictures:
+        group, size = reading.padding.needs.group, reading.batch_size
+        if reading.labels and group != 1:
+            raise TrainingError(f"{self.name}: a folder of images has no groups of {group}")
+        size = size_of_batches(reading.model.inputs, size)
+        return Pictures.of(self.folder, size, reading.seed, strict=not reading.labels)
+
+    @property
+    def title(self) -> str:
+        return Path(self.data).name
+
+    @property
+    def first_batch(self) -> None:
+        return None
 
 
-def list_folder(data: Any, model: Network, preprocess: Mapping[str, Any] | None) -> Any:
-    """List all images of a folder, or the images that data names by path, without classes.
+def _add_augmentation(reading: Reading) -> Mapping[str, Any]:
+    """Return `preprocess` with the augmentations that `augment` names."""
+    preprocess = {} if reading.preprocess is None else reading.preprocess
+    if reading.augment is None or not isinstance(preprocess, Mapping):
+        return preprocess  # another one is refused where it is read
+    if "augment" in preprocess:
+        raise TrainingError(
+            "augment= and preprocess={'augment': ...} are two forms of one argument: leave one out"
+        )
+    return {**preprocess, "augment": reading.augment}
 
-    Other data is returned as it is.
 
-    Raises:
-      TrainingError: the folder has no pictures, or `preprocess` does not fit.
-      InputError: the model takes no pictures.
-    """
+def _list_all(data: Any, settings: Preprocess) -> Folder:
+    """List the images of a folder and its subfolders, or those that data names, without classes."""
     listed = _listed_pictures(data)
-    if not is_folder(data) and not listed:
-        if preprocess is not None:
-            raise TrainingError("preprocess goes with a folder of pictures, or with paths of them")
-        return data
-    settings = _preprocess(model, preprocess or {})
-    if listed:
-        return Folder(".", tuple(listed), np.zeros(len(listed), np.int32), settings, ())
-    paths = image_paths(data)
+    paths = tuple(listed or image_paths(data))
     if not paths:
         kinds = ", ".join(sorted(SUFFIXES))
         raise TrainingError(f"the folder '{data}' has no pictures: no file that ends in {kinds}")
-    return Folder(os.fspath(data), tuple(paths), np.zeros(len(paths), np.int32), settings, ())
+    where = "." if listed else os.fspath(data)
+    return Folder(where, paths, np.zeros(len(paths), np.int32), settings, ())
 
 
 def _listed_pictures(data: Any) -> list[Path]:

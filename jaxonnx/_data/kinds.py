@@ -1,0 +1,362 @@
+"""Kinds of data: which objects are of a kind, and how these become batches.
+
+A kind is a subclass of `Data` that is registered. It is chosen once, where data is opened; what a
+run, an evaluation or a prediction must know of the data it asks the kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, ClassVar, TypeVar
+
+import jax
+import numpy as np
+
+from jaxonnx._data.batches import Arrays, Padded, Source
+from jaxonnx._data.inputs_and_targets import (
+    as_pair,
+    checked_weights,
+    count_examples,
+    split_weights,
+)
+from jaxonnx._data.padding import fit_padding
+from jaxonnx._data.ragged import PLAIN, Padding
+from jaxonnx._data.rows import Rows, check_columns
+from jaxonnx._graph.values import Value, hint_at_image
+from jaxonnx._limits import format_bytes, machine
+from jaxonnx._require import require
+from jaxonnx.errors import TrainingError
+
+K = TypeVar("K", bound="type[Data]")
+
+
+@dataclass
+class Reading:
+    """What data is read for. A kind that prepares the model, or chooses widths, changes it."""
+
+    model: Any
+    """The model that takes the batches."""
+    padding: Padding = PLAIN
+    """How sequences of unequal length are padded, and what losses need of the data."""
+    batch_size: int | None = None
+    """The size of batches of data in one piece; by default that of the file, or 32."""
+    seed: int | None = None
+    """The seed of the order of examples; None keeps their order."""
+    preprocess: Any = None
+    """The argument `preprocess` of `train`."""
+    augment: Any = None
+    """Names of augmentations in the argument `augment` of `train`."""
+    labels: bool = True
+    """Whether targets are wanted; otherwise they may be missing, and are dropped."""
+    trains: bool = False
+    """Whether the model is trained."""
+    per_row: bool = False
+    """Whether there must be one example for each row of the data, in its order."""
+    target_names: Collection[str] = ()
+    """Names that targets can have: an entry "weight" of a dict may be one of them."""
+    notes: list[Sequence[str]] = field(default_factory=list)
+    """Notes for the history. A list of a kind grows while its data is read."""
+    long: Mapping[str, int] = field(default_factory=dict)
+    """The number of texts that were "cut", "split" or skipped ("skip"), as far as they are read."""
+
+
+class Data:
+    """A kind of data; an instance has the data that a user passes.
+
+    A subclass says which objects are of the kind, by a class method `accepts(data, labels)`, where
+    `labels` is whether targets are wanted; and what arrays these are (`load`). One whose batches
+    are not made of arrays in memory has its own `read` and `first_batch` instead. A class method
+    `prepare(parts, reading)` is called before batches are read, with all data of the kind in a run
+    by name ("data", "validation"): it may change the model and add notes (`Reading`).
+
+    `register_data` makes it one of the kinds that `jaxonnx.train`, `evaluate`, `Model.predict`,
+    `quantize` and the commands take.
+
+    Attributes:
+      data: the object that the user passes.
+      name: "data" or "validation".
+      names: new names of its columns, by their own.
+    """
+
+    form: ClassVar[str] = ""
+    """The objects that are accepted, for errors."""
+    takes: ClassVar[Collection[str]] = ()
+    """Those of the arguments "preprocess" and "augment" of `train` that the kind uses."""
+    has_columns: ClassVar[bool] = True
+    """Whether the argument `columns` of `train` can rename something."""
+    is_chat: bool = False
+    """Whether examples are conversations, so that texts to continue are messages of a user."""
+
+    @classmethod
+    def accepts(cls, data: Any, labels: bool) -> bool:
+        """Check whether an object is data of this kind.
+
+        Args:
+          labels: whether targets are wanted, as for training, or inputs alone, as for `predict`.
+        """
+        raise NotImplementedError
+
+    def __init__(self, data: Any, name: str = "data", names: Mapping[str, str] | None = None):
+        self.data, self.name, self.names = data, name, names or {}
+
+    def load(self) -> Any:
+        """Return all of the data: a pair (x, y), (x, y, weights), or a dict of columns."""
+        raise NotImplementedError
+
+    def read(self, reading: Reading) -> Source:
+        """Return batches of the examples.
+
+        Raises:
+          TrainingError: the data does not fit the model.
+        """
+        return read_arrays(self.arrays, reading, self.what)
+
+    @classmethod
+    def prepare(cls, parts: Mapping[str, Any], reading: Reading) -> None:
+        """Prepare the data of this kind in a run: "data", "validation" or both, before `read`.
+
+        Args:
+          parts: instances of the kind, by name.
+          reading: `model`, `padding`, `notes` and `long` may be changed.
+        """
+
+    def split(self, validation: Any) -> tuple[Data, Any, list[str]]:
+        """Return the data to train with, the validation data, and notes for the history."""
+        return self, validation, []
+
+    def choose_loss(self, model: Any) -> tuple[str, str] | None:
+        """Return the usual loss of this kind on a model, and what it is the default for."""
+        return None
+
+    @property
+    def what(self) -> str:
+        """The data, for errors."""
+        return self.name
+
+    @property
+    def title(self) -> str:
+        """The name of the data, for a model card."""
+        return ""
+
+    @property
+    def rows(self) -> Rows | None:
+        """The data as rows, among which there may be texts."""
+        return None
+
+    @property
+    def table(self) -> Mapping[str, Any] | None:
+        """The columns of a file, of which a command chooses inputs, targets and weights."""
+        return None
+
+    @property
+    def first_batch(self) -> Any:
+        """The first batch, or all of the data, in the form of `load`; None if it is not known."""
+        return self.arrays
+
+    @cached_property
+    def arrays(self) -> Any:
+        """The result of `load`, with new names of columns."""
+        table = self.load()
+        if not self.names:
+            return table
+        if not isinstance(table, Mapping):
+            raise self._refuse_names()
+        if odd := [name for name in self.names if name not in table]:
+            raise TrainingError(
+                f"columns has {', '.join(map(repr, odd))}, and {self.name} has the columns "
+                f"{', '.join(map(repr, table))}"
+            )
+        return {self.names.get(name, name): column for name, column in table.items()}
+
+    def _refuse_names(self) -> TrainingError:
+        return TrainingError(
+            f"columns= renames columns of rows, of files and of dicts; {self.name} is a "
+            f"{type(self.data).__name__}"
+        )
+
+
+class RowData(Data):
+    """A kind of rows, wherever they come from: a file, a list, a data set, a stream.
+
+    Attributes:
+      plain: the same data as the kind that its rows come from.
+    """
+
+    @classmethod
+    def accepts_rows(cls, rows: Rows) -> bool:
+        """Check by the first row whether rows are of this kind."""
+        raise NotImplementedError
+
+    @classmethod
+    def check_rows(cls, rows: Rows, name: str, model: Any) -> None:
+        """Refuse rows that are not of this kind, and are meant to be."""
+
+    def __init__(self, plain: Data):
+        super().__init__(plain.data, plain.name, plain.names)
+        self.plain = plain
+
+    @property
+    def title(self) -> str:
+        return self.plain.title
+
+    @property
+    def rows(self) -> Any:
+        return self.plain.rows
+
+    @property
+    def first_batch(self) -> Mapping[str, Any]:
+        return {}  # none of the model's inputs by name: neither states nor caches
+
+
+KINDS: list[type[Data]] = []
+"""The kinds of data; the first one that accepts an object is its kind."""
+ROW_KINDS: list[type[RowData]] = []
+
+
+def register_data(kind: K) -> K:
+    """Register a kind of data, which is asked before those that are there; return it.
+
+    Args:
+      kind: a subclass of `Data`.
+
+    Raises:
+      TrainingError: it is not one.
+    """
+    fits = isinstance(kind, type) and issubclass(kind, Data)
+    require("register_data: kind", kind, fits, "a subclass of jaxonnx.training.Data", TrainingError)
+    kinds: list[Any] = ROW_KINDS if issubclass(kind, RowData) else KINDS
+    kinds.insert(0, kind)
+    return kind
+
+
+def open_data(
+    data: Any, name: str = "data", names: Mapping[str, str] | None = None, labels: bool = True
+) -> Data:
+    """Find the kind of data.
+
+    Args:
+      data: as `train` takes it.
+      name: of the data, for errors.
+      names: new names of columns by those of the data; also of the keys and roles of messages.
+      labels: whether targets are wanted.
+
+    Raises:
+      TrainingError: it is of no kind, or `names` are for a kind without columns.
+    """
+    check_columns(names)
+    kind = next((kind for kind in KINDS if kind.accepts(data, labels)), None)
+    if kind is None:
+        raise TrainingError(f"{name} must be {list_forms()}; it is a {type(data).__name__}")
+    opened = kind(data, name, names)
+    if (rows := opened.rows) is not None:
+        of_rows = next((kind for kind in ROW_KINDS if kind.accepts_rows(rows)), None)
+        opened = opened if of_rows is None else of_rows(opened)
+    if names and not opened.has_columns:
+        raise opened._refuse_names()
+    return opened
+
+
+def list_forms() -> str:
+    """List the forms of data, for errors."""
+    *forms, last = [kind.form for kind in KINDS if kind.form]
+    return f"{', '.join(forms)}, or {last}"
+
+
+def read(parts: Mapping[str, Data], reading: Reading) -> list[Source]:
+    """Return the batches of data to train with, or to evaluate, and of validation data.
+
+    Args:
+      parts: "data", and "validation" if there is some, whose examples keep their order.
+      reading: changed by the kinds of data.
+
+    Raises:
+      TrainingError: the data does not fit the model, or an argument does not go with it.
+    """
+    kinds = dict.fromkeys(map(type, parts.values()))
+    if reading.augment is not None and "augment" not in parts["data"].takes:
+        raise TrainingError(
+            f"augment={reading.augment!r}: names go with a folder of pictures; for other data pass "
+            "a function (key, x) that returns what x becomes, or (key, batch)"
+        )
+    if reading.preprocess is not None and not any("preprocess" in kind.takes for kind in kinds):
+        raise TrainingError(
+            "preprocess goes with data that is a folder of pictures, with one folder for each class"
+            " in it (to predict, pictures in any folder), or rows of texts"
+        )
+    for name, part in parts.items():
+        if reading.per_row or isinstance(part, RowData) or (rows := part.rows) is None:
+            continue
+        for of_rows in ROW_KINDS:
+            of_rows.check_rows(rows, name, reading.model)
+    for kind in kinds:
+        kind.prepare({name: x for name, x in parts.items() if type(x) is kind}, reading)
+    reading.padding = fit_padding(reading.padding, reading.model)
+    ordered = replace(reading, seed=None)
+    return [x.read(reading if name == "data" else ordered) for name, x in parts.items()]
+
+
+def read_arrays(data: Any, reading: Reading, what: str) -> Source:
+    """Return batches of arrays, or of lists of sequences, in the form of `Data.load`.
+
+    Args:
+      what: the data, for errors.
+
+    Raises:
+      TrainingError: the data does not fit the model.
+    """
+    values, padding, labels = reading.model.inputs, reading.padding, reading.labels
+    batch_size, seed, weights = reading.batch_size, reading.seed, None
+    if labels:
+        names = [value.name for value in values]
+        data, weights = split_weights(data, names, reading.target_names)
+    arrays, targets = as_pair(data, values, what, labels, padding)
+    rows = np.arange(count_examples(arrays, targets, values))
+    if all(value.whole for value in values):  # a graph: its targets keep their order
+        batch_size, seed = len(rows), None
+    size = size_of_batches(values, batch_size)
+    if weights is not None:
+        weights = checked_weights(weights, len(rows), what)
+    _check_memory(arrays, targets, size, len(rows))
+    also: Any = {"weights": weights, "group": padding.needs.group if labels else 1}
+    whole = [value.whole for value in values]
+    if any(whole):
+        return Arrays(arrays, targets, size, seed, rows, whole=whole, **also)
+    columns = padding.sequences(arrays, targets, values, what, whole=True)
+    if columns is not None:
+        return Padded(None, None, size, seed, rows, columns, **also)
+    return Arrays(arrays, targets, size, seed, rows, **also)
+
+
+def size_of_batches(inputs: Sequence[Value], wanted: int | None) -> int:
+    """Return the batch size: that of the file if fixed, else `wanted`, else 32."""
+    firsts = {value.shape[0] for value in inputs if value.shape and not value.whole}
+    firsts = {size for size in firsts if isinstance(size, str)}
+    fixed = [
+        value.shape[0]
+        for value in inputs
+        # an axis of examples may come later: recurrent states are [layers, batch, size]
+        if value.shape and not value.whole and firsts.isdisjoint(value.shape[1:])
+    ]
+    size = next((size for size in fixed if isinstance(size, int)), None)
+    if size is None:
+        return 32 if wanted is None else wanted
+    if wanted not in (None, size):
+        raise TrainingError(
+            f"batch_size={wanted}, but the model's inputs are fixed to batches of {size}; "
+            f"jaxonnx.load(path, batch='any') may open it{hint_at_image(inputs, size)}"
+        )
+    return size
+
+
+def _check_memory(arrays: Any, targets: Any, size: Any, count: int) -> None:
+    """Raise if a batch does not fit into this machine's memory."""
+    columns = [getattr(x, "values", x) for x in (*arrays, *jax.tree.leaves(targets))]
+    needed = size * sum(x.nbytes for x in columns) // count if isinstance(size, int) else 0
+    if needed > machine():
+        raise TrainingError(
+            f"batch_size={size}: a batch of these examples takes {format_bytes(needed)} of "
+            f"memory, and this machine has {format_bytes(machine())}; accumulate= makes one update "
+            "of several batches"
+        )
