@@ -217,8 +217,10 @@ def test_rows_of_a_packed_table_merged(kind, axis, tmp_path):
     assert error < 0.15
 
 
-def test_zero_points_of_rows_of_experts_move():
+def test_zero_points_of_rows_of_experts_move(monkeypatch):
     """A step up for every number of a row is one for its zero point."""
+    # the generator is shared: some numbers, by the order of tests, lose nothing but rounding
+    monkeypatch.setattr("tests.support.few_bit_files.DRAW", np.random.default_rng(0))
     proto = experts(4, 0, True)
     tensors = {t.name: numpy_helper.to_array(t) for t in proto.graph.initializer}
     tensors["z1"] = tensors["z1"] & 0x33 | 0x44  # none of them is at an end

@@ -163,7 +163,9 @@ def test_only_factors_of_dense_products_become_sparse():
     assert reasons["features.3.conv.0.weight"] == ""
 
 
-def test_progress_is_shown_on_request_only(net, capsys):
+def test_progress_is_shown_on_request_only(net, capsys, monkeypatch):
+    """Of a run that takes seconds; a long one, or a loaded machine, gives a line now and then."""
+    monkeypatch.setattr("jaxonnx.training._progress._SECONDS_OF_LINES", np.inf)
     train(net, digits(8))
     assert not capsys.readouterr().out
     train(net, digits(8), progress=True)
