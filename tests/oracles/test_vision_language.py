@@ -69,6 +69,7 @@ def test_losses_gradients_and_saved_files(family, layout, precision, tmp_path):
 
 
 @pytest.mark.deep
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize(("family", "layout"), [("llava", "genai"), ("internvl", "js")])
 def test_adapters_of_peft(family, layout, tmp_path):
     from PIL import Image
@@ -87,13 +88,15 @@ def test_adapters_of_peft(family, layout, tmp_path):
             return network(**tensors).logits.numpy()
 
     theirs = peft.get_peft_model(copy.deepcopy(network), config).eval()
+    torch.manual_seed(1)
     for name, value in theirs.named_parameters():
         if "lora_" in name:
-            torch.nn.init.normal_(value, std=0.3)
+            torch.nn.init.normal_(value, std=0.1)
     theirs.save_pretrained(tmp_path / "theirs")
     adapters = jaxonnx.Adapters.load(tmp_path / "theirs", model)
     pixels = pixels[None] if family == "internvl" else pixels
     logits = adapters.attach(model).without_cache()(ids, pixels, np.ones_like(ids))
+    assert np.abs(run(theirs) - run(network)).max() > 0.01
     np.testing.assert_allclose(logits, run(theirs), atol=1e-5)
     adapters.save(tmp_path / "back", model)
     back = peft.PeftModel.from_pretrained(copy.deepcopy(network), str(tmp_path / "back")).eval()
