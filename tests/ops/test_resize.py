@@ -119,8 +119,7 @@ def nearest(kind, coordinates, size, value):
 def test_nearest_pixels_are_those_of_onnxruntime(kind, coordinates):
     """It computes coordinates in float32, where some are on the other side of a half.
 
-    Ratios are scales that give a whole length. Of these, 119 were one pixel off in six modes before
-    coordinates near a half counted as ties.
+    Ratios are scales that give a whole length.
     """
     sizes, steps = (3, 5, 7, 10), range(3, 37)
     if kind == "ratios":
