@@ -31,6 +31,9 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
 }
 """Options of the compiler by platform."""
 
+UNSTORED = "Error writing persistent compilation cache entry .*MemoryError"
+"""The warning about a program with calls of oneDNN, which XLA cannot store."""
+
 _uses_onednn = ContextVar("_uses_onednn", default=False)
 
 
@@ -43,9 +46,6 @@ def uses_onednn() -> bool:
 def compiler_options(platform: str) -> dict[str, Any]:
     """Return the options of a platform; none if this version of JAX does not know one of them."""
     options = dict(OPTIONS.get(platform, {}))
-    # XLA cannot store programs with calls of oneDNN, which costs their compilation in each process
-    unstored = "Error writing persistent compilation cache entry .*MemoryError"
-    warnings.filterwarnings("ignore", unstored, UserWarning)
     try:
         jax.jit(lambda: 0, compiler_options=options or None).lower().compile()
     except jax.errors.JaxRuntimeError:  # of another release: slower without, not wrong
@@ -104,6 +104,11 @@ class jit:
     def _forms(self) -> Iterator[None]:
         token = _uses_onednn.set(ONEDNN in self._options)
         try:
-            yield
+            if _uses_onednn.get() and jax.config.jax_compilation_cache_dir:
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", UNSTORED, UserWarning)
+                    yield
+            else:
+                yield
         finally:
             _uses_onednn.reset(token)
