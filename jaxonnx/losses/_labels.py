@@ -53,7 +53,7 @@ class ClassLoss(WeighedLoss):
         if self.smoothing and self.reduction != "none":
             total, count = self.totals(outputs, targets, jnp.ones(len(targets)))
             return total / count if self.reduction == "mean" else total
-        outputs, targets = self.align(outputs, targets)
+        outputs, targets = self.align(jnp.asarray(outputs), targets)
         return self._apply(self.operator, outputs, targets, self.ignore_index, self.reduction)
 
     def align(self, outputs: Any, targets: Any) -> tuple[Any, Any]:

@@ -58,6 +58,7 @@ def step(
     then the variables of the file.
 
     >>> import numpy as np
+    >>> import optax
     >>> from jaxonnx import demo
     >>> loss = "softmax_cross_entropy_with_integer_labels"
     >>> one = step(demo.model(), loss, optax.sgd(0.1))
