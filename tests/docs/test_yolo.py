@@ -248,7 +248,7 @@ def test_a_small_detector_learns_shapes(tmp_path):
         draw(256, 0),
         loss=yolo.loss,
         optimizer=optax.adam(4e-3),
-        epochs=25,
+        epochs=30,
         batch_size=16,
     )
     losses = [row["loss"] for row in result.history.epochs]

@@ -21,7 +21,7 @@ import jaxonnx
 from benchmarks.speed.doubles import for_onnxruntime
 from jaxonnx import lowering
 from jaxonnx.onnx_out import composed, primitive, to_onnx
-from jaxonnx.onnx_out._export import write_model
+from jaxonnx.onnx_out._export import write_function
 from jaxonnx.onnx_out._rule_table import _RULES, names
 from jaxonnx.onnx_out.passes.chains_in_blocks import split_into_blocks
 from jaxonnx.ops import elementwise
@@ -732,7 +732,7 @@ def test_gradients_of_small_products_are_large_ones(size, kernel, stride, edge, 
     w = random.standard_normal((3, 3 // groups, kernel, kernel)).astype(np.float32)
     total = lambda *arrays: jnp.sin(layer(size, kernel, stride, edge, groups)(*arrays)).sum()  # noqa: E731
     slopes = jax.grad(total, (0, 1))
-    model = write_model(slopes, (a, w), None, None, 18, flat=True)
+    model = write_function(slopes, (a, w), None, None, 18, flat=True)[0]
     of_images = 1 if size > 16 else 0  # by a convolution
     nodes = [node.op_type for node in model.graph.node]
     assert nodes.count("Conv") + nodes.count("ConvTranspose") == 1 + of_images
@@ -759,7 +759,7 @@ def test_gradients_of_weights_are_products(size, channels, stride, products, con
     (batch,) = jax.export.symbolic_shape("batch")
     images = jax.ShapeDtypeStruct((batch, *a.shape[1:]), a.dtype)
     for like in (a, images):
-        model = write_model(slopes, (like, w), None, None, opset, flat=True)
+        model = write_function(slopes, (like, w), None, None, opset, flat=True)[0]
         nodes = [node.op_type for node in model.graph.node]
         found = [sum(map(nodes.count, names)) for names in (OF_MATRICES, OF_IMAGES)]
         assert found == [products, convolutions]
@@ -773,7 +773,7 @@ def test_channels_are_scaled_and_shifted_in_one_pass():
     def function(a, scale, shift):
         return jnp.sin(a * scale + shift), (a * scale + jnp.sin(a)) + shift
 
-    model = write_model(function, (images, scale, shift), None, None, 18, flat=True)
+    model = write_function(function, (images, scale, shift), None, None, 18, flat=True)[0]
     nodes = [node.op_type for node in model.graph.node if "Reshape" not in node.op_type]
     assert sorted(nodes) == ["Add", "BatchNormalization", "BatchNormalization", "Sin", "Sin"]
     for one, other in zip(
@@ -817,7 +817,7 @@ def test_clip_stays_an_operator():
     factors = np.arange(9, dtype=np.float32)
     slopes = jax.value_and_grad(lambda a, b: (clip(a) * b).sum())
     _, wanted = slopes(odd, factors)
-    model = write_model(slopes, (odd, factors), None, None, 18, flat=True)
+    model = write_function(slopes, (odd, factors), None, None, 18, flat=True)[0]
     masked = {"And", "Cast", "GreaterOrEqual", "LessOrEqual", "Clip", "Mul", "ReduceSum"}
     assert {n.op_type for n in model.graph.node} == masked
     np.testing.assert_array_equal(run(model, odd, factors)[1][1:], wanted[1:])
@@ -856,7 +856,7 @@ def test_factors_are_taken_out_of_sums_in_training_steps():
 
     slopes = jax.value_and_grad(loss, (0, 1))
     plain = to_onnx(slopes, images, scale)
-    model = write_model(slopes, (images, scale), None, None, 18, flat=True)
+    model = write_function(slopes, (images, scale), None, None, 18, flat=True)[0]
     assert (whole(model), whole(plain)) == (9, 15)
     close(run(model, images, scale), slopes(images, scale))
 
@@ -867,7 +867,7 @@ def test_factors_that_fit_one_at_a_time_stay_apart():
         lambda a, _: a * jnp.float32(2**74) * jnp.float32(2**75),
         lambda a, b: jnp.ldexp(a * b, 140),
     ):
-        model = write_model(function, (small, one), None, None, 18, flat=True)
+        model = write_function(function, (small, one), None, None, 18, flat=True)[0]
         close(run(model, small, one), function(small, one))
 
 
