@@ -614,8 +614,7 @@ def test_then_continues_open_sizes_that_fit_at_some_values_only():
     }"""
     weights = " ".join(f"{x:.3f}," for x in np.linspace(-1, 1, 384)).rstrip(",")
     model = jaxonnx.load(onnx.parser.parse_model(text.replace("w = {}", f"w = {{{weights}}}")))
-    with pytest.warns(UserWarning, match="not compared .* random inputs do not fit it"):
-        longer = model.then(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    longer = model.then(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))  # compared at a size that fits
     x = random.standard_normal((5, 3, 16, 16)).astype(np.float32)
     assert [v.shape for v in longer.outputs] == [("b", 3)]
     close(run(longer.to_onnx(), x), longer(x))
