@@ -21,7 +21,7 @@ import jaxonnx
 from benchmarks.layers.onnx_file import write
 from benchmarks.networks import NETWORKS, Network, batch
 from benchmarks.systems import FOREVER, all_trained, train_step
-from jaxonnx._data.ragged import PLAIN
+from jaxonnx._data.kinds import open_data
 from jaxonnx.cli.process import keep_pages
 from jaxonnx.model import read_inputs
 from jaxonnx.training._quantize import prepare
@@ -40,7 +40,7 @@ def compiled(network: Network) -> list[list[Any]]:
         path = Path(folder, "network.onnx")
         write(network, path)
         model = all_trained(jaxonnx.load(path))
-        source = read_inputs(model, x, None, PLAIN)
+        source = read_inputs(model, open_data(x, labels=False))
         models = [
             model,
             *(
