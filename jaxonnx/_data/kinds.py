@@ -99,7 +99,9 @@ class Data:
         raise NotImplementedError
 
     def __init__(self, data: Any, name: str = "data", names: Mapping[str, str] | None = None):
-        self.data, self.name, self.names = data, name, names or {}
+        self.data: Any = data
+        self.name: str = name
+        self.names: Mapping[str, str] = names or {}
 
     def load(self) -> Any:
         """Return all of the data: a pair (x, y), (x, y, weights), or a dict of columns."""

@@ -5,9 +5,9 @@ for each example; these have the classes on axis 1 or the last one, weights of c
 that do not count.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +47,7 @@ class ClassLoss(WeighedLoss):
     """The share of each label that all classes have alike."""
     takes = "ONNX's; classes on axis 1, integer labels: the index of the class"
     elementwise = smooths = True
-    metrics = ("accuracy",)
+    metrics: ClassVar[Sequence[Any]] = ("accuracy",)
 
     def __call__(self, outputs: jax.Array, targets: jax.Array) -> jax.Array:
         if self.smoothing and self.reduction != "none":

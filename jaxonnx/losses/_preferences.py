@@ -5,7 +5,7 @@ The functions return a `PreferenceLoss`.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ class PreferenceLoss(GroupLoss):
     reference: bool = False
     """Whether it takes log-likelihoods by the model before the training, as `train` adds them."""
     takes = "pairs of answers, chosen and rejected"
-    answers = "chosen"
+    answers: ClassVar[str | None] = "chosen"
     of_tokens = next_token = True
 
     def caption(self, targets: Any) -> Sequence[str]:
