@@ -248,7 +248,7 @@ def _tied_names(
     if requested is None:
         shared = (n for n, of in pairs.items() if is_shared(tensors[n], tensors[of]))
         return {*copies, *shared}
-    if requested == "identity":
+    if isinstance(requested, str) and requested == "identity":
         chosen = {*pairs} - {*copies}
     else:
         kind = "tensor that could be tied"
