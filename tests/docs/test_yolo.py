@@ -248,7 +248,7 @@ def test_a_small_detector_learns_shapes(tmp_path):
         draw(256, 0),
         loss=yolo.loss,
         optimizer=optax.adam(4e-3),
-        epochs=30,
+        epochs=40,
         batch_size=16,
     )
     losses = [row["loss"] for row in result.history.epochs]
