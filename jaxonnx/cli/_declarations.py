@@ -16,7 +16,6 @@ import jaxonnx
 ADAPTERS = ("lora/_lora.py", "LoRA")
 SCHEME = ("quantization/_scheme.py", "Quantization")
 QUANTIZE = ("training/_quantize.py", "quantize")
-FIND_RATE = ("training/_find_rate.py", "find_rate")
 EXPORT_SAFETENSORS = ("_hub/checkpoints.py", "export_safetensors")
 EXPORT_STEP = ("_step_files/export.py", "export_step")
 CONVERT = ("model/_convert.py", "convert")

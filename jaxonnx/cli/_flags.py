@@ -154,26 +154,6 @@ VERBS: Mapping[str, Verb] = {
         "jaxonnx train --config run.toml --rate 3e-4",
         _training([*declared_flags(ModelArguments), *LORA, _ADAPTERS]),
     ),
-    "find-rate": Verb(
-        "show the loss while the learning rate rises, to choose one for train",
-        "jaxonnx find-rate net.onnx data.npz --optimizer adamw --most 0.1 --plot rates.png",
-        {
-            "": [
-                *_EXAMPLES,
-                *read_flags(*of.FIND_RATE, ("least", "most", "steps")),
-                Flag("--plot", "a file for a plot: .png or .svg", FILE),
-            ],
-            "loss and optimizer": [
-                *declared_flags(LossArguments),
-                *declared_flags(OptimizerArguments, names=("clip", "weight_decay")),
-            ],
-            "model": [*declared_flags(ModelArguments, without=("quantize",)), *LORA],
-            "step": declared_flags(StepArguments, without=("mesh", "sharding", "metrics")),
-            "data": declared_flags(DataArguments),
-            **READING,
-            **PICTURES,
-        },
-    ),
     "evaluate": Verb(
         "compute the loss and metrics of a model over a data set",
         "jaxonnx evaluate net.onnx data.npz --metrics accuracy --metrics confusion_matrix",
@@ -393,23 +373,6 @@ VERBS: Mapping[str, Verb] = {
                     {**COUNT, "default": 24},
                 ),
             ]
-        },
-    ),
-    "bench": Verb(
-        "time the forward pass and training step of a model, and onnxruntime's forward pass",
-        "jaxonnx bench net.onnx --batch 32\n"
-        "jaxonnx bench encoder.onnx --batch 8 --dim sequence=64 --no-train",
-        {
-            "": [
-                _MODEL,
-                Flag("--batch", "the first dimension, if the file leaves it open", POSITIVE),
-                DIM,
-                Flag("--data", "an .npz file with the inputs (default: random values)", FILE),
-                Flag("--train", "also time the training step", {**SWITCH, "default": True}),
-                Flag("--precision", "also time the step with it", {"choices": ("bf16", "fp16")}),
-                Flag("--rounds", "the measurements (default: 11)", {**POSITIVE, "default": 11}),
-            ],
-            **READING,
         },
     ),
 }

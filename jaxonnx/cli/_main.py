@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from jaxonnx.cli import _bench as bench
 from jaxonnx.cli import _generation as generation
 from jaxonnx.cli import _training as training
 from jaxonnx.cli import _verbs as verbs
@@ -26,7 +25,6 @@ _VERBS = {
     "validate": verbs.validate,
     "run": verbs.run,
     "train": training.train,
-    "find-rate": training.find_rate,
     "evaluate": verbs.evaluate,
     "sparsify": training.sparsify,
     "quantize": verbs.quantize,
@@ -39,7 +37,6 @@ _VERBS = {
     "export-safetensors": verbs.export_safetensors,
     "classify": verbs.classify,
     "demo": verbs.demo,
-    "bench": bench.run,
 }
 
 

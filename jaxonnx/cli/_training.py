@@ -102,38 +102,14 @@ def _connect_processes(options: argparse.Namespace) -> bool:
     return jax.process_index() == 0
 
 
-def find_rate(options: argparse.Namespace) -> Report:
-    from jaxonnx.training import find_rate
-
-    model, path = reading.read(options), reading.examples(options)
-    if options.plot is not None:
-        check_writable(options.plot)
-    settings = _settings(_complete_options(options), model, path, None)
-    data, _ = reading.data(path, model, options)
-    if not isinstance(data, Path):
-        settings.pop("columns", None)
-    made = {name: explain.evaluate_calls(value) for name, value in settings.items()}
-    curve = find_rate(model, data, progress=False, **made, **collect_values(options, "find_rate"))
-    if options.plot is not None:
-        curve.plot().figure.savefig(options.plot)
-    written = [] if options.plot is None else [options.plot]
-    numbers = {"suggestion": curve.suggestion, "rates": [*curve.rates], "losses": [*curve.losses]}
-    return Report(numbers, str(curve), written=written)
-
-
-def _complete_options(options: argparse.Namespace) -> argparse.Namespace:
-    """Return the options of a command with those of training that it does not have, as None."""
-    for name in (*list_arguments(TrainArguments), "adapters", "resume_anyway"):
-        vars(options).setdefault(name, None)
-    return options
-
-
 def export_step(options: argparse.Namespace) -> Report:
     from jaxonnx._step_files.export import FILES, export_step
 
     model = reading.read(options)
     path = reading.examples(options)
-    settings = _settings(_complete_options(options), model, path, None)
+    for name in (*list_arguments(TrainArguments), "adapters", "resume_anyway"):
+        vars(options).setdefault(name, None)  # those of training that this command does not have
+    settings = _settings(options, model, path, None)
     made = {name: explain.evaluate_calls(value) for name, value in settings.items()}
     data, _ = reading.data(path, model, options)
     model, examples = _examples(data, model, settings, options.batch_size)

@@ -71,8 +71,8 @@ def precision_notes(name: str, platform: str) -> list[str]:
         pays = "this processor has units for large products of this type"
         costs = "this processor has no known units for it, so steps take longer than in float32"
         verdict = pays if has_units(PRECISIONS[name]) else costs
-        bench = f"`jaxonnx bench FILE --precision {name}` measures both"
-        notes.append(f"precision={name!r}: {verdict}; {bench}")
+        measure = "jaxonnx.training.preview(...) with and without it measures both"
+        notes.append(f"precision={name!r}: {verdict}; {measure}")
     if name == "fp16":
         notes.append("the loss is scaled while its gradient is taken, by what float16 can hold")
     return notes

@@ -540,53 +540,6 @@ def test_interruption(small, monkeypatch, capsys):
     assert "interrupted" in capsys.readouterr().err
 
 
-def test_bench(small, capsys):
-    assert command("bench net.onnx --batch 16 --rounds 2 --precision bf16") == 0
-    printed = capsys.readouterr().out
-    assert "training step, bf16" in printed
-    assert "onnxruntime" in printed
-    assert command("bench net.onnx --data data.npz --rounds 1 --no-train --json") == 0
-    said = result(capsys)
-    assert said["inputs"] == {"x": {"dtype": "float32", "shape": [8, 4]}}
-    assert said["measurements"].keys() == {"forward", "onnxruntime"}
-    row = said["measurements"]["forward"]
-    assert row["samples_per_second"] == pytest.approx(8e3 / row["ms"])
-    # the input, the weight and the output at least
-    assert row["memory_bytes"] >= 4 * (8 * 4 + 4 * 3 + 8 * 3)
-
-
-def test_bench_of_shapes_that_depend_on_values(small, capsys):
-    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[n] x) => (int64[1, m] i) '
-    onnx.save(onnx.parser.parse_model(text + "{ i = NonZero(x) }"), "net.onnx")
-    assert command("bench net.onnx --rounds 1 --no-train --json") == 0
-    row = result(capsys)["measurements"]["forward"]
-    assert row["ms"] > 0
-    assert "compile_seconds" not in row
-
-
-def test_bench_where_onnxruntime_refuses(small, capsys):
-    domains = '"" : 17, "ai.onnx.preview.training" : 1'
-    text = f"<ir_version: 8, opset_import: [{domains}]> g (float[n] x) => (float[n] y) "
-    body = '{ y = ai.onnx.preview.training.Gradient<xs = ["x"], y = "x">(x) }'
-    onnx.save(onnx.parser.parse_model(text + body), "net.onnx")
-    assert command("bench net.onnx --rounds 1 --no-train --json") == 0
-    assert "onnxruntime refuses the model" in result(capsys)["notes"][0]
-
-
-def test_sizes_for_bench(small, capsys):
-    graph = "<ir_version: 8, opset_import: ['' : 17]> g (int32[2, s] i) => (int32[2, s] o) "
-    proto = onnx.parser.parse_model(graph.replace("'", '"') + "{ o = Identity(i) }")
-    onnx.save(proto, "ids.onnx")
-    assert command("bench ids.onnx --rounds 1") == 2
-    assert "--dim NAME=N" in capsys.readouterr().err
-    assert command("bench ids.onnx --batch 3 --dim s=5") == 2
-    assert "fixed to 2" in capsys.readouterr().err
-    assert command("bench ids.onnx --dim s=5 --rounds 1 --json") == 0
-    said = result(capsys)
-    assert said["inputs"]["i"]["shape"] == [2, 5]
-    assert said["notes"] == ["no training step: the model has no parameters"]
-
-
 def test_version(capsys):
     with pytest.raises(SystemExit):
         main(["--version"])
@@ -868,15 +821,13 @@ def test_values_of_flags_that_are_refused(line, message, small, capsys):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("bench net.onnx --rounds 0", "invalid positive value: '0'"),
-        ("bench net.onnx --batch -1", "invalid positive value: '-1'"),
-        ("bench net.onnx --dim n=-1", "invalid dimension value"),
-        ("bench net.onnx --batch 1099511627776", "invalid positive value"),
-        ("bench net.onnx --batch 2147483647", "does not fit into memory"),
         ("info a\0b", "invalid path value"),
         ("train net.onnx data.npz -o o.onnx --labels net.onnx", "is not UTF-8 text"),
         ("train net.onnx data.npz -o o.onnx --validation nan", "validation=nan must be a share"),
         (f"train net.onnx data.npz -o o.onnx --seed {2**70}", "seed must be an integer"),
+        ("classify net.onnx picture.png --top 0", "invalid positive value: '0'"),
+        ("classify net.onnx picture.png --top 1099511627776", "invalid positive value"),
+        ("validate net.onnx --dim n=-1", "invalid dimension value"),
         ("train net.onnx data.npz -o o.onnx --rate inf", "finite number above 0, got inf"),
     ],
 )

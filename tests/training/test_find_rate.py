@@ -1,14 +1,10 @@
 """The curve of losses over learning rates."""
 
-import json
-
 import numpy as np
-import onnx
 import optax
 import pytest
 
 import jaxonnx
-from jaxonnx.cli import main
 from jaxonnx.training import RateCurve, find_rate
 from tests.support.tiny_networks import LABELS, examples, mlp
 
@@ -49,23 +45,6 @@ def test_a_run_that_diverges_ends_early():
     curve = find_rate(mlp(), (x, y), steps=60, **far)
     assert 3 <= len(curve.losses) < 60
     assert np.isfinite(curve.losses).all()
-
-
-def test_the_command(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    x, y = examples()
-    onnx.save(mlp(), "net.onnx")
-    np.savez("data.npz", x=x, y=y)
-    line = "find-rate net.onnx data.npz --steps 12 --least 0.001 --batch-size 8 --optimizer sgd"
-    assert main(f"{line} --clip 1 --plot rates.svg".split()) == 0
-    out = capsys.readouterr().out
-    assert "suggestion: " in out
-    assert "wrote rates.svg" in out
-    assert main(f"{line} --json".split()) == 0
-    numbers = json.loads(capsys.readouterr().out)
-    curve = find_rate("net.onnx", (x, y), steps=12, least=1e-3, batch_size=8, optimizer="sgd")
-    assert numbers["suggestion"] == pytest.approx(curve.suggestion)
-    assert numbers["losses"] == pytest.approx([*curve.losses])
 
 
 @pytest.mark.parametrize(

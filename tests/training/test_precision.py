@@ -115,5 +115,5 @@ def test_a_run_says_whether_its_processor_has_units(monkeypatch, units, expected
     result = train(data=examples(8), optimizer=optax.sgd(0.1), precision="bf16")
     (note,) = (note for note in result.history.notes if "precision" in note)
     assert expected in note
-    assert "jaxonnx bench FILE --precision bf16" in note
+    assert "jaxonnx.training.preview" in note
     assert note in str(result)
