@@ -17,12 +17,11 @@ import numpy as np
 from jaxonnx._axes import Matrix
 from jaxonnx._graph.roles import running_statistics
 from jaxonnx._graph.uses import weights
-from jaxonnx._require import check_arguments, require
+from jaxonnx._require import check_arguments
 from jaxonnx._safe_read import wrap_errors
 from jaxonnx.errors import InputError, ModelError
 from jaxonnx.lora import _files as files
 from jaxonnx.lora import _peft_modules as peft_modules
-from jaxonnx.lora._combine import combine
 from jaxonnx.lora._merge import (
     check_magnitudes,
     check_scale,
@@ -121,9 +120,7 @@ class Adapters:
         cls,
         adapters: Sequence[Adapters],
         weights: Sequence[float],
-        method: Literal["cat", "linear", "ties"] = "cat",
-        *,
-        density: float = 0.5,
+        method: Literal["cat", "linear"] = "cat",
     ) -> Adapters:
         """Combine adapters of one model to one, as `add_weighted_adapter` of PEFT does.
 
@@ -132,16 +129,13 @@ class Adapters:
           weights: the factor of each change.
           method: "cat", whose change is the weighted sum of the changes and whose rank is the sum
             of their ranks; "linear", whose A and B are sums of A and of B, each with the root of
-            the factor, so that the rank stays; "ties", TIES-Merging of A and of B, for each matrix
-            of the file.
-          density: the share of the numbers that "ties" keeps, those of largest magnitude.
+            the factor, so that the rank stays.
 
         Raises:
           InputError: the adapters are of different models or, but for "cat", ranks, or have
             magnitudes (DoRA) or weights that were trained in full.
         """
         check_arguments(Adapters.combine, locals())
-        require("density", density, 0 < density <= 1, "a number in (0, 1]")
         if not adapters or len(adapters) != len(weights):
             raise InputError(f"{len(adapters)} adapters and {len(weights)} weights to combine")
         for each in adapters:
@@ -166,9 +160,15 @@ class Adapters:
             pairs = [[np.asarray(x.values[m], np.float32) for m in pair(name)] for x, _ in having]
             if method != "cat" and len({a.shape for a, _ in pairs}) > 1:
                 raise InputError(f"'{name}' has adapters of several ranks: method='cat' takes them")
-            scaled = [weight * x.alpha / x.rank for x, weight in having]
-            factors = combine([(a, b) for a, b in pairs], scaled, method, density)
-            values |= dict(zip(pair(name), map(jnp.asarray, factors), strict=True))
+            scaled = np.asarray([weight * x.alpha / x.rank for x, weight in having], np.float32)
+            (a, b), roots = zip(*pairs, strict=True), np.sqrt(np.abs(scaled))
+            if method == "cat":
+                a = np.concatenate(a, axis=-2)
+                b = np.concatenate([w * x for w, x in zip(scaled, b, strict=True)], axis=-1)
+            else:  # the sign on one side: a change is a product
+                a = np.tensordot(np.copysign(roots, scaled), np.stack(a), 1)
+                b = np.tensordot(roots, np.stack(b), 1)
+            values |= dict(zip(pair(name), (jnp.asarray(a), jnp.asarray(b)), strict=True))
         rank = max(values[pair(name)[0]].shape[-2] for name in layouts)
         return cls(rank, float(rank), layouts, values, next(iter(bases), ""))
 

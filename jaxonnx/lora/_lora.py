@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,6 @@ from jaxonnx._require import check_arguments, require
 from jaxonnx._rewrite.masks import describe_masks
 from jaxonnx.errors import InputError
 from jaxonnx.lora._adapters import Adapters
-from jaxonnx.lora._loftq import approximate_errors
 from jaxonnx.lora._merge import (
     check_magnitudes,
     check_scale,
@@ -70,12 +69,6 @@ class LoRA:
         can be adapted. Packed experts (QMoE) have no role: name them. None means every matrix
         product and convolution whose adapter is smaller than the weight, embeddings and layers that
         share their table left out.
-      init: "normal", or "loftq": the change starts as the best approximation of this rank to what
-        the weight lacks of that of `against`, by its singular values, so that training starts
-        between the two models. The weight stays as it is: this is LoftQ (arXiv:2310.08659) without
-        the rounds that quantize it again.
-      against: for "loftq", the model before it was quantized; its weights are found by name, less
-        what quantizers append.
       dora: DoRA (Liu et al., "Weight-Decomposed Low-Rank Adaptation", 2024, arXiv:2402.09353): the
         matrix becomes m (W + alpha / rank * B A) / n. Here n are the norms of the rows of the sum,
         without a gradient, and m (".lora_magnitude") is trained and starts as n. Each step computes
@@ -89,8 +82,6 @@ class LoRA:
     rank: int = 8
     alpha: float | None = None
     where: Select | None = None
-    init: Literal["normal", "loftq"] = "normal"
-    against: Model | None = field(default=None, repr=False, compare=False)
     dora: bool = False
     dropout: float = 0.0
 
@@ -98,8 +89,6 @@ class LoRA:
         check_arguments(LoRA, vars(self))
         require("dropout", self.dropout, 0 <= self.dropout < 1, "a number in [0, 1)")
         check_scale(self.rank, self.alpha)
-        if (self.init == "loftq") != (self.against is not None):
-            raise InputError("init='loftq' goes with against=, the model before quantization")
 
     def attach(self, model: Model, rng: jax.Array, *, trainable: Select | None = None) -> Model:
         """Return the model with adapters as its parameters; its weights become state.
@@ -113,9 +102,9 @@ class LoRA:
           trainable: tensors that are trained in full beside the adapters, such as a new head.
 
         Raises:
-          InputError: `where` or `trainable` match nothing, or the rank does not fit a weight; or
-            `against` does not have a weight, or in another shape; or, with `dora`, a weight in few
-            bits is multiplied as it is stored (QMoE, MatMulIntegerToFloat).
+          InputError: `where` or `trainable` match nothing, or the rank does not fit a weight; or,
+            with `dora`, a weight in few bits is multiplied as it is stored (QMoE,
+            MatMulIntegerToFloat).
         """
         check_arguments(LoRA.attach, locals())
         full = {} if trainable is None else model.with_trainable(trainable).params
@@ -131,8 +120,6 @@ class LoRA:
         for name, key in zip(places, jax.random.split(rng, len(places)), strict=True):
             values |= self._start(name, tensors[name].dtype, meanings[name], key)
         alpha = self.rank if self.alpha is None else self.alpha
-        if self.against is not None:
-            values |= approximate_errors(model, self.against, places, self.rank, alpha / self.rank)
         if self.dora:
             check_magnitudes(model, places)
             for name, matrix in dequantize(model.graph, tensors, places).items():

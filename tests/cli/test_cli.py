@@ -368,8 +368,7 @@ def test_the_shell_reaches_what_python_does():
     assert {name for head in heads for name in re.findall(r"\w+", head)} == KEYS
     assert KEYS - {"loss"} | {"loss_on"} <= options.keys()
     fields = {f"LoRA.{name}" for name in get_type_hints(jaxonnx.LoRA)}
-    python_only = {"LoRA.rank", "LoRA.where", "LoRA.init", "LoRA.against"}  # two are flags
-    assert fields - options.keys() == python_only
+    assert fields - options.keys() == {"LoRA.rank", "LoRA.where"}  # whose flags have other names
     assert {"lora", "lora_where"} <= options.keys()
 
 

@@ -281,18 +281,6 @@ def test_a_run_resumes_bit_for_bit(tmp_path):
     assert "adapters of 2 weights" in str(whole)
 
 
-def test_loftq_starts_with_the_norms_of_the_sum():
-    proto = FILES["4 bits"]()
-    model = jaxonnx.load(proto)
-    w = runtime(proto)(x=np.eye(K, dtype=np.float32))
-    against = jaxonnx.load(floats(w=w + 0.1 * normal(K, N)))
-    options = {"where": "w", "init": "loftq", "against": against}
-    plain = jaxonnx.LoRA(RANK, **options).attach(model, jax.random.key(0))
-    start = jaxonnx.LoRA(RANK, dora=True, **options).attach(model, jax.random.key(0))
-    x = normal(5, K)
-    assert_near(start(x), plain(x))
-
-
 def test_groups_of_an_optimizer_choose_magnitudes():
     """As PEFT's LoRA+ has them: B and all vectors at the higher rate."""
     groups = jaxonnx.labels({"b": ".*lora_(B|magnitude)"}, default="a")
