@@ -1,4 +1,4 @@
-"""`convert`: the file of a model in half precision, or with a newer opset."""
+"""`convert`: the file of a model in float16, or with a newer opset."""
 
 from __future__ import annotations
 
@@ -13,17 +13,11 @@ import onnx
 from onnx import ModelProto
 
 from jaxonnx._compare.written import check_written, make_origin
-from jaxonnx._graph.bind import bind
-from jaxonnx._graph.normalizations import normalizations
-from jaxonnx._graph.roles import Roles, stored_names
-from jaxonnx._graph.types import infer_types
 from jaxonnx._io.protos import opset_of
 from jaxonnx._require import check_arguments, require, require_integer
 from jaxonnx._rewrite import masks
-from jaxonnx._rewrite.bfloat16 import OPSET, to_bfloat16
 from jaxonnx._rewrite.linear_models import open_linear_models
-from jaxonnx._rewrite.opset import inline, to_opset
-from jaxonnx._run.shapes import evaluate_shapes
+from jaxonnx._rewrite.opset import to_opset
 from jaxonnx._text import list_some
 from jaxonnx.errors import InputError
 from jaxonnx.model._load import as_model, load
@@ -36,7 +30,7 @@ _MASK = 1e30
 
 def convert(
     model: Model | str | os.PathLike[str] | bytes | ModelProto,
-    type: Literal["float16", "bfloat16"] | None = None,
+    type: Literal["float16"] | None = None,
     *,
     opset: int | None = None,
     keep: Sequence[str] = (),
@@ -45,13 +39,11 @@ def convert(
     linear_as_gemm: bool = False,
     check: bool = True,
 ) -> Model:
-    """Convert a float32 model to half precision, or to a newer version of ONNX's operators.
+    """Convert a float32 model to float16, or to a newer version of ONNX's operators.
 
-    Half precision halves the file, for runtimes on GPUs, NPUs and in browsers. The conversion to
-    float16 is that of onnxruntime's tools, which leave operators without a float16 kernel in
-    float32 between Casts. In bfloat16 is what is computed from weights, as far as the specification
-    admits it (from opset 22 on nearly everywhere); normalizations, softmax, losses, and what
-    depends on no weight (masks, positions) stay in float32. Both can be trained further.
+    Half precision halves the file, for runtimes on GPUs, NPUs and in browsers. The conversion is
+    that of onnxruntime's tools, which leave operators without a float16 kernel in float32 between
+    Casts. The result can be trained further.
 
     >>> import jaxonnx
     >>> from jaxonnx import demo
@@ -62,8 +54,7 @@ def convert(
     Args:
       model: a Model, or anything that `jaxonnx.load` accepts.
       type: the type of weights and values; types stay by default.
-      opset: the opset of the default domain, the model's by default, and at least 22 for bfloat16.
-        Functions are inlined.
+      opset: the opset of the default domain, the model's by default. Functions are inlined.
       keep: names of nodes, or operators ("Softmax"), that stay in float32.
       keep_inputs: inputs and outputs of the model stay in float32.
       fold_masks: replace each product of a weight and a pruning mask (PyTorch's `weight_orig` and
@@ -91,11 +82,6 @@ def convert(
     net = as_model(model)
     if fold_masks:
         net = masks.fold_masks(net)
-    if type == "bfloat16" and opset is None:
-        reason = (
-            f"bfloat16 needs (or pass opset={opset_of(net.proto)}, which leaves more in float32)"
-        )
-        net = raise_opset(net, OPSET, reason, check=check)
     if opset is not None:
         require_integer("opset", opset, opset_of(net.proto), onnx.defs.onnx_opset_version())
         net = raise_opset(net, opset, "convert was asked for", check=check)
@@ -110,8 +96,7 @@ def convert(
     unknown = [name for name in keep if name not in names | operators]
     expected = f"names of nodes, or operators of the model ({list_some(sorted(operators))})"
     require("keep", unknown, not unknown, expected)
-    halve = _to_float16 if type == "float16" else _to_bfloat16
-    half = _reload(halve(net, keep, keep_inputs), net)
+    half = _reload(_to_float16(net, keep, keep_inputs), net)
     if check:
         origin = make_origin(half, net.to_onnx())
         check_written("the converted file", half.to_onnx(), origin, rounded=True)
@@ -190,31 +175,6 @@ def _to_float16(model: Model, keep: Sequence[str], keep_inputs: bool) -> ModelPr
             op_block_list=[*float16.DEFAULT_OP_BLOCK_LIST, *keep],
             node_block_list=[*keep],
         )
-
-
-def _to_bfloat16(model: Model, keep: Sequence[str], keep_inputs: bool) -> ModelProto:
-    """Convert a model to bfloat16; warn of operators that its opset does not admit in it."""
-    if model.proto.functions:
-        model = _reload(inline(model.to_onnx()), model)
-    proto, tensors = model.to_onnx(), model.tensors
-    graph = bind(proto, proto.graph, tensors.keys())
-    kinds = infer_types(graph, tensors)
-    floats = {name for name, kind in kinds.items() if kind == "tensor(float)"}
-    if not all(kinds.get(name) for node in graph.nodes for name in node.outputs):
-        shapes = evaluate_shapes(proto, graph, tensors)
-        values = {} if shapes is None else shapes.values
-        floats |= {n for n, v in values.items() if not kinds.get(n) and v.dtype == np.float32}
-    roles = Roles(graph, tensors, stored_names(proto.graph)).of
-    learned = model.params.keys() | {name for name, role in roles.items() if role == "param"}
-    norms = normalizations(graph, tensors).values
-    old = to_bfloat16(proto, floats, learned, {*keep, *norms}, keep_inputs)
-    if old:
-        warnings.warn(
-            f"opset {opset_of(proto)} has no bfloat16 for {list_some(sorted(old))}, which stay in "
-            f"float32: opset={OPSET} converts them",
-            stacklevel=3,
-        )
-    return proto
 
 
 def _overflows(x: Any) -> bool:

@@ -258,12 +258,11 @@ def test_export_safetensors(tmp_path, capsys):
     assert types == {"bfloat16"}
 
 
-@pytest.mark.parametrize("kind", ["float16", "bfloat16"])
-def test_convert(small, capsys, kind):
-    assert command(f"convert net.onnx half.onnx --to {kind} --opset 22 --json") == 0
+def test_convert(small, capsys):
+    assert command("convert net.onnx half.onnx --to float16 --opset 22 --json") == 0
     assert result(capsys) == {"output": "half.onnx"}
     half = jaxonnx.load("half.onnx")
-    assert {value.dtype.name for value in half.params.values()} == {kind}
+    assert {value.dtype.name for value in half.params.values()} == {"float16"}
     assert half.proto.opset_import[0].version == 22
     assert command("convert net.onnx half.onnx --to float16 --keep Nothing") == 2
     assert "keep" in capsys.readouterr().err

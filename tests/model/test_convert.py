@@ -1,17 +1,11 @@
-"""Files in half precision, and with a newer opset, in onnxruntime's default session.
+"""Files in float16, and with a newer opset, in onnxruntime's default session."""
 
-That has hardly a kernel for bfloat16: such files are computed by `onnx.reference`, and onnxruntime
-checks the types of their values before it looks for kernels.
-"""
-
-import ml_dtypes
 import numpy as np
 import onnx
 import onnxruntime
 import optax
 import pytest
 from onnx import helper, numpy_helper
-from onnx.reference import ReferenceEvaluator
 
 import jaxonnx
 from jaxonnx import demo
@@ -50,17 +44,16 @@ def test_inputs_and_outputs_may_be_half_too():
     np.testing.assert_allclose(y, half(x), rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("type", ["float16", "bfloat16"])
 @pytest.mark.parametrize("kind", ["operator", "node"])
-def test_what_is_kept_stays_in_float32(kind, type):
+def test_what_is_kept_stays_in_float32(kind):
     model = demo.mlp()
     node = next(n for n in model.proto.graph.node if n.op_type in ("Gemm", "MatMul"))
     name = node.op_type if kind == "operator" else node.name
-    half = jaxonnx.convert(model, type, keep=[name])
+    half = jaxonnx.convert(model, "float16", keep=[name])
     types = {name: value.dtype.name for name, value in half.params.items()}
     weight = next(n for n in node.input if n in types)
     assert types[weight] == "float32"
-    assert (type in types.values()) == (kind == "node")
+    assert ("float16" in types.values()) == (kind == "node")
 
 
 def test_parameters_that_were_not_trained_are_not_afterwards():
@@ -84,7 +77,7 @@ def test_numbers_beyond_float16_are_refused_unless_kept():
 def test_wrong_arguments():
     with pytest.raises(jaxonnx.InputError, match="keep must be names of nodes, or operators"):
         jaxonnx.convert(demo.mlp(), "float16", keep=["Softmax"])
-    with pytest.raises(jaxonnx.InputError, match="type must be 'float16', 'bfloat16' or None"):
+    with pytest.raises(jaxonnx.InputError, match="type must be 'float16' or None"):
         jaxonnx.convert(demo.mlp(), "float8")
     with pytest.raises(jaxonnx.InputError, match="opset must be an integer"):
         jaxonnx.convert(demo.mlp(), opset=7)
@@ -130,7 +123,7 @@ def test_opsets_rise_with_subgraphs_functions_and_softmax():
         np.testing.assert_allclose(model(x, np.array(c)), expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("type", "opset"), [(None, 21), ("float16", None), ("bfloat16", None)])
+@pytest.mark.parametrize(("type", "opset"), [(None, 21), ("float16", None)])
 def test_a_training_graph_is_left_out(type, opset):
     loss = "softmax_cross_entropy_with_integer_labels"
     file = jaxonnx.add_training(demo.mlp(), loss=loss, optimizer=jaxonnx.optim.adam(1e-2))
@@ -169,155 +162,6 @@ def test_half_precision_of_an_exported_transformer():
     inputs = [np.ones_like(tokens) if "mask" in v.name else tokens for v in model.inputs]
     floats, halves = (np.asarray(net(*inputs)) for net in (model, half))
     assert np.square(halves - floats).mean() < 1e-4 * floats.var()
-
-
-def check(model, **inputs):
-    """Check a file in bfloat16; return its first output as `onnx.reference` computes it."""
-    proto = model.to_onnx()
-    onnx.checker.check_model(proto, full_check=True)
-    with pytest.raises(onnxruntime.capi.onnxruntime_pybind11_state.NotImplemented):
-        onnxruntime.InferenceSession(proto.SerializeToString())
-    (y, *_) = ReferenceEvaluator(proto).run(None, inputs)
-    return y
-
-
-@pytest.mark.parametrize("keep_inputs", [True, False])
-def test_bfloat16_of_all_but_norms(keep_inputs, tmp_path):
-    model, x = demo.model(), demo.digits()[1][0][:16]
-    half = jaxonnx.convert(model, "bfloat16", keep_inputs=keep_inputs)
-    assert half.params.keys() == model.params.keys()
-    norms = {
-        n for node in model.proto.graph.node[-17:] if "Norm" in node.op_type for n in node.input
-    }
-    for name, value in half.params.items():
-        assert value.dtype.name == ("float32" if name in norms else "bfloat16"), name
-    wanted = np.dtype(np.float32 if keep_inputs else ml_dtypes.bfloat16)
-    y = check(half, x=x.astype(wanted))
-    ours = half(x.astype(wanted))
-    assert y.dtype == ours.dtype == wanted
-    scale = np.abs(model(x)).max()
-    for result in (y, ours):
-        np.testing.assert_allclose(np.float32(result), model(x), atol=2e-2 * scale)
-    half.save(tmp_path / "half.onnx")
-    model.save(tmp_path / "full.onnx")
-    sizes = [(tmp_path / name).stat().st_size for name in ("half.onnx", "full.onnx")]
-    assert sizes[0] < 0.7 * sizes[1]
-
-
-def test_bfloat16_with_masks_positions_functions_and_branches():
-    """bfloat16 holds no integer above 256 exactly, and the least float32 becomes -inf in it."""
-    proto = onnx.parser.parse_model(
-        """
-        <ir_version: 10, opset_import: ["" : 22, "loc" : 1]>
-        g (float[1, 512, 8] x, float[1, 512] mask, bool c) => (float[1, 512, 8] y)
-        <float[8, 8] w, float least = {-3.4028234663852886e38}, int64 zero = {0},
-         int64 one = {1}, int64 length = {512}, int64[1] last = {-1}> {
-            counts = Range(zero, length, one)
-            places = Cast<to = 1>(counts)
-            angles = Sin(places)
-            column = Unsqueeze(angles, last)
-            a = MatMul(x, w)
-            b = loc.double(a)
-            turned = Mul(b, column)
-            turned_back = Transpose<perm = [0, 2, 1]>(turned)
-            scores = MatMul(turned, turned_back)
-            ones = Sub(mask, mask)
-            hidden = Mul(mask, least)
-            masked = Add(scores, hidden)
-            weights = Softmax(masked)
-            mixed = MatMul(weights, turned)
-            y = If (c) <
-                then_branch = t () => (float[1, 512, 8] p) { p = Tanh(mixed) },
-                else_branch = e () => (float[1, 512, 8] q) { q = Sub(mixed, x) }
-            >
-        }
-        <domain: "loc", opset_import: ["" : 22]> double (v) => (s) { s = Add(v, v) }
-        """
-    )
-    random = np.random.default_rng(0)
-    proto.graph.initializer.insert(
-        0, numpy_helper.from_array(random.normal(size=(8, 8)).astype(np.float32) / 4, "w")
-    )
-    model = jaxonnx.load(proto)
-    x = random.normal(size=(1, 512, 8)).astype(np.float32) / 4
-    for keep_inputs in (True, False):
-        half = jaxonnx.convert(model, "bfloat16", keep_inputs=keep_inputs)
-        wanted = np.float32 if keep_inputs else ml_dtypes.bfloat16
-        assert half.params["w"].dtype == ml_dtypes.bfloat16
-        for mask in (np.zeros((1, 512)), np.ones((1, 512))):
-            inputs = {"x": x.astype(wanted), "mask": mask.astype(wanted)}
-            for c in (True, False):
-                y = check(half, **inputs, c=np.array(c))
-                expected = np.asarray(model(x, np.float32(mask), np.array(c)))
-                for result in (y, half(*inputs.values(), np.array(c))):
-                    np.testing.assert_allclose(
-                        np.float32(result), expected, atol=3e-2 * np.abs(expected).max()
-                    )
-
-
-def test_norms_written_as_arithmetic_stay_in_float32():
-    """A mean that is far from 0 takes all 8 bits of bfloat16."""
-    proto = onnx.parser.parse_model(
-        """
-        <ir_version: 10, opset_import: ["" : 22]> g (float[4, 8] x) => (float[4, 8] y)
-        <float[8, 64] w, float[64] high, float[64, 8] v, float two = {2},
-         float tiny = {1e-5}, int64[1] last = {-1}> {
-            product = MatMul(x, w)
-            h = Add(product, high)
-            mean = ReduceMean(h, last)
-            centered = Sub(h, mean)
-            squares = Pow(centered, two)
-            variance = ReduceMean(squares, last)
-            shifted = Add(variance, tiny)
-            deviation = Sqrt(shifted)
-            normal = Div(centered, deviation)
-            y = MatMul(normal, v)
-        }
-        """
-    )
-    random = np.random.default_rng(0)
-    shapes = {"w": (8, 64), "high": (64,), "v": (64, 8)}
-    proto.graph.initializer.extend(
-        numpy_helper.from_array(random.normal(size=shape).astype(np.float32), name)
-        for name, shape in shapes.items()
-    )
-    half = jaxonnx.convert(proto, "bfloat16")
-    typed = onnx.shape_inference.infer_shapes(half.to_onnx()).graph
-    types = {v.name: v.type.tensor_type.elem_type for v in (*typed.value_info, *typed.output)}
-    norm = ("mean", "centered", "squares", "variance", "shifted", "deviation", "normal")
-    assert {types[name] for name in norm} == {onnx.TensorProto.FLOAT}
-    assert {types[f"{name}_bfloat16"] for name in ("product", "h", "y")} == {
-        onnx.TensorProto.BFLOAT16
-    }
-    x = random.normal(size=(4, 8)).astype(np.float32)
-    expected = np.asarray(jaxonnx.load(proto)(x))
-    np.testing.assert_allclose(check(half, x=x), expected, atol=2e-2 * np.abs(expected).max())
-
-
-def test_an_older_opset_keeps_more_in_float32():
-    with pytest.warns(UserWarning, match="opset 17 has no bfloat16 for Conv, MaxPool, which stay"):
-        half = jaxonnx.convert(demo.model(), "bfloat16", opset=17)
-    assert half.proto.opset_import[0].version == 17
-    types = {name: value.dtype.name for name, value in half.params.items()}
-    assert types["0.weight"] == "float32"
-    assert types["12.weight"] == "bfloat16"
-
-
-def test_a_file_in_bfloat16_is_trained_and_saved(tmp_path):
-    (x, labels), _ = demo.digits()
-    half = jaxonnx.convert(demo.mlp(), "bfloat16")
-    loss = "softmax_cross_entropy_with_integer_labels"
-    result = jaxonnx.train(
-        half, (x[:256], labels[:256]), loss=loss, optimizer=optax.adam(1e-2), epochs=8, seed=0
-    )
-    assert result.history.epochs[-1]["loss"] < 0.5 * result.history.epochs[0]["loss"]
-    result.model.save(tmp_path / "trained.onnx")
-    trained = jaxonnx.load(tmp_path / "trained.onnx")
-    assert {name: x.dtype for name, x in trained.params.items()} == {
-        name: x.dtype for name, x in half.params.items()
-    }
-    y = check(trained, x=x[:64])
-    assert np.mean(y.argmax(-1) == labels[:64]) > 0.9
 
 
 def masked(random):
