@@ -28,6 +28,15 @@ def _is_key(x: Any) -> bool:
     return dtype == np.uint32 or jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
+def takes_steps(x: Any) -> bool:
+    """Check whether this is a function of the number of updates of a run, `steps`."""
+    return inspect.isfunction(x) and [*inspect.signature(x).parameters] == ["steps"]
+
+
+def _is_transformation(x: Any) -> bool:
+    return all(callable(getattr(x, part, None)) for part in ("init", "update"))
+
+
 _is_integer = _is_a(int, np.integer)
 _is_iterable = _is_a(Iterable)
 _LIST: _Kind = (
@@ -46,10 +55,8 @@ _KINDS: dict[str, _Kind] = {
     "Callable": ("a function", callable),
     "Array": ("an array", lambda x: hasattr(x, "dtype")),
     "Key": ("a key (jax.random.key(0))", _is_key),
-    "GradientTransformation": (
-        "an optax transformation",
-        lambda x: callable(getattr(x, "init", None)) and callable(getattr(x, "update", None)),
-    ),
+    "GradientTransformation": ("an optax transformation", lambda x: _is_transformation(x)),
+    "Optimizer": ("an optax transformation", lambda x: _is_transformation(x) or takes_steps(x)),
     "tuple": (
         "a pair of axes",
         lambda x: isinstance(x, tuple | list) and [*map(_is_integer, x)] == [True, True],
@@ -57,13 +64,20 @@ _KINDS: dict[str, _Kind] = {
     "None": ("None", lambda x: x is None),
 } | {
     name: (f"a {name}", lambda x, name=name: name in (c.__name__ for c in type(x).__mro__))
-    for name in ("Layer", "Model", "ModelProto", "Packed", "Rngs")
+    for name in ("Adapters", "Layer", "LoRA", "Model", "ModelProto", "Packed", "Rngs")
 }
 """What the types of annotations are called, and the values that they allow."""
 _KINDS |= dict.fromkeys(("Iterable", "Sequence", "Collection"), _LIST)
-_KINDS |= {"dict": _KINDS["Mapping"], "ndarray": _KINDS["Array"], "Initializer": _KINDS["Callable"]}
+_KINDS |= {
+    "Hook": _KINDS["Callable"],
+    "dict": _KINDS["Mapping"],
+    "ndarray": _KINDS["Array"],
+    "Initializer": _KINDS["Callable"],
+}
 _ELEMENTS: dict[str, _Kind] = {
     "str": ("strings", _is_a(str)),
+    "None": ("None", lambda x: x is None),
+    "Hook": ("functions", callable),
     "Pattern": ("strings", _is_a(str, re.Pattern)),
     "Array": ("arrays", lambda x: hasattr(x, "dtype") or isinstance(x, Real)),
     "Layer": ("layers", _KINDS["Layer"][1]),
@@ -148,10 +162,20 @@ def _read_annotations(annotated: Any) -> dict[str, list[_Kind]]:
         if get_origin(annotation) is Unpack:  # keywords, which Python 3.11 does not print as code
             continue
         text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
-        kinds = [*_kinds(ast.parse(text, mode="eval").body, name in ("rng", "key"))]
-        if None not in kinds:
+        if kinds := read_type(text, name in ("rng", "key")):
             read[name] = kinds
     return read
+
+
+@functools.cache
+def read_type(annotation: str, is_key: bool = False) -> list[_Kind]:
+    """Return the kinds of values that an annotation allows; none if it allows every value.
+
+    Args:
+      is_key: whether arrays are random keys.
+    """
+    kinds: list[Any] = [*_kinds(ast.parse(annotation, mode="eval").body, is_key)]
+    return [] if None in kinds else kinds
 
 
 def _kinds(node: ast.expr, is_key: bool) -> Iterator[Any]:
@@ -165,10 +189,11 @@ def _kinds(node: ast.expr, is_key: bool) -> Iterator[Any]:
                 value = ast.literal_eval(choice)
                 yield repr(value), lambda x, v=value: isinstance(x, type(v)) and x == v
         case ast.Subscript(value=value, slice=inner):
-            last = inner.elts[-1] if isinstance(inner, ast.Tuple) else inner  # of a dict: values
+            parts = inner.elts if isinstance(inner, ast.Tuple) else [inner]
+            # re.Pattern[str] is a Pattern
+            names = [ast.unparse(part).rpartition(".")[2].partition("[")[0] for part in parts]
             for kind in _kinds(value, is_key):
-                name = ast.unparse(last).rpartition(".")[2].partition("[")[0]  # re.Pattern[str]
-                yield _with_elements(kind, name)
+                yield _with_elements(kind, *names)
         case ast.Name(id="Select" | "Trainable"):
             yield from map(_KINDS.get, ("str", "Iterable", "Callable"))
         case ast.Name(id=name) | ast.Attribute(attr=name):
@@ -177,15 +202,28 @@ def _kinds(node: ast.expr, is_key: bool) -> Iterator[Any]:
             yield _KINDS.get(ast.unparse(node))
 
 
-def _with_elements(kind: _Kind | None, element: str) -> _Kind | None:
-    """Return the kind of lists and dicts whose elements are strings or arrays, if so annotated."""
+def _with_elements(kind: _Kind | None, *names: str) -> _Kind | None:
+    """Return the kind of lists and dicts whose elements are strings or arrays, if so annotated.
+
+    Args:
+      names: the types of elements; of a dict those of keys and values.
+    """
+    element = names[-1]
+    if kind is not None and kind[0] == "a pair of axes" and element == "str":
+        return (
+            "a pair of strings",
+            lambda x: isinstance(x, tuple | list) and [*map(type, x)] == [str] * 2,
+        )
     if kind is None or kind[0] not in ("a list", "a dict") or element not in _ELEMENTS:
         return kind
     (text, allows), (plural, fits) = kind, _ELEMENTS[element]
+    _, fits_key = _ELEMENTS.get(names[0], (text, lambda _: True))
 
     def allows_all(x: Any) -> bool:
         if not allows(x) or isinstance(x, Iterator):  # which would be used up
             return allows(x)
-        return all(map(fits, x.values() if isinstance(x, Mapping) else x))
+        if isinstance(x, Mapping):
+            return all(map(fits_key, x)) and all(map(fits, x.values()))
+        return all(map(fits, x))
 
     return f"{text} of {plural}", allows_all

@@ -16,24 +16,19 @@ from jaxonnx._arguments.declare import (
     list_own_arguments,
 )
 from jaxonnx._arguments.model import (
-    OPTIMIZERS,
     RATE,
-    SCHEDULES,
     LossArguments,
     ModelArguments,
     Optimizer,
     OptimizerArguments,
 )
 from jaxonnx._arguments.run import Hook, RunArguments
-from jaxonnx._arguments.step import NAN_POLICIES, StepArguments
+from jaxonnx._arguments.step import StepArguments
 
 
 class TrainArguments(LossArguments, StepArguments, DataArguments, RunArguments, total=False):
     """All arguments of `train` besides model and data."""
 
 
-GROUPS = (
-    *(LossArguments, OptimizerArguments, ModelArguments),
-    *(StepArguments, DataArguments, RunArguments),
-)
-"""The classes whose own keys are all arguments, in the order of signatures."""
+OPTIMIZERS = list_arguments(LossArguments)["optimizer"].choices
+"""The optimizers that have a name."""

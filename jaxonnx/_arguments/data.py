@@ -11,7 +11,7 @@ from jaxonnx._arguments.declare import Argument
 class DataArguments(TypedDict, total=False):
     """The arguments of batches: their size, fixed inputs, padding, images and texts."""
 
-    batch_size: Annotated[int | None, Argument(form="count")]
+    batch_size: Annotated[int | None, Argument(form="count", least=1)]
     """The number of examples per batch; defaults to 32, or to the batch size that the file fixes.
 
     Batches of an iterable are taken as they are."""
@@ -19,6 +19,7 @@ class DataArguments(TypedDict, total=False):
         Mapping[str, Any] | None,
         Argument(
             form="fills",
+            expected="a dict by input name",
             resume=True,
             needs_loss=True,
             words="The value of an input that is the same for all examples",
@@ -31,7 +32,15 @@ class DataArguments(TypedDict, total=False):
     file keeps all its inputs (`Model.with_fixed_inputs`)."""
     batching: Annotated[
         Mapping[str, None] | None,
-        Argument(form="names", resume=True, words="Inputs without an axis of examples, by name"),
+        Argument(
+            form="names",
+            expected="a dict by input name, with None for each input without an axis of examples, "
+            "like {'edges': None}",
+            excludes=("mesh",),
+            reason="passes inputs whole, and mesh= splits batches: leave one of the two out",
+            resume=True,
+            words="Inputs without an axis of examples, by name",
+        ),
     ]
     """Inputs without an axis of examples, like {"nodes": None, "edges": None} for a graph.
 
@@ -57,7 +66,12 @@ class DataArguments(TypedDict, total=False):
     of the loss by default, or with -100."""
     length_buckets: Annotated[
         int | Sequence[int] | None,
-        Argument(form="widths", resume=True, words="The widths that sequences are padded to"),
+        Argument(
+            form="widths",
+            expected="a width or several, like (32, 64, 128)",
+            resume=True,
+            words="The widths that sequences are padded to",
+        ),
     ]
     """Widths to pad sequences to, like (32, 64, 128), or one width.
 
@@ -67,7 +81,11 @@ class DataArguments(TypedDict, total=False):
     example of the data."""
     columns: Annotated[
         Mapping[str, str] | None,
-        Argument(form="renames", words="The new name of a column, or of a role of messages"),
+        Argument(
+            form="renames",
+            expected="a dict from the names in the data to new ones, like {'question': 'prompt'}",
+            words="The new name of a column, or of a role of messages",
+        ),
     ]
     """New names of columns by those in the data, like {"question": "prompt"}.
 

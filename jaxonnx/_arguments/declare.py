@@ -5,23 +5,42 @@ from __future__ import annotations
 import ast
 import difflib
 import functools
-import importlib
 import inspect
 import itertools
 import re
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
-PARTS = ("model", "step", "data", "run")
-"""The modules of this package that have declarations."""
+FOLDERS = (Path(__file__).parent,)
+"""Where the modules are that have declarations."""
 
 
 class Argument(NamedTuple):
-    """What the annotation of an argument says besides its type."""
+    """What the annotation of an argument says besides its type, which has the choices."""
 
     default: Any = None
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
+    """The range of a number."""
+    finite: bool = True
+    """Whether a number must be finite."""
+    expected: str = ""
+    """The values that it may have, for errors, where the type does not say it well; "{choices}" are
+    the choices of the type."""
+    hint: str = ""
+    """What an error about its value adds."""
+    needs: tuple[str, ...] = ()
+    """Other arguments of which one must be given with it: "name", or "name: type" if that must have
+    a value of the type."""
+    excludes: tuple[str, ...] = ()
+    """Arguments, in the same form, of which none may be given with it."""
+    reason: str = ""
+    """What an error says of `needs` and `excludes`, after the name of the argument."""
     form: str = ""
     """The form of its flag, a key of `jaxonnx.cli._flag_types.FORMS`; "" means it has no flag."""
     flag: str = ""
@@ -32,6 +51,10 @@ class Argument(NamedTuple):
     """The help of its flag, where that takes less than the argument; else the first sentence."""
     needs_loss: bool = False
     """Whether it changes how a loss is computed or minimized: a file's own algorithm has none."""
+
+    @property
+    def has_range(self) -> bool:
+        return (self.least, self.above, self.most, self.below) != (None,) * 4
 
 
 class Declared(NamedTuple):
@@ -47,49 +70,98 @@ class Declared(NamedTuple):
         """What the help of its flag says."""
         return self.argument.words or self.text.partition("\n")[0].rstrip(".")
 
+    @property
+    def choices(self) -> tuple[Any, ...]:
+        """The values of a `Literal` in its type."""
+        nodes = [n for n in ast.walk(ast.parse(self.type)) if isinstance(n, ast.Subscript)]
+        literals = [n.slice for n in nodes if ast.unparse(n.value) == "Literal"]
+        values = [ast.literal_eval(node) for node in literals]
+        return tuple(
+            x for value in values for x in (value if isinstance(value, tuple) else [value])
+        )
+
+
+class _Group(NamedTuple):
+    """A class of declarations."""
+
+    bases: Sequence[str]
+    declared: Mapping[str, Declared]
+    """Those in its own body."""
+
 
 @functools.cache
-def _texts() -> dict[str, dict[str, str]]:
-    """Return the strings below the keys of each class of declarations."""
-    parts = (importlib.import_module(f"{__package__}.{part}") for part in PARTS)
-    trees = [ast.parse(inspect.getsource(part)) for part in parts]
-    texts: dict[str, dict[str, str]] = {}
-    for node in itertools.chain(*(tree.body for tree in trees)):
-        if isinstance(node, ast.ClassDef):
-            doc = texts.setdefault(node.name, {})
-            for key, text in itertools.pairwise(node.body):
-                if isinstance(key, ast.AnnAssign) and isinstance(text, ast.Expr):
-                    doc[ast.unparse(key.target)] = inspect.cleandoc(ast.literal_eval(text.value))
-    return texts
+def _read_groups() -> dict[str, _Group]:
+    """Return the classes of declarations by name, from their source.
+
+    Importing the modules would take JAX, which the command line does without to show its help.
+    """
+    groups = {}
+    for path in (path for folder in FOLDERS for path in sorted(folder.glob("*.py"))):
+        body = ast.parse(path.read_text("utf-8")).body
+        constants = {
+            node.targets[0].id: node.value
+            for node in body
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+        }
+        for node in body:
+            if isinstance(node, ast.ClassDef):
+                groups[node.name] = _Group(
+                    [*map(ast.unparse, node.bases)], _read_declarations(node, constants)
+                )
+    return groups
 
 
-def list_arguments(*groups: type) -> dict[str, Declared]:
-    """Return the arguments of classes of declarations, those of their bases included."""
-    texts = {name: text for doc in _texts().values() for name, text in doc.items()}
+def _read_declarations(
+    group: ast.ClassDef, constants: Mapping[str, ast.expr]
+) -> dict[str, Declared]:
+    """Return the declarations in the body of a class: `name: Annotated[type, Argument(...)]`.
+
+    Args:
+      constants: values by name, which the declarations may use.
+    """
     arguments = {}
-    for group in groups:
-        for name, hint in group.__annotations__.items():
-            argument, kind = _parse(hint.__forward_arg__)
-            arguments[name] = Declared(kind, argument, texts[name])
+    for key, text in itertools.pairwise(group.body):
+        match key, text:
+            case (
+                ast.AnnAssign(
+                    target=ast.Name(id=name),
+                    annotation=ast.Subscript(
+                        value=ast.Name(id="Annotated"),
+                        slice=ast.Tuple(elts=[kind, ast.Call() as call]),
+                    ),
+                ),
+                ast.Expr(value=documentation),
+            ):
+                nodes = {part.arg or "": part.value for part in call.keywords}
+                if call.args:
+                    (nodes["default"],) = call.args
+                values = {
+                    field: ast.literal_eval(
+                        constants[node.id] if isinstance(node, ast.Name) else node
+                    )
+                    for field, node in nodes.items()
+                }
+                doc = inspect.cleandoc(ast.literal_eval(documentation))
+                arguments[name] = Declared(ast.unparse(kind), Argument(**values), doc)
     return arguments
 
 
-@functools.cache
-def _parse(annotation: str) -> tuple[Argument, str]:
-    """Parse `Annotated[type, Argument(...)]` into the argument and the text of the type."""
-    parts = ast.parse(annotation, mode="eval").body
-    assert isinstance(parts, ast.Subscript)
-    assert isinstance(parts.slice, ast.Tuple)
-    kind, argument = parts.slice.elts
-    assert isinstance(argument, ast.Call)
-    named = {part.arg or "": ast.literal_eval(part.value) for part in argument.keywords}
-    return Argument(*map(ast.literal_eval, argument.args), **named), ast.unparse(kind)
+def list_arguments(*groups: type | str) -> dict[str, Declared]:
+    """Return the arguments of classes of declarations, or of their names.
+
+    Those of the bases of a class come before its own.
+    """
+    arguments: dict[str, Declared] = {}
+    for group in groups:
+        name = group if isinstance(group, str) else group.__name__
+        bases, declared = _read_groups().get(name, _Group((), {}))
+        arguments |= {**list_arguments(*bases), **declared}
+    return arguments
 
 
-def list_own_arguments(group: type) -> dict[str, Declared]:
+def list_own_arguments(group: type) -> Mapping[str, Declared]:
     """Return the arguments of a class without those of its bases."""
-    names = _texts()[group.__name__]
-    return {name: entry for name, entry in list_arguments(group).items() if name in names}
+    return _read_groups()[group.__name__].declared
 
 
 def check_names(function: str, group: type, arguments: Mapping[str, Any]) -> None:

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 Optimizer: TypeAlias = (
     "optax.GradientTransformation | Callable[[int], optax.GradientTransformation]"
 )
-OPTIMIZERS = ("adam", "adamw", "adagrad", "lion", "rmsprop", "sgd")
-SCHEDULES = ("constant", "linear", "cosine")
 RATE = 1e-3
 """The learning rate of an optimizer that is chosen by name."""
+BY_NAME = ("optimizer: str | None",)
+NAMED = "goes with an optimizer by name, like optimizer='adam'; an optax transformation has its own"
 
 
 class LossArguments(TypedDict, total=False):
@@ -63,9 +63,12 @@ class LossArguments(TypedDict, total=False):
     file, from the state and the update count in it; the resulting model has both as they are at the
     end of the run. Arguments that change the network or the update cannot be combined with it."""
     optimizer: Annotated[
-        Optimizer | str | None,
+        Optimizer | Literal["adam", "adamw", "adagrad", "lion", "rmsprop", "sgd"] | None,
         Argument(
-            form="optimizer",
+            form="name",
+            expected="a name ({choices}), an optax transformation, like optax.adam(1e-3) or "
+            "jaxonnx.training.optimizer('adamw', 1e-3), or a function of steps (the updates of the "
+            "run) to one",
             words="adam, adamw, adagrad, lion, rmsprop or sgd (default: that of the file's "
             "training_info, or adam)",
         ),
@@ -81,10 +84,13 @@ class OptimizerArguments(TypedDict, total=False):
     """The settings of an optimizer that is given by name."""
 
     learning_rate: Annotated[
-        float | None,
+        float | Callable[[Any], Any] | None,
         Argument(
             form="real",
             flag="rate",
+            above=0,
+            needs=BY_NAME,
+            reason=NAMED,
             needs_loss=True,
             words="The peak learning rate (default: 0.001; for a new head and no other flag of the "
             "optimizer, a tenth of it for all layers but the head)",
@@ -92,20 +98,54 @@ class OptimizerArguments(TypedDict, total=False):
     ]
     """The learning rate of an optimizer that is given by name; 0.001 by default.
 
-    With a schedule it is the greatest one."""
+    With a schedule it is the greatest one. It may be a schedule of optax itself."""
     schedule: Annotated[
-        Literal["constant", "linear", "cosine"] | None, Argument(form="schedule", needs_loss=True)
+        Literal["constant", "linear", "cosine"] | None,
+        Argument(
+            form="name",
+            needs=BY_NAME,
+            reason=NAMED,
+            needs_loss=True,
+        ),
     ]
     """The learning rate after the warmup: "constant" (the default), "linear" or "cosine".
 
     The latter two decay to zero at the end of the run."""
-    warmup: Annotated[float | None, Argument(form="real", needs_loss=True)]
+    warmup: Annotated[
+        float | None,
+        Argument(
+            form="real",
+            least=0,
+            needs=BY_NAME,
+            reason=NAMED,
+            needs_loss=True,
+        ),
+    ]
     """The number of updates in which the rate rises from zero; below 1, a fraction of the run."""
-    clip: Annotated[float | None, Argument(form="real", needs_loss=True)]
+    clip: Annotated[
+        float | None,
+        Argument(
+            form="real",
+            above=0,
+            finite=False,
+            needs=BY_NAME,
+            reason=NAMED,
+            needs_loss=True,
+        ),
+    ]
     """The maximum global norm of the gradients.
 
     Longer gradients are scaled down to it."""
-    weight_decay: Annotated[float | None, Argument(form="real", needs_loss=True)]
+    weight_decay: Annotated[
+        float | None,
+        Argument(
+            form="real",
+            least=0,
+            needs=BY_NAME,
+            reason=NAMED,
+            needs_loss=True,
+        ),
+    ]
     """The coefficient of decoupled weight decay, in matrices, kernels and embeddings.
 
     Biases, scales of normalizations and other vectors do not decay, and `history.notes` counts
@@ -126,7 +166,15 @@ class ModelArguments(TypedDict, total=False):
     replaced. The default loss is then softmax cross entropy with integer labels, the default
     optimizer Adam with a learning rate of 0.001 for the head and 0.0001 for the other parameters.
     With `lora`, all weights of the head are trained."""
-    trainable: Annotated[Trainable | None, Argument(form="names", needs_loss=True)]
+    trainable: Annotated[
+        Trainable | None,
+        Argument(
+            form="names",
+            excludes=("lora: Adapters",),
+            reason="cannot be combined with Adapters, which determine what is trained",
+            needs_loss=True,
+        ),
+    ]
     """The tensors to train: names of tensors, modules or nodes, or regular expressions.
 
     Wildcards and predicates of name and value are accepted as well (`Model.with_trainable`). These
@@ -135,7 +183,13 @@ class ModelArguments(TypedDict, total=False):
     lora: Annotated[
         LoRA | Adapters | None,
         Argument(
-            form="rank", needs_loss=True, words="Train adapters of this rank instead of the weights"
+            form="rank",
+            expected="a jaxonnx.LoRA, like LoRA(rank=8), or Adapters to continue with",
+            excludes=("sparsity",),
+            reason="cannot be combined with sparsity: merge the adapters into the model first, or "
+            "leave one of the two out",
+            needs_loss=True,
+            words="Train adapters of this rank instead of the weights",
         ),
     ]
     """Train low-rank adapters instead of the weights: a `jaxonnx.LoRA`.
@@ -144,7 +198,7 @@ class ModelArguments(TypedDict, total=False):
     alone: save them with `Adapters.save`, or pass them here to continue training."""
     statistics: Annotated[
         Literal["batch", "frozen", "recompute"] | None,
-        Argument(form="statistics", needs_loss=True),
+        Argument(form="choice", needs_loss=True),
     ]
     """The statistics that BatchNormalization uses in training: "batch", "frozen" or "recompute".
 
@@ -160,13 +214,19 @@ class ModelArguments(TypedDict, total=False):
     """The ratio of all Dropout nodes, or ratios by value, node or module.
 
     A ratio by name also inserts Dropout where an exporter removed it (`Model.with_dropout`)."""
-    neftune: Annotated[float | None, Argument(form="real", resume=True, needs_loss=True)]
+    neftune: Annotated[float | None, Argument(form="real", least=0, resume=True, needs_loss=True)]
     """Add noise to the embeddings of tokens in training (NEFTune), like 5.0.
 
     It is uniform in +-`neftune` / sqrt(length * features), with the padded length of the batch, as
     in transformers and TRL. Jain et al., "NEFTune: Noisy Embeddings Improve Instruction
     Finetuning", 2023 (arXiv:2310.05914)."""
-    sparsity: Annotated[str | Mapping[str, Any] | None, Argument(needs_loss=True)]
+    sparsity: Annotated[
+        str | Mapping[str, Any] | None,
+        Argument(
+            expected="a pattern like '2:4', or a dict of pattern, method and options",
+            needs_loss=True,
+        ),
+    ]
     """Train sparse weights: "2:4", or a dict of options of `sparse.three_phase`.
 
     The lengths of phases are in epochs. By default a third of the epochs is dense, half have a

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from jaxonnx._mesh.rules import Sharding
 
-NAN_POLICIES = ("stop", "skip", "rollback")
-
 
 class StepArguments(OptimizerArguments, ModelArguments, total=False):
     """The arguments of one step: metrics, random seed, precision, devices, non-finite steps."""
@@ -38,22 +36,29 @@ class StepArguments(OptimizerArguments, ModelArguments, total=False):
     return a scalar: these are averaged over the batches. The default is "accuracy" for losses of
     labels."""
     class_weights: Annotated[
-        str | Mapping[Any, float] | None, Argument(form="class_weights", needs_loss=True)
+        str | Mapping[Any, float] | None,
+        Argument(
+            form="class_weights",
+            expected="'balanced', or a dict from classes to weights",
+            needs_loss=True,
+        ),
     ]
     """The weight of each class in the loss, by name or index; or "balanced".
 
     Weights apply in training and validation, and multiply the weights of examples. Classes that are
     not listed have weight 1. "balanced" gives each class of the data the same total weight; it is
     not available for iterables. Only losses with class labels accept it. Metrics ignore it."""
-    label_smoothing: Annotated[float | None, Argument(form="real", resume=True, needs_loss=True)]
+    label_smoothing: Annotated[
+        float | None, Argument(form="real", least=0, below=1, resume=True, needs_loss=True)
+    ]
     """The share of each label that is spread over all classes alike, like 0.1.
 
     For cross entropies of classes and of tokens, in training and validation, as in PyTorch and
     transformers. With `class_weights`, each share counts with the weight of its own class. Labels
     that are ignored stay so."""
-    seed: Annotated[int, Argument(0, "count", resume=True)]
+    seed: Annotated[int, Argument(0, form="count", least=0, most=0x7FFFFFFFFFFFFFFF, resume=True)]
     """The random seed: of the order of the examples, and of random operators."""
-    accumulate: Annotated[int, Argument(1, "count", resume=True, needs_loss=True)]
+    accumulate: Annotated[int, Argument(1, form="count", least=1, resume=True, needs_loss=True)]
     """The number of batches whose gradients make one update.
 
     It is the update of one batch of all their rows: the gradients of the losses are summed, and
@@ -62,7 +67,17 @@ class StepArguments(OptimizerArguments, ModelArguments, total=False):
     all their rows, as in PyTorch Lightning and transformers: an epoch of 10 batches has three
     updates with `accumulate=4`. A step of the history is one batch, and so is a step of the
     schedule of `sparsity`, whose phases are whole epochs."""
-    ema: Annotated[float | None, Argument(form="real", resume=True, needs_loss=True)]
+    ema: Annotated[
+        float | None,
+        Argument(
+            form="real",
+            above=0,
+            below=1,
+            expected="a decay between 0 and 1, like 0.999",
+            resume=True,
+            needs_loss=True,
+        ),
+    ]
     """The decay of an exponential moving average of the parameters, like 0.999.
 
     It is between 0 and 1. The average starts at the initial weights, and a note in the history says
@@ -73,7 +88,7 @@ class StepArguments(OptimizerArguments, ModelArguments, total=False):
     `optax.contrib.sam` want the network evaluated; `statistics="batch"` keeps them. With
     `sparsity`, the average is masked with the current mask."""
     precision: Annotated[
-        Literal["bf16", "fp16"] | None, Argument(form="precision", resume=True, needs_loss=True)
+        Literal["bf16", "fp16"] | None, Argument(form="choice", resume=True, needs_loss=True)
     ]
     """Compute matrix products and convolutions in 16 bits: "bf16" or "fp16".
 
@@ -84,7 +99,7 @@ class StepArguments(OptimizerArguments, ModelArguments, total=False):
     gradient that overflows, by twice as much after 2000 steps without overflow. A step that
     overflows changes nothing and is not listed in `history.events`. Use "fp16" for float16 files,
     whose small gradients would be zero otherwise, and for hardware without bfloat16."""
-    master: Annotated[bool, Argument(True, "toggle", resume=True)]
+    master: Annotated[bool, Argument(True, form="toggle", resume=True)]
     """Train float16 and bfloat16 parameters as float32 master weights.
 
     The optimizer state, the average of `ema` and checkpoints are then float32 (12 bytes per
@@ -92,7 +107,7 @@ class StepArguments(OptimizerArguments, ModelArguments, total=False):
     resulting model has the dtypes of the file, rounded once. With False, updates are added to the
     16-bit parameters directly: most of them are lost to rounding, and an epsilon of 1e-8 is zero in
     float16."""
-    remat: Annotated[bool, Argument(False, "switch", needs_loss=True)]
+    remat: Annotated[bool, Argument(False, form="switch", needs_loss=True)]
     """Recompute most activations in the backward pass instead of storing them.
 
     For networks whose activations do not fit into memory (`Model.with_remat`)."""
@@ -108,7 +123,13 @@ class StepArguments(OptimizerArguments, ModelArguments, total=False):
     rounding, and batch statistics are those of the whole batch."""
     sharding: Annotated[
         Sharding | None,
-        Argument(form="sharding", words="How weights are placed on the mesh: data, fsdp or tensor"),
+        Argument(
+            form="sharding",
+            needs=("mesh",),
+            reason="says how tensors are split over a mesh, and there is none: pass mesh='all' for "
+            "all devices, or a jax.sharding.Mesh",
+            words="How weights are placed on the mesh: data, fsdp or tensor",
+        ),
     ]
     """How weights are placed on the mesh: "data", "fsdp" or "tensor"; or rules by name.
 
@@ -121,7 +142,7 @@ class StepArguments(OptimizerArguments, ModelArguments, total=False):
     * A function of the name and the shape in the file.
 
     `model.shardings(mesh, sharding)` shows the placement."""
-    nan: Annotated[Literal["stop", "skip", "rollback"], Argument("stop", "nan_policy")]
+    nan: Annotated[Literal["stop", "skip", "rollback"], Argument("stop", form="choice")]
     """What to do at a non-finite step: "stop", "skip" or (in `train` only) "rollback".
 
     A step is non-finite if its loss, a gradient, a new statistic or a new small weight is NaN or

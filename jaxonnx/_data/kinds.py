@@ -23,7 +23,7 @@ from jaxonnx._data.inputs_and_targets import (
 )
 from jaxonnx._data.padding import fit_padding
 from jaxonnx._data.ragged import PLAIN, Padding
-from jaxonnx._data.rows import Rows, check_columns
+from jaxonnx._data.rows import Rows
 from jaxonnx._graph.values import Value, hint_at_image
 from jaxonnx._limits import format_bytes, machine
 from jaxonnx._require import require
@@ -247,7 +247,6 @@ def open_data(
     Raises:
       TrainingError: it is of no kind, or `names` are for a kind without columns.
     """
-    check_columns(names)
     kind = next((kind for kind in KINDS if kind.accepts(data, labels)), None)
     if kind is None:
         raise TrainingError(f"{name} must be {list_forms()}; it is a {type(data).__name__}")

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxonnx._require import require
 from jaxonnx.errors import TrainingError
 
 Row = tuple[str, Any]
@@ -401,16 +400,6 @@ def check_shape(rows: Rows, what: str, inputs: Sequence[str]) -> None:
 def unknown_shape(what: str, row: Mapping[str, Any]) -> TrainingError:
     """Return the error for rows whose shape the model does not take."""
     return TrainingError(f"{what} has rows of an unknown shape: {_describe_shapes(row)}")
-
-
-def check_columns(columns: Any) -> None:
-    """Refuse an argument `columns` that is not a dict of names."""
-    fits = columns is None or (
-        isinstance(columns, Mapping)
-        and all(isinstance(x, str) for pair in columns.items() for x in pair)
-    )
-    expected = "a dict from the names in the data to new ones, like {'question': 'prompt'}"
-    require("columns", columns, fits, expected, TrainingError)
 
 
 def _describe_shapes(row: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxonnx._arguments import NAN_POLICIES, OPTIMIZERS, SCHEDULES, Declared, list_own_arguments
+from jaxonnx._arguments import Declared, list_own_arguments
 from jaxonnx._mesh import AUTOMATIC
 from jaxonnx.cli._declarations import SCHEME, read_declarations
 
@@ -174,21 +174,18 @@ FORMS: Mapping[str, Mapping[str, Any]] = {
     "text": {},
     "names": MANY,
     "count": COUNT,
-    "optimizer": {"choices": OPTIMIZERS, "metavar": "NAME"},
-    "schedule": {"choices": SCHEDULES, "metavar": "NAME"},
+    "choice": {},
+    "name": {"metavar": "NAME"},
     "real": REAL,
     "switch": SWITCH,
     "toggle": {"action": argparse.BooleanOptionalAction},
     "folder": FOLDER,
     "rank": COUNT,
     "heads": {**MANY, "type": parse_count, "metavar": "N|OUTPUT=N"},
-    "statistics": {"choices": ("batch", "frozen", "recompute")},
     "ratios": {**MANY, "type": ratio, "metavar": "X|NAME=X"},
     "class_weights": {**MANY, "type": class_weight, "metavar": "NAME=X"},
-    "precision": {"choices": ("bf16", "fp16")},
     "mesh": {"type": axes, "metavar": "all|NAME=N,..."},
     "sharding": {"choices": AUTOMATIC, "metavar": "NAME"},
-    "nan_policy": {"choices": NAN_POLICIES},
     "fills": {**MANY, "type": fill, "metavar": "NAME=N"},
     "renames": {**MANY, "type": rename, "metavar": "NAME=NEW"},
     "widths": WIDTHS,
@@ -275,4 +272,5 @@ def _help(entry: Declared) -> str:
 
 def _settings(name: str, entry: Declared) -> Mapping[str, Any]:
     """Return the arguments of `add_argument`; a flag that is not given is None or False."""
-    return {**FORMS[entry.argument.form], "dest": name}
+    choices = {"choices": entry.choices} if entry.argument.form in ("choice", "name") else {}
+    return {**FORMS[entry.argument.form], **choices, "dest": name}

@@ -17,6 +17,7 @@ from jaxonnx._arguments import (
 )
 from jaxonnx._data.batches import Source
 from jaxonnx._data.images import preparation as images
+from jaxonnx._require import takes_steps
 from jaxonnx.errors import InputError, TrainingError
 from jaxonnx.lora import writes_apart
 from jaxonnx.losses import find_by_output
@@ -30,7 +31,6 @@ from jaxonnx.training._gradient_step import GradientStep
 from jaxonnx.training._head import complete_settings, with_heads
 from jaxonnx.training._loss_needs import prepare_model
 from jaxonnx.training._mesh_step import MeshStep
-from jaxonnx.training._optimizers import is_planned
 from jaxonnx.training._precision import precision_notes
 from jaxonnx.training._quantize import prepare
 from jaxonnx.training._select_parameters import freeze_without_gradient, select_parameters
@@ -144,7 +144,7 @@ def _build_local_step(
     goal = replace(goal, notes=(*notes, *frozen, *goal.notes))
     optimizer: Any = settings.optimizer
     updates = None
-    if is_planned(optimizer):
+    if takes_steps(optimizer):
         updates = _updates(settings, epochs, steps_per_epoch)
         optimizer = optimizer(steps=updates)
     optimizer = fit_to_step(optimizer, model.params, settings.accumulate > 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Collection
 from numbers import Real
@@ -11,7 +10,7 @@ from typing import Any, Literal
 import jax
 import optax
 
-from jaxonnx._arguments import OPTIMIZERS, RATE, SCHEDULES
+from jaxonnx._arguments import OPTIMIZERS, RATE
 from jaxonnx._graph.uses import uses_by_tensor, weights
 from jaxonnx._require import check_arguments, require, require_choice
 from jaxonnx.errors import TrainingError
@@ -62,7 +61,6 @@ def optimizer(
     """
     check_arguments(optimizer, locals(), TrainingError)
     require_choice("optimizer", name, OPTIMIZERS, TrainingError)
-    require_choice("schedule", schedule, SCHEDULES, TrainingError)
     if not callable(rate):
         _positive("rate", rate)
     _positive("warmup", warmup, zero=True)
@@ -97,11 +95,7 @@ def named_optimizer(
     def make(steps):
         return optimizer(name, learning_rate, steps, **chosen, mask=mask)
 
-    warmup = chosen.get("warmup", 0)
-    _positive("warmup", warmup, zero=True)
-    schedule = chosen.get("schedule", "constant")
-    require_choice("schedule", schedule, ("constant", "linear", "cosine"), TrainingError)
-    plans = schedule != "constant" or 0 < warmup < 1
+    plans = chosen.get("schedule", "constant") != "constant" or 0 < chosen.get("warmup", 0) < 1
     return make if plans else make(None)
 
 
@@ -145,11 +139,6 @@ def _rates(rate: Any, steps: int | None, schedule: str, warmup: float) -> Any:
     if not rising:
         return after
     return optax.join_schedules([optax.linear_schedule(0.0, rate, rising), after], [rising])
-
-
-def is_planned(optimizer: Any) -> bool:
-    """Return whether this is a function of the updates of the run, `steps`."""
-    return inspect.isfunction(optimizer) and [*inspect.signature(optimizer).parameters] == ["steps"]
 
 
 def rate_of(memory: Any) -> jax.Array | None:

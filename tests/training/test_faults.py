@@ -321,7 +321,7 @@ def test_checkpoints_that_the_system_refuses_are_told_in_a_line(tmp_path):
         ({"batch_size": 2**62}, "batch_size=4611686018427387904: a batch of these .* of memory"),
         ({"batch_size": 2**31 - 1}, "batch_size=2147483647: a batch of these examples takes .*GiB"),
         ({"sparsity": {"x": 1}}, "sparsity is a pattern like '2:4', or a dict .* not {'x': 1}"),
-        ({"sparsity": 3}, "sparsity is a pattern like '2:4', or a dict .* not 3"),
+        ({"sparsity": 3}, "sparsity must be a pattern like '2:4', or a dict .* got 3"),
         ({"checkpoint_dir": "a\0b"}, r"checkpoint_dir has a null byte: 'a\\x00b'"),
     ],
 )

@@ -149,7 +149,7 @@ def test_the_command_takes_them_all(tmp_path, monkeypatch, capsys):
         ({"validate_first": True}, "validate_first needs validation data"),
         ({"min_improvement": 0.1}, "min_improvement goes with patience="),
         ({"min_improvement": -1, "patience": 1}, "min_improvement must be a finite number"),
-        ({"keep_best": 3}, "keep_best=3 needs a checkpoint_dir"),
+        ({"keep_best": 3}, "keep_best needs a checkpoint_dir"),
     ],
 )
 def test_settings_that_are_refused(settings, message):

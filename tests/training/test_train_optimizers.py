@@ -211,6 +211,10 @@ def test_labels_choose_loss_and_optimizer_as_the_command_does(tmp_path, monkeypa
             ),
         ),
         ({"learning_rate": 1e-2}, optax.adam(1e-2)),
+        (
+            {"learning_rate": optax.linear_schedule(0.1, 0.2, 3)},
+            optax.adam(optax.linear_schedule(0.1, 0.2, 3)),
+        ),
     ],
 )
 def test_optimizers_by_name_are_those_of_optax(settings, theirs):
@@ -226,6 +230,10 @@ def test_optimizers_by_name_are_those_of_optax(settings, theirs):
     [
         ({"optimizer": "adamm"}, r"a name \(adam, adamw, adagrad, lion, rmsprop, sgd\)"),
         ({"learning_rate": 0.1}, "learning_rate goes with an optimizer by name"),
+        (
+            {"optimizer": "sgd", "learning_rate": optax.constant_schedule(0.1), "warmup": 2},
+            "rate is a schedule: leave",
+        ),
         ({"optimizer": "sgd", "learning_rate": -1.0}, "rate must be a finite number above"),
         ({"loss": None, "data": (examples()[0], examples()[0][:, :4])}, "loss='squared_error'"),
     ],
