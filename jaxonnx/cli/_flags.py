@@ -77,7 +77,7 @@ _CONVERSION = read_flags(
 _ADAPTERS = Flag("--adapters", "also write the adapters to this file", FILE)
 _SCHEME_FIELDS = (
     *("weights", "activations", "per_channel", "block", "symmetric", "calibration"),
-    *("where", "skip", "dialect", "reduce_range", "bits", "size"),
+    *("where", "skip", "dialect", "reduce_range"),
 )
 """Fields of `jaxonnx.Quantization` that are not for training alone."""
 _RESUME_ANYWAY = Flag("--resume-anyway", "resume, and accept other data than before", SWITCH)
@@ -230,7 +230,6 @@ VERBS: Mapping[str, Verb] = {
         "quantize weights and activations with calibration data; train --quantize trains them",
         "jaxonnx quantize net.onnx data.npz -o int8.onnx\n"
         "jaxonnx quantize net.onnx data.npz -o int4.onnx --weights int4 --block 32 --skip head\n"
-        "jaxonnx quantize net.onnx photos -o mixed.onnx --bits auto --share 0.3\n"
         "jaxonnx quantize net.onnx data.npz -o int8.onnx --max-loss 0.005 --metric accuracy",
         {
             "": [
@@ -239,7 +238,7 @@ VERBS: Mapping[str, Verb] = {
                 *read_flags(*of.QUANTIZE, _CALIBRATION),
                 *declared_flags(RunArguments, names=("validation",)),
             ],
-            "scheme": read_flags(*of.SCHEME, _SCHEME_FIELDS, {"size": "share"}),
+            "scheme": read_flags(*of.SCHEME, _SCHEME_FIELDS),
             **READING,
             **PICTURES,
         },

@@ -117,7 +117,7 @@ def insert_rounding(
     model: Model,
     scheme: Quantization,
     examples: Sequence[Sequence[Any]],
-    method: Literal["round", "gptq", "awq"] | None = None,
+    method: Literal["gptq", "awq"] | None = None,
     *,
     keep_norms: bool = False,
     bound: Bound | None = None,

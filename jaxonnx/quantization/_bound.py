@@ -125,7 +125,7 @@ class _Search:
 
     def choose(self, most: float) -> Iterator[dict[str, str | None]]:
         """Yield choices of types, the narrowest that meets the bound first."""
-        steps = [step[:2] for step in rank_steps(self.errors, self.ladders, self.trials.sizes)]
+        steps = [*rank_steps(self.errors, self.ladders, self.trials.sizes)]
         narrow = {name: ladder[0] for name, ladder in self.ladders.items()}
         # the least number of steps that meets the bound: `low` does not, `high` does
         low, high = -1, len(steps)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -40,10 +39,8 @@ from jaxonnx.quantization._ranges import (
     scales_channels,
     weight_parameters,
 )
-from jaxonnx.quantization._rounding import learn_rounding
 from jaxonnx.quantization._scheme import Quantization, with_weights
-from jaxonnx.quantization._sensitivity import choose_types, measure, round_weight
-from jaxonnx.quantization._sites import Sites, WeightSite, find_sites, find_wrong_int2
+from jaxonnx.quantization._sites import Sites, find_sites, find_wrong_int2
 from jaxonnx.views import EmptyCaches
 
 N = TypeVar("N", bound=Network)
@@ -83,8 +80,6 @@ def insert(
     tensors = model.tensors
     find = find_in(model, whole, examples[0])
     sites = find(scheme)
-    if types is None and scheme.bits == "auto":
-        types = _choose_types(whole, sites.weights, examples, scheme)
     types = types or {}
     kinds = {name: types.get(name, scheme.weights) for name in sites.weights}
     of_type = {kind: with_weights(scheme, kind) for kind in kinds.values() if kind is not None}
@@ -144,10 +139,6 @@ def insert(
     writer.quantize_values(reads, ranges, sites.shared)
     writer.quantize_outputs((n for n in sites.outputs if n in ranges), ranges)
     writer.store_biases((b.name, b.value, b.weight) for b in sites.biases if b.value in ranges)
-    if method == "round":
-        values = learn_rounding(whole, sites, scales, examples, schemes)
-        learned = {name: jnp.asarray(value) for name, value in values.items()}
-        model = replace(model, params={**model.params, **learned})
     net = with_file(model, writer.finish(norm for _, norm in norms.values()), writer.added)
     entered = without_cache(net) if hides_caches else net
     shares = {n: clipped_share(x, ranges[n]) for n, x in observed.samples.items() if n in ranges}
@@ -241,21 +232,6 @@ def _scales_channels(sites: Sites, weight: str, schemes: Mapping[str, Quantizati
     """Check whether a weight gets a scale for each output channel, along its first axis."""
     site = sites.weights.get(weight)
     return site is not None and site.output == 0 and scales_channels(site, schemes[weight])
-
-
-def _choose_types(
-    model: Network,
-    sites: Mapping[str, WeightSite],
-    examples: Sequence[Sequence[Any]],
-    scheme: Quantization,
-) -> dict[str, str | None]:
-    """Choose int4, int8 or None (float32) for each weight by its error alone (`bits="auto"`)."""
-    learned = {name: site for name, site in sites.items() if name in model.params}
-    ladders = dict.fromkeys(learned, ("int4", "int8", None))
-    schemes = {kind: with_weights(scheme, kind) for kind in ("int4", "int8")}
-    errors = measure(model, ladders, partial(round_weight, model, learned, schemes), examples[:4])
-    sizes = {name: int(model.params[name].size) for name in learned}
-    return dict.fromkeys(sites) | choose_types(errors, ladders, sizes, scheme.size or 1)
 
 
 def find_in(model: Network, whole: Network, inputs: Sequence[Any]) -> Callable[..., Sites]:

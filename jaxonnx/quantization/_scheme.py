@@ -116,15 +116,11 @@ class Quantization:
       reduce_range: use 7 of the 8 bits of weights. Sums of two products then fit into 16 bits,
         which onnxruntime needs on x86 processors with AVX2 or AVX512 but without VNNI. For
         `jaxonnx.quantize` only: training would exceed the range.
-      bits: "auto" chooses types by their measured errors. With `size` it gives int4, int8 or
-        float32 to each weight, more bits to those with the largest errors (`jaxonnx.sensitivity`).
-        With `max_loss` all tensors start in the types of the scheme, and get 8 or 16 bits or
-        float32 until no more is lost.
-      size: the size of the weights with bits="auto", as a fraction of their float32 size; more than
-        0.125.
-      max_loss: what may be lost with bits="auto". `jaxonnx.quantize` says by which metric, as its
-        own argument `max_loss` does. `jaxonnx.train` takes its loss on the validation data (without
-        any, on the training data), before the first step.
+      max_loss: what may be lost. All tensors start in the types of the scheme, and those with the
+        largest errors (`jaxonnx.sensitivity`) get 8 or 16 bits or float32 until no more is lost.
+        `jaxonnx.quantize` says by which metric, as its own argument `max_loss` does.
+        `jaxonnx.train` takes its loss on the validation data (without any, on the training data),
+        before the first step.
       learn: what is trained besides the weights. "scales" trains all scales with the gradient of
         "Learned Step Size Quantization" (arXiv:1902.08153). "ranges" trains the scales of weights,
         while the ranges of activations follow the minimum and maximum of each batch. None keeps the
@@ -151,8 +147,6 @@ class Quantization:
     skip: Select | None = None
     dialect: Literal["onnxruntime", "tensorrt", "qnn"] = "onnxruntime"
     reduce_range: bool = False
-    bits: Literal["auto"] | None = None
-    size: float | None = None
     max_loss: float | None = None
     learn: Literal["scales", "ranges"] | None = "scales"
     decay: float = 0.9
@@ -180,31 +174,16 @@ class Quantization:
             raise InputError(
                 f"reduce_range needs weights of 8 bits, not {self.weights}: leave it out"
             )
-        self._check_choice()
+        if self.max_loss is not None:
+            fits = 0 <= self.max_loss < math.inf
+            require("max_loss", self.max_loss, fits, "a finite number of at least 0")
+            if self.reduce_range or "fp8" in (self.weights, self.activations):
+                raise InputError(
+                    "max_loss chooses among integer types: leave reduce_range and fp8 out"
+                )
         if self.symmetric is False and self.activations == "fp8":
             raise InputError("fp8 has no zero point: leave symmetric=False out")
         self._check_schedule()
-
-    def _check_choice(self) -> None:
-        share = 1 if self.size is None else self.size
-        limited = self.size is not None or self.max_loss is not None
-        if bool(self.bits) != limited or not 0.125 <= share <= 1:
-            raise InputError(
-                "bits='auto' and size=, a share of the weights' bytes from 0.125 to 1, or max_loss "
-                f"go together: bits={self.bits!r}, size={self.size!r}, max_loss={self.max_loss!r}"
-            )
-        if self.size is not None and (self.weights != "int8" or self.block or self.reduce_range):
-            raise InputError(
-                "bits='auto' chooses the types: leave weights, block, reduce_range out"
-            )
-        if self.max_loss is None:
-            return
-        fits = 0 <= self.max_loss < math.inf
-        require("max_loss", self.max_loss, fits, "a finite number of at least 0")
-        if self.size is not None or self.reduce_range or "fp8" in (self.weights, self.activations):
-            raise InputError(
-                "max_loss chooses among integer types: leave size, reduce_range and fp8 out"
-            )
 
     def _check_schedule(self) -> None:
         if self.learn == "ranges" and self.activations is None:
@@ -246,8 +225,7 @@ class Quantization:
     @property
     def opset(self) -> int:
         """The first ONNX opset that has the types and blocks of this scheme."""
-        weights = "int4" if self.size is not None else self.weights
-        types = [TYPES[name].opset for name in (weights, self.activations) if name]
+        types = [TYPES[name].opset for name in (self.weights, self.activations) if name]
         wider = self.max_loss is not None and self.dialect != "tensorrt"  # types of 16 bits
         return max(*types, _BLOCKS_SINCE if self.block or wider else 0)
 
@@ -283,11 +261,11 @@ class Quantization:
 
 
 def with_weights(scheme: Quantization, kind: str, **changes: Any) -> Quantization:
-    """Return a scheme with one type of weights, in place of a choice (`bits`).
+    """Return a scheme with one type of weights, in place of a choice (`max_loss`).
 
     A wider type that takes no blocks (`block`) has one scale for each output channel.
     """
-    free = {"bits": None, "size": None, "max_loss": None}
+    free: dict[str, Any] = {"max_loss": None}
     if kind in ("int8", "uint8") and kind != scheme.weights and scheme.computes_integers:
         free["block"] = None
     return replace(scheme, weights=kind, **free, **changes)  # type: ignore[arg-type]

@@ -11,7 +11,6 @@ import numpy as np
 
 from jaxonnx._figures import new_axes
 from jaxonnx._rewrite.network import Network, with_tensors
-from jaxonnx.errors import InputError
 from jaxonnx.quantization._ranges import spread_scale, weight_parameters
 from jaxonnx.quantization._scheme import TYPES, Quantization
 from jaxonnx.quantization._sites import WeightSite
@@ -203,7 +202,7 @@ def bytes_of(kind: str | None, elements: int) -> float:
 
 def rank_steps(
     errors: Mapping[str, Mapping[str, float]], ladders: Ladders, sizes: Mapping[str, int]
-) -> Iterator[tuple[str, str | None, float]]:
+) -> Iterator[tuple[str, str | None]]:
     """Yield steps of a tensor to its next wider type, until all have their widest.
 
     All tensors start in their narrowest type. The next step is that which saves most error for each
@@ -215,46 +214,18 @@ def rank_steps(
       sizes: the number of elements of each tensor.
 
     Yields:
-      The tensor, its next type, and the bytes that this adds.
+      The tensor, and its next type.
     """
 
-    def step(name: str, i: int) -> tuple[float, float]:
-        """Return the error that the step from type i saves for each byte, and the bytes."""
+    def gain(name: str, i: int) -> float:
+        """Return the error that the step from type i saves for each byte."""
         now, after = ladders[name][i : i + 2]
         cost = bytes_of(after, sizes[name]) - bytes_of(now, sizes[name])
         better = errors[name][str(now)] - (errors[name][after] if after else 0.0)
-        return better / max(cost, 1e-9), cost
+        return better / max(cost, 1e-9)
 
     place = dict.fromkeys(ladders, 0)
-    while open_ := {n: step(n, i) for n, i in place.items() if i + 1 < len(ladders[n])}:
-        name = max(open_, key=lambda n: open_[n][0])
+    while open_ := {n: gain(n, i) for n, i in place.items() if i + 1 < len(ladders[n])}:
+        name = max(open_, key=lambda n: open_[n])
         place[name] += 1
-        yield name, ladders[name][place[name]], open_[name][1]
-
-
-def choose_types(
-    errors: Mapping[str, Mapping[str, float]],
-    ladders: Ladders,
-    sizes: Mapping[str, int],
-    share: float,
-) -> dict[str, str | None]:
-    """Choose a type for each weight within a limit of their total size, by `rank_steps`.
-
-    Args:
-      errors, ladders, sizes: as for `rank_steps`.
-      share: the limit, as a fraction of the size of all weights in float32.
-
-    Raises:
-      InputError: the limit is below the size with the narrowest types for all.
-    """
-    types = {name: ladder[0] for name, ladder in ladders.items()}
-    left = sum(share * bytes_of(None, n) - bytes_of(types[name], n) for name, n in sizes.items())
-    if left < 0:
-        raise InputError(f"size={share} is less than four bits take, which is 0.125 of the weights")
-    full = set()
-    for name, kind, cost in rank_steps(errors, ladders, sizes):
-        if cost > left:
-            full.add(name)
-        elif name not in full:
-            types[name], left = kind, left - cost
-    return types
+        yield name, ladders[name][place[name]]

@@ -64,7 +64,7 @@ def quantize(
     metric: str | Callable | None = None,
     validation: Any = None,
     check: bool = True,
-    method: Literal["round", "gptq", "awq"] | None = None,
+    method: Literal["gptq", "awq"] | None = None,
 ) -> Model:
     """Quantize weights and activations of a model, with ranges calibrated on data.
 
@@ -108,8 +108,6 @@ def quantize(
           remaining ones make up for the error (GPTQ, arXiv:2210.17323).
         * "awq" scales inputs of MatMul and Gemm such that the weights of large ones lose less, and
           divides what computes them, such as a normalization (AWQ, arXiv:2306.00978).
-        * "round" learns for each weight of a Conv, ConvTranspose, Gemm or MatMul whether to round
-          up or down, and corrects the mean of biases (AdaRound, arXiv:2004.10568).
 
         Weights that a method does not take are rounded to the nearest values.
 
@@ -130,7 +128,7 @@ def quantize(
     require_integer("batches", batches)
     net, rule = as_model(model), Quantization.of(scheme)
     if max_loss is not None:
-        rule = replace(rule, bits="auto", size=None, max_loss=max_loss)
+        rule = replace(rule, max_loss=max_loss)
     if rule.max_loss is None and (metric is not None or validation is not None):
         raise InputError("metric and validation go with max_loss, which is None")
     options = {"batch_size": batch_size, "preprocess": preprocess}

@@ -136,7 +136,6 @@ def test_fields_of_a_scheme_are_flags_of_quantize():
         flags for title, flags in VERBS["quantize"].groups.items() if title.startswith("scheme")
     )
     choices = {flag.names[2:].replace("-", "_"): flag.settings.get("choices") for flag in flags}
-    choices["size"] = choices.pop("share")  # pictures have a size
     for name, kind in get_type_hints(jaxonnx.Quantization).items():
         values = [v for part in get_args(kind) for v in get_args(part) if get_origin(part)]
         if get_origin(kind) is Literal:
@@ -145,7 +144,7 @@ def test_fields_of_a_scheme_are_flags_of_quantize():
         if values and all(isinstance(v, str) for v in values) and name in choices:
             optional = type(None) in get_args(kind) and default is not None
             assert [*choices[name]] == [*values, *["none"] * optional], name
-    assert len([values for values in choices.values() if values]) == 5
+    assert len([values for values in choices.values() if values]) == 4
 
 
 def test_quantize_by_fields(small, capsys):
@@ -154,9 +153,6 @@ def test_quantize_by_fields(small, capsys):
     stored = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load("q.onnx").graph.initializer}
     assert stored["w_scale"].ndim == 0
     assert stored["x_zero_point"] == 128
-    assert command("quantize net.onnx data.npz -o q.onnx --bits auto --share 0.2") == 0
-    stored = {t.name: t.data_type for t in onnx.load("q.onnx").graph.initializer}
-    assert stored["w_quantized"] == onnx.TensorProto.INT4
     assert command("quantize net.onnx data.npz -o q.onnx --weights int2") == 2
     assert "activations=None" in capsys.readouterr().err
     assert command("quantize net.onnx data.npz -o q.onnx --skip w --where w") == 2
@@ -193,7 +189,11 @@ def test_pictures_calibrate(tmp_path, monkeypatch):
             '{weights = "int4", block = 2, activations = "none", symmetric = true}',
             {"weights": "int4", "block": 2, "activations": None, "symmetric": True},
         ),
-        ("skip=a,b,size=0.5", '{skip = ["a", "b"], size = 0.5}', {"skip": ["a", "b"], "size": 0.5}),
+        (
+            "skip=a,b,start=0.5",
+            '{skip = ["a", "b"], start = 0.5}',
+            {"skip": ["a", "b"], "start": 0.5},
+        ),
     ],
 )
 def test_schemes_of_training(said, configured, fields, small):
@@ -206,7 +206,7 @@ def test_schemes_of_training(said, configured, fields, small):
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ("bits=5", "bits=5 is none of auto"),
+        ("dialect=coreml", "dialect=coreml is none of onnxruntime, tensorrt, qnn"),
         ("wieghts=int4", "'wieghts' is none of weights, "),
         ("weights=int4,uint8", "'uint8' is none of weights, "),
         ("symmetric=yes", "symmetric=yes is neither true nor false"),

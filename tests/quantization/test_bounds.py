@@ -160,7 +160,7 @@ def test_a_function_and_a_loss_are_metrics(tmp_path):
 
 
 def test_training_starts_within_the_bound():
-    scheme = jaxonnx.Quantization(bits="auto", max_loss=0.05)
+    scheme = jaxonnx.Quantization(max_loss=0.05)
     result = jaxonnx.train(
         SMALL,
         (X, LABELS),

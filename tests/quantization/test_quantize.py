@@ -371,12 +371,9 @@ def test_blocks_have_a_scale_for_each_group_of_inputs():
         (lambda: quantize_digits(block=48), "blocks of 48 do not divide"),
         (lambda: jaxonnx.quantize(demo.model(), nan()), "'x' is not finite for some example"),
         (lambda: jaxonnx.quantize(STATIC, nan(28)), "the model is quantized already"),
-        (lambda: Quantization(bits="auto"), "go together"),
-        (lambda: Quantization(bits="auto", size=0.1), "from 0.125 to 1"),
-        (lambda: Quantization(bits="auto", size=0.3, weights="int4"), "chooses the types"),
         (
             lambda: jaxonnx.quantize(demo.mlp(), [], method="up"),
-            "method must be 'round', 'gptq', 'awq' or None",
+            "method must be 'gptq', 'awq' or None",
         ),
         (lambda: jaxonnx.sensitivity(demo.mlp(), nan()[:1], ("int3",)), "got 'int3'"),
         (
@@ -486,44 +483,6 @@ def test_sensitivity_is_what_the_file_costs_whose_only_integers_are_of_one_weigh
     assert found.errors["head_weight"]["2:4"] == np.inf  # ten classes
     assert str(found).splitlines()[1].startswith(found.ranking[0])
     assert len(found.plot().patches) == 6
-
-
-def test_bits_are_chosen_within_a_size():
-    model, x = demo.model(), demo.digits()[0][0][:64]
-    for size in (0.13, 0.2, 0.4):
-        scheme = Quantization(bits="auto", size=size)
-        proto = jaxonnx.quantize(model, x, scheme).to_onnx()
-        stored, bytes_, whole = set(), 0.0, 0
-        for name, value in tensors_of(proto).items():
-            short = name.removesuffix("_quantized")
-            if short in model.params and short.endswith("weight") and value.ndim > 1:
-                bits = {"int4": 4, "int8": 8, "float32": 32}[value.dtype.name]
-                stored.add(bits)
-                bytes_, whole = bytes_ + value.size * bits / 8, whole + value.size * 4
-        assert bytes_ <= size * whole
-        assert len(stored) > 1
-    (theirs,) = session(proto).run(None, {"x": x})
-    floats = np.asarray(model(x))
-    assert np.abs(theirs - floats).max() < 0.2 * np.abs(floats).max()
-
-
-def test_learned_rounding_has_less_error_than_the_nearest_numbers():
-    """On data that it did not see; and its weights are on the grid, so that the file has them."""
-    (x, _), (held, _) = demo.digits()
-    model = demo.mlp()
-    scheme = Quantization(weights="int4", per_channel=False)
-    plain = jaxonnx.quantize(model, x[:128], scheme)
-    learned = jaxonnx.quantize(model, x[:128], scheme, method="round")
-    floats = np.asarray(model(held))
-    (theirs,) = session(learned.to_onnx()).run(None, {"x": held})
-    before, after = (
-        np.square(y - floats).mean() for y in (np.asarray(plain(held)), np.asarray(theirs))
-    )
-    assert after < 0.9 * before
-    one, two = (tensors_of(q.to_onnx())["body_weight_quantized"] for q in (plain, learned))
-    moved = np.abs(one.astype(np.int8) - two.astype(np.int8))
-    assert moved.max() == 1
-    assert moved.mean() < 0.5
 
 
 def test_calibration_needs_data():
