@@ -224,11 +224,20 @@ def register_data(kind: K) -> K:
       kind: a subclass of `Data`.
 
     Raises:
-      TrainingError: it is not one.
+      TrainingError: it is not one, or lacks a method that a kind must have.
     """
     fits = isinstance(kind, type) and issubclass(kind, Data)
     require("register_data: kind", kind, fits, "a subclass of jaxonnx.training.Data", TrainingError)
-    kinds: list[Any] = ROW_KINDS if issubclass(kind, RowData) else KINDS
+    of_rows = issubclass(kind, RowData)
+    chooses = "accepts_rows" if of_rows else "accepts"
+    if getattr(kind, chooses).__func__ is getattr(RowData, chooses).__func__:
+        raise TrainingError(f"register_data: {kind.__name__} has no class method {chooses}")
+    if kind.load is Data.load and kind.read is Data.read:
+        raise TrainingError(
+            f"register_data: {kind.__name__} has neither load, which returns arrays, nor read, "
+            "which returns batches"
+        )
+    kinds: list[Any] = ROW_KINDS if of_rows else KINDS
     kinds.insert(0, kind)
     return kind
 

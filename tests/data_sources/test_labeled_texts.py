@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import jaxonnx
+from jaxonnx.cli import main
 from tests.support.lazy_cases import Module
 from tests.support.sources import read_texts
 
@@ -246,6 +247,15 @@ def test_a_classifier_is_trained_evaluated_and_run_on_rows(tmp_path, form):
     np.testing.assert_allclose(model.predict(data), expected, rtol=1e-5)
     unlabeled = [{k: v for k, v in row.items() if k != "label"} for row in ROWS]
     np.testing.assert_allclose(model.predict(unlabeled), expected, rtol=1e-5)
+
+
+def test_the_command_run_takes_rows(tmp_path, capsys):
+    model, path = write(tmp_path), tmp_path / "data.jsonl"
+    path.write_text("\n".join(map(json.dumps, ROWS)))
+    line = ["run", str(tmp_path), str(path), "-o", str(tmp_path / "out.npz"), "--batch-size", "2"]
+    assert main(line) == 0, capsys.readouterr().err
+    outputs = np.load(tmp_path / "out.npz")[model.outputs[0].name]
+    np.testing.assert_allclose(outputs, scores(tmp_path), rtol=1e-5, atol=1e-6)
 
 
 def test_new_classes_by_name_go_into_the_saved_configuration(tmp_path):

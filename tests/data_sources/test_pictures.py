@@ -264,6 +264,14 @@ def test_broken_pictures_are_named_and_weigh_nothing(broken):
     assert {*x} == real  # what fills up for the others
 
 
+def test_notes_of_broken_pictures_in_a_run_that_ends_within_an_epoch(broken):
+    """Each is read in the first of two parts of the data or in the second, and noted by the end."""
+    with pytest.warns(UserWarning, match="left out"):
+        result = train(broken, batch_size=2, steps_per_epoch=1, epochs=3)
+    for name in ("1.png", "2.png"):
+        assert sum(name in note for note in result.history.notes) == 1
+
+
 def test_predictions_of_a_folder(photos, broken, tmp_path, monkeypatch, capsys):
     """Of all pictures, in the order of their paths, with classes or without."""
     one = model()

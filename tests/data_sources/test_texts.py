@@ -324,3 +324,44 @@ def test_judgements_in_cells_are_texts(model, labels, tmp_path):
     (tmp_path / "rows.csv").write_text("\n".join(lines))
     columns, *_ = read_texts(model, tmp_path / "rows.csv", group=2)
     assert columns["label"] == [1, 1, 0, 0]
+
+
+def test_texts_for_a_network_with_recurrent_states(tmp_path):
+    """Its states are zeros at the start of each text; the losses are those of each text alone."""
+    folder, rng = shutil.copytree(GENAI, tmp_path / "folder"), np.random.default_rng(0)
+    proto = onnx.parser.parse_model(
+        """<ir_version: 9, opset_import: ["" : 17]>
+        g (int64[n, t] input_ids, float[1, n, 8] h) => (float[n, t, 192] logits, float[1, n, 8] k) {
+            embedded = Gather(table, input_ids)
+            x = Transpose<perm = [1, 0, 2]>(embedded)
+            steps, k = GRU<hidden_size = 8, linear_before_reset = 1>(x, w, r, , , h)
+            one = Constant<value_ints = [1]>()
+            squeezed = Squeeze(steps, one)
+            y = Transpose<perm = [1, 0, 2]>(squeezed)
+            logits = MatMul(y, out)
+        }"""
+    )
+    shapes = {"table": (192, 8), "w": (1, 24, 8), "r": (1, 24, 8), "out": (8, 192)}
+    for name, shape in shapes.items():
+        value = 0.3 * rng.normal(size=shape).astype(np.float32)
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(value, name))
+    onnx.save(proto, folder / "model.onnx")
+    model = jaxonnx.load(folder)
+    texts = ["a list of lists", "a tuple", "an immutable one"]
+    session = onnxruntime.InferenceSession(str(folder / "model.onnx"))
+    losses = []
+    for text in texts:
+        ids = np.array([[*model.tokenizer.encode(text), 2]])
+        feeds = {"input_ids": ids, "h": np.zeros((1, 1, 8), np.float32)}
+        logits = session.run(["logits"], feeds)[0][0, :-1]
+        losses += [
+            *optax.losses.softmax_cross_entropy_with_integer_labels(logits, ids[0, 1:]).tolist()
+        ]
+    rows = [{"text": text} for text in texts]
+    found = jaxonnx.evaluate(model, rows, loss="causal_lm", batch_size=2)
+    assert found["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
+    settings = {"optimizer": optax.sgd(0.0), "batch_size": 3, "epochs": 1}
+    result = jaxonnx.train(model, rows, loss="causal_lm", **settings)
+    assert result.history.losses == pytest.approx([np.mean(losses)], rel=1e-5)
+    assert any("the data lacks the states h" in note for note in result.history.notes)
+    assert [value.name for value in result.model.inputs] == ["input_ids", "h"]

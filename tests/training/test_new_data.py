@@ -152,6 +152,21 @@ def test_a_new_kind_of_data_has_its_own_errors(path):
         training.register_data(LedgerText)
 
 
+def test_what_a_kind_of_data_must_have():
+    class Nothing(training.Data):
+        pass
+
+    class Unread(training.Data):
+        @classmethod
+        def accepts(cls, data, labels):
+            return False
+
+    with pytest.raises(jaxonnx.TrainingError, match="Nothing has no class method accepts"):
+        training.register_data(Nothing)
+    with pytest.raises(jaxonnx.TrainingError, match=r"Unread has neither load, .*, nor read"):
+        training.register_data(Unread)
+
+
 def test_columns_of_a_new_kind_of_data_have_new_names(path):
     found = jaxonnx.evaluate(load(), path, loss="squared_error", columns={"total": "sum"})
     assert found == jaxonnx.evaluate(load(), path, loss="squared_error")
