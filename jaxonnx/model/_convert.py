@@ -13,6 +13,7 @@ import onnx
 from onnx import ModelProto
 
 from jaxonnx._compare.written import check_written, make_origin
+from jaxonnx._graph.caches import find_caches
 from jaxonnx._io.protos import opset_of
 from jaxonnx._require import check_arguments, require, require_integer
 from jaxonnx._rewrite import masks
@@ -56,7 +57,7 @@ def convert(
       type: the type of weights and values; types stay by default.
       opset: the opset of the default domain, the model's by default. Functions are inlined.
       keep: names of nodes, or operators ("Softmax"), that stay in float32.
-      keep_inputs: inputs and outputs of the model stay in float32.
+      keep_inputs: inputs and outputs of the model stay in float32, but for the caches of a decoder.
       fold_masks: replace each product of a weight and a pruning mask (PyTorch's `weight_orig` and
         `weight_mask`) by a weight of the masked numbers, which can be quantized, adapted and made
         2:4. Its name is that of the product, and further training does not keep its zeros.
@@ -156,10 +157,10 @@ def _to_float16(model: Model, keep: Sequence[str], keep_inputs: bool) -> ModelPr
         raise InputError(
             "convert to float16 needs onnxruntime's converter: pip install onnxruntime sympy"
         ) from error
-    proto = model.to_onnx()
-    nodes = proto.graph.node
+    proto, caches = model.to_onnx(), find_caches(model.graph, model.inputs)
+    graph = proto.graph
     halved = {
-        name for n in nodes if not {n.name, n.op_type} & {*keep} for name in n.input
+        name for n in graph.node if not {n.name, n.op_type} & {*keep} for name in n.input
     } & model.tensors.keys()
     large = [f"'{name}'" for name in sorted(halved) if _overflows(model.tensors[name])]
     if large:
@@ -167,11 +168,13 @@ def _to_float16(model: Model, keep: Sequence[str], keep_inputs: bool) -> ModelPr
             f"numbers of {list_some(large)} are beyond {_LARGEST:,.0f}, the largest of float16: "
             "keep= takes the nodes that read them"
         )
+    ends = [value.name for value in (*graph.input, *graph.output)]
+    carried = set() if caches is None else {*caches.pairs, *caches.pairs.values()}
     with warnings.catch_warnings():  # of numbers near 0, which float16 has no room for either
         warnings.simplefilter("ignore", UserWarning)
         return float16.convert_float_to_float16(
             proto,
-            keep_io_types=keep_inputs,
+            keep_io_types=[name for name in ends if name not in carried] if keep_inputs else False,
             op_block_list=[*float16.DEFAULT_OP_BLOCK_LIST, *keep],
             node_block_list=[*keep],
         )

@@ -355,7 +355,7 @@ def test_rows_in_half_precision(name, tmp_path):
     """The builder's files: tied; with an output layer of its own, converted."""
     proto = onnx.load(LLM / "builder" / f"{name}.onnx")
     if name == "llama":
-        half = jaxonnx.convert(jaxonnx.load(proto), "float16", keep_inputs=False, check=False)
+        half = jaxonnx.convert(jaxonnx.load(proto), "float16", check=False)
         proto = half.to_onnx()
     model = write_folder(tmp_path / "old", proto, 64)
     net = model.with_tokens(["x", "y"])

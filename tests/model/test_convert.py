@@ -164,6 +164,32 @@ def test_half_precision_of_an_exported_transformer():
     assert np.square(halves - floats).mean() < 1e-4 * floats.var()
 
 
+def test_caches_of_a_decoder_are_float16(tmp_path):
+    """As the files of onnxruntime-genai have them; a session reads what training starts from."""
+    model = jaxonnx.load(DATA / "llm" / "builder" / "llama.onnx")
+    half = jaxonnx.convert(model, "float16")
+    assert {v.dtype.name for v in half.inputs if "past" in v.name} == {"float16"}
+    assert half.outputs[0].dtype == np.float32
+    half.save(tmp_path / "half.onnx")
+    half = jaxonnx.load(tmp_path / "half.onnx").without_cache()
+    ids = np.array([[5, 9, 60, 33]])
+    feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
+    session = onnxruntime.InferenceSession(tmp_path / "half.onnx")
+    caches = {
+        v.name: np.zeros((1, 1, 0, 16), np.float16)
+        for v in session.get_inputs()
+        if "past" in v.name
+    }
+    (logits,) = session.run(["logits"], feeds | caches)
+    np.testing.assert_allclose(half(**feeds), logits, atol=5e-3 * np.abs(logits).max())
+    data = {"input_ids": [*ids] * 2}
+    one, two = (
+        jaxonnx.train(net, data, loss="causal_lm", optimizer=optax.sgd(0.0)).history.losses
+        for net in (half, model)
+    )
+    assert one == pytest.approx(two, rel=1e-3)
+
+
 def masked(random):
     """A file as PyTorch exports it before `torch.nn.utils.prune.remove`."""
     shapes = {"1.weight_orig": (16, 8), "2.weight_orig": (4, 16)}
