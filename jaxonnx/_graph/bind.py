@@ -6,22 +6,23 @@ or unknown attributes, names without a value, recursion.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
+from graphlib import CycleError, TopologicalSorter
+from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
 import numpy as np
 import onnx
 from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto
+from onnx.defs import OpSchema
 
 import jaxonnx.ops  # noqa: F401  (importing the operators registers them)
-from jaxonnx._graph.check import check_call, check_node
-from jaxonnx._graph.expansion import check_expansion
-from jaxonnx._graph.plugins import load_plugins
 from jaxonnx._io.batch_norms import find_without_statistics
-from jaxonnx._io.protos import names_of_constants
+from jaxonnx._io.protos import all_nodes, names_of_constants
 from jaxonnx._io.tensors import to_array, to_dense
 from jaxonnx.errors import ModelError, UnsupportedError
 from jaxonnx.registry import Op, lookup
@@ -415,3 +416,191 @@ def _free_names(graph: Graph) -> Iterator[str]:
         yield from (name for name in node.reads if name not in bound)
         bound.update(node.outputs)
     yield from (name for name in graph.outputs if name not in bound)
+
+
+@dataclass(frozen=True)
+class _Rules:
+    """What one version of a schema demands of a node."""
+
+    inputs: tuple[str | None, ...]
+    """The names of the required inputs, None for those that may be omitted."""
+    fewest: int
+    """The least number of inputs, counting omitted ones."""
+    most: int | None
+    """The greatest number of inputs; None if any number is allowed."""
+    outputs: int | None
+    """The greatest number of outputs; None if any number is allowed."""
+    types: Mapping[str, int]
+    """The AttributeType of each attribute."""
+
+
+def check_node(
+    proto: NodeProto, op: Op, version: int, attributes: Mapping[str, AttributeProto], label: str
+) -> None:
+    """Raise a ModelError if a node does not fit its operator.
+
+    Args:
+      proto: the node.
+      op: its operator.
+      version: the opset that the graph imports.
+      attributes: those of the node, references resolved.
+      label: what messages call the node.
+    """
+    unknown = {*attributes} - op.attributes - {"consumed_inputs"}
+    if unknown:
+        raise ModelError(
+            f"{label} has unknown attributes {sorted(map(str, unknown))}; {op.name} has "
+            f"{sorted(op.attributes) or 'none'}"
+        )
+    missing = op.required - {*attributes}
+    if missing:
+        raise ModelError(f"{label} lacks the required attributes {sorted(missing)}")
+    rules = _rules(op.domain, op.name, version) or _Rules(
+        op.needed, len(op.needed), op.inputs, None, {}
+    )
+    for name, attribute in attributes.items():
+        wanted = rules.types.get(name, attribute.type)
+        if attribute.type != wanted:
+            actual, right = map(AttributeProto.AttributeType.Name, (attribute.type, wanted))
+            raise ModelError(f"{label}: attribute '{name}' is {actual}, it must be {right}")
+    count = _count(proto.input)
+    if rules.most is not None and count > rules.most:
+        raise ModelError(f"{label} has {count} inputs; {op.name} takes at most {rules.most}")
+    for i, name in enumerate(rules.inputs):
+        if name is not None and (i >= count or not proto.input[i]):
+            raise ModelError(f"{label} lacks input {i} ({name}), which {op.name} requires")
+    if (listed := len(proto.input)) < rules.fewest:  # omitted ones count: Loop(count, "")
+        raise ModelError(f"{label} has {listed} inputs; {op.name} takes at least {rules.fewest}")
+    listed = _count(proto.output)
+    if rules.outputs is not None and listed > rules.outputs:
+        raise ModelError(f"{label} has {listed} outputs; {op.name} gives at most {rules.outputs}")
+
+
+def check_call(
+    proto: NodeProto, function: onnx.FunctionProto, attributes: Iterable[str], label: str
+) -> None:
+    """Raise a ModelError if a node uses attributes, inputs or outputs that its function lacks."""
+    declared = {*function.attribute, *(a.name for a in function.attribute_proto)}
+    unknown = sorted(map(str, {*attributes} - declared))
+    name = f"{function.domain}.{function.name}"
+    if unknown:
+        raise ModelError(
+            f"{label} has unknown attributes {unknown}; function '{name}' has "
+            f"{sorted(declared) or 'none'}"
+        )
+    for what, listed, formal in (
+        ("inputs", proto.input, function.input),
+        ("outputs", proto.output, function.output),
+    ):
+        if _count(listed) > len(formal):
+            raise ModelError(
+                f"{label} has {_count(listed)} {what}; function '{name}' has {len(formal)}"
+            )
+
+
+def _count(names: Sequence[str]) -> int:
+    """Return the number of inputs or outputs, without omitted ones at the end."""
+    return max((i + 1 for i, name in enumerate(names) if name), default=0)
+
+
+@cache
+def _rules(domain: str, name: str, version: int) -> _Rules | None:
+    """Return the rules of ONNX's schema; None for operators that ONNX does not know."""
+    try:
+        schema = onnx.defs.get_schema(name, version, domain)
+    except onnx.defs.SchemaError:
+        return None
+    kind = OpSchema.FormalParameterOption
+    endless = [any(p.option == kind.Variadic for p in ps) for ps in (schema.inputs, schema.outputs)]
+    return _Rules(
+        inputs=tuple(p.name if p.option == kind.Single else None for p in schema.inputs),
+        fewest=schema.min_input,
+        most=None if endless[0] else schema.max_input,
+        outputs=None if endless[1] else schema.max_output,
+        types={
+            name: attribute.type.value  # type: ignore[attr-defined]
+            for name, attribute in schema.attributes.items()
+        },
+    )
+
+
+Name = tuple[str, str, str]
+"""Domain, name and overload of a function."""
+
+MOST_NODES = 1_000_000
+"""The most nodes that a graph may have once its calls are expanded."""
+
+DEEPEST_CALLS = 128
+"""The longest chain of functions that call one another; each takes a few Python stack frames."""
+
+
+def check_expansion(graph: GraphProto, functions: Mapping[Name, FunctionProto]) -> None:
+    """Raise a ModelError if the calls of a graph have no end, are too many, or nest too deep.
+
+    A small file can expand without bound: thirty functions that call the next one twice are 2**30
+    nodes.
+    """
+    if not functions:
+        return
+    called = _count_calls(graph, functions)[1]
+    calls: dict[Name | None, tuple[int, Counter[Name]]] = {None: (0, called)}
+    waiting = [*called]
+    while waiting:
+        if (name := waiting.pop()) not in calls:
+            calls[name] = _count_calls(functions[name], functions)
+            waiting += calls[name][1]
+    # the number of nodes with calls expanded, and the depth of calls
+    sizes: dict[Name | None, tuple[int, int]] = {}
+    try:
+        for name in TopologicalSorter({n: inner for n, (_, inner) in calls.items()}).static_order():
+            count, inner = calls[name]
+            size = count + sum(sizes[n][0] * times for n, times in inner.items())
+            sizes[name] = size, 1 + max((sizes[n][1] for n in inner), default=-1)
+    except CycleError as error:
+        name = ".".join(filter(None, error.args[1][0]))
+        raise ModelError(f"function '{name}' calls itself; ONNX forbids recursion") from None
+    size, depth = sizes[None]
+    if size > MOST_NODES:
+        raise ModelError(
+            f"the functions that graph '{graph.name}' calls stand for {size:,} nodes, as each call "
+            f"is evaluated on its own; at most {MOST_NODES:,} are taken"
+        )
+    if depth > DEEPEST_CALLS:
+        raise ModelError(
+            f"graph '{graph.name}' calls functions that are nested {depth} deep; at most "
+            f"{DEEPEST_CALLS} are taken. onnx.inliner.inline_local_functions writes a file without "
+            "functions"
+        )
+
+
+def _count_calls(
+    body: GraphProto | FunctionProto, functions: Mapping[Name, FunctionProto]
+) -> tuple[int, Counter[Name]]:
+    """Count nodes, with those of subgraphs, and the calls of each function among them."""
+    nodes = [*all_nodes(body)]
+    names = (("" if n.domain == "ai.onnx" else n.domain, n.op_type, n.overload) for n in nodes)
+    return len(nodes), Counter(name for name in names if name in functions)
+
+
+PLUGIN_GROUP = "jaxonnx.operators"
+
+
+@functools.cache
+def load_plugins() -> bool:
+    """Import the modules of all entry points, once; return whether there are any.
+
+    Raises:
+      UnsupportedError: a module fails to import, or an entry point names none; the message names
+        its package.
+    """
+    points = entry_points(group=PLUGIN_GROUP)
+    for point in points:
+        try:
+            point.load()
+        except (ImportError, AttributeError, TypeError, ValueError, LookupError) as error:
+            package = point.dist.name if point.dist is not None else "an unknown package"
+            raise UnsupportedError(
+                f"the operators of the package '{package}' ({point.value}) cannot be loaded: "
+                f"{type(error).__name__}: {error}; repair or uninstall it"
+            ) from error
+    return bool(points)

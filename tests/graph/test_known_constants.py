@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxonnx
-from jaxonnx._graph.known_constants import describe_constant
+from jaxonnx._graph.sites import describe_constant
 
 TIMES = np.arange(64)
 

@@ -9,7 +9,7 @@ import onnx.parser
 import pytest
 
 import jaxonnx
-from jaxonnx._graph.plugins import load_plugins
+from jaxonnx._graph.bind import load_plugins
 from tests.support.paths import ROOT
 
 PACKAGE = ROOT / "tests" / "support" / "acme_jaxonnx"

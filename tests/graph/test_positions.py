@@ -8,7 +8,7 @@ import onnxruntime
 import pytest
 
 import jaxonnx
-from jaxonnx._graph.known_constants import describe_constant
+from jaxonnx._graph.sites import describe_constant
 
 POSITIONS = np.random.default_rng(0).normal(size=(6, 16)).astype(np.float32)
 ANGLES = np.arange(6)[:, None] / 100 ** (np.arange(8) / 8)

@@ -11,8 +11,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 import jaxonnx
 from jaxonnx._native import CompilerError, load_library
-from jaxonnx.lowering import _few_bits_kernel
-from jaxonnx.lowering._few_bits_kernel import multiply
+from jaxonnx.lowering import _packed
+from jaxonnx.lowering._packed import multiply
 
 CALL = "jaxonnx_few_bits_cpu"
 
@@ -20,10 +20,10 @@ CALL = "jaxonnx_few_bits_cpu"
 @pytest.fixture(scope="module", autouse=True)
 def _compiler():
     try:
-        load_library(_few_bits_kernel._SOURCE, [_few_bits_kernel._SOURCE.with_suffix(".inc")])
+        load_library(_packed._SOURCE, [_packed._SOURCE.with_suffix(".inc")])
     except CompilerError as error:
         pytest.skip(str(error))
-    assert _few_bits_kernel._is_ready()
+    assert _packed._is_ready()
 
 
 def operands(rows, columns, block, count, seed=0):
@@ -149,7 +149,7 @@ def test_gradients_and_exports_do_without(monkeypatch):
     gradient = jax.jit(jax.grad(loss))(x)
     exported = jax.export.export(jax.jit(loss))(jax.ShapeDtypeStruct(x.shape, x.dtype))
     assert CALL not in exported.mlir_module()
-    monkeypatch.setattr(_few_bits_kernel, "_is_ready", lambda: False)
+    monkeypatch.setattr(_packed, "_is_ready", lambda: False)
     plain = jax.jit(jax.grad(loss))
     assert CALL not in plain.lower(x).as_text()
     np.testing.assert_allclose(gradient, plain(x), rtol=1e-3, atol=1e-3 * np.abs(gradient).max())

@@ -191,7 +191,7 @@ def test_signatures_are_those_of_onnxruntime():
     """
     known = tuple(map(int, onnxruntime.__version__.split(".")[:2])) <= (1, 32)
     schemas = {(s.domain, s.name): s for s in get_all_operator_schema()}
-    early = "jaxonnx.ops.contrib.experimental"
+    early = "jaxonnx.ops.contrib.fused"
     ours = [o for o in operators() if o.domain == DOMAIN or o.function.__module__ == early]
     ours = [o for o in ours if o.name != "SimplifiedLayerNormalization"]  # onnxruntime has it in ""
     assert len(ours) > 40

@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import jaxonnx
 from jaxonnx import _limits
-from jaxonnx._graph import expansion
+from jaxonnx._graph.bind import DEEPEST_CALLS
 from jaxonnx._run import failures, folding, scope
 from jaxonnx._run.shapes import infer_types
 from jaxonnx.lowering import ChannelsLast, KernelFirst
@@ -265,7 +265,7 @@ def test_functions_that_call_one_another_twice_are_counted_before_they_are_bound
 def test_a_chain_of_functions_has_a_bound():
     with pytest.raises(jaxonnx.ModelError, match=r"nested 500 deep.*inline_local_functions"):
         jaxonnx.load(chained(500, 1))
-    deepest = jaxonnx.load(chained(expansion.DEEPEST, 1))
+    deepest = jaxonnx.load(chained(DEEPEST_CALLS, 1))
     assert deepest(np.ones(2, np.float32)).tolist() == [-1.0, -1.0]
 
 

@@ -26,11 +26,47 @@ from jaxonnx.ops.activation import (
     thresholded_relu,
 )
 from jaxonnx.ops.common import axis_of, widen
-from jaxonnx.ops.contrib.experimental import parametric_softplus, scaled_tanh
 from jaxonnx.ops.conv import CONVOLUTION, conv
 from jaxonnx.ops.linear import FACTORS, gemm, matmul
 from jaxonnx.ops.windows import Convolved
 from jaxonnx.registry import Omissible, op
+
+
+@op("Affine", since=1, pointwise=True)
+def affine(x, *, alpha=1.0, beta=0.0):
+    return alpha * x + beta
+
+
+@op("Scale", since=1, pointwise=True)
+def scale_by(x, *, scale=1.0):
+    return scale * x
+
+
+@op("ScaledTanh", since=1, pointwise=True)
+def scaled_tanh(x, *, alpha, beta):
+    return alpha * jnp.tanh(beta * x)
+
+
+@op("ParametricSoftplus", since=1, pointwise=True)
+def parametric_softplus(x, *, alpha, beta):
+    return alpha * jax.nn.softplus(beta * x)
+
+
+@op("ImageScaler", since=1)
+def image_scaler(x, *, bias, scale=1.0):
+    """scale * x + bias of its channel; x (N, C, H, W)."""
+    return scale * x + np.asarray(bias, x.dtype).reshape(-1, 1, 1)
+
+
+@op("Crop", since=1)
+def crop(x, *, border, scale=None):
+    """Cut (left, top, right, bottom) pixels off, or (height, width) out from left and top on."""
+    left, top, right, bottom = border
+    height, width = scale or (x.shape[2] - top - bottom, x.shape[3] - left - right)
+    if min(height, width) < 0 or top + height > x.shape[2] or left + width > x.shape[3]:
+        raise NodeError(f"images of {x.shape[2:]} pixels do not hold what is to be cropped")
+    return x[:, :, top : top + height, left : left + width]
+
 
 DOMAIN = "com.microsoft"
 
