@@ -144,7 +144,7 @@ def jaxonnx(network: Network, phase: str, path: Path, *, precision=None) -> tupl
 
     import jaxonnx
     from jaxonnx.lowering import jit
-    from jaxonnx.training._precision import round_products
+    from jaxonnx.training._settings.precision import round_products
 
     model = all_trained(jaxonnx.load(path))
     parameters = sum(w.size for w in model.params.values())

@@ -97,7 +97,7 @@ def ours(path: Path, ids: np.ndarray, lora: bool, rounded: bool = False):
     import optax
 
     import jaxonnx
-    from jaxonnx.training._precision import round_products
+    from jaxonnx.training._settings.precision import round_products
 
     model = jaxonnx.load(path).with_outputs("logits")
     if lora:

@@ -4,7 +4,6 @@ import math
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Unpack
 
 from onnx import ModelProto
@@ -16,26 +15,20 @@ from jaxonnx._arguments import (
     documented,
 )
 from jaxonnx._data.batches import Source
-from jaxonnx._data.images import preparation as images
+from jaxonnx._graph.gradients import find_without_gradient
 from jaxonnx._require import takes_steps
+from jaxonnx._text import list_some
 from jaxonnx.errors import InputError, TrainingError
 from jaxonnx.lora import writes_apart
-from jaxonnx.losses import find_by_output
 from jaxonnx.model import Model, as_model, check_nodes
 from jaxonnx.quantization import record_of
 from jaxonnx.training import _objective as objective
-from jaxonnx.training._accumulate import accumulate
-from jaxonnx.training._class_weights import class_weights_by_index
 from jaxonnx.training._fit_optimizer import fit_to_step
 from jaxonnx.training._gradient_step import GradientStep
 from jaxonnx.training._head import complete_settings, with_heads
 from jaxonnx.training._loss_needs import prepare_model
-from jaxonnx.training._mesh_step import MeshStep
-from jaxonnx.training._precision import precision_notes
-from jaxonnx.training._quantize import prepare
-from jaxonnx.training._select_parameters import freeze_without_gradient, select_parameters
-from jaxonnx.training._settings import Settings
-from jaxonnx.training._sparsity import find_shared_phases, remove_sparsity, sparsify
+from jaxonnx.training._settings import Settings, order
+from jaxonnx.training._settings.plan import Plan
 from jaxonnx.training._step import Step
 from jaxonnx.training._training_info_step import TrainingInfoStep
 from jaxonnx.training._weight_layout import WeightLayout
@@ -112,63 +105,84 @@ def build_step(
       platform: of the run; by default that of the model's arrays.
       held_out: for the bound of `quantize`.
     """
-    notes: list[str] = []
-    if settings.class_weights is not None:
-        losses, labels = find_by_output(settings.loss).values(), images.preparation(model).labels
-        weights = class_weights_by_index(settings.class_weights, labels, examples, [*losses])
-        settings = replace(settings, class_weights=weights)
-    if settings.quantize is not None:
-        model, *notes = prepare(model, settings, examples, epochs, steps_per_epoch, held_out)
-    step = _build_local_step(model, settings, epochs, steps_per_epoch, platform)
-    step.notes = (*step.notes, *notes)
-    return step if settings.mesh is None else MeshStep(step, settings.mesh, settings.sharding)
-
-
-def _build_local_step(
-    model: Model,
-    settings: Settings,
-    epochs: int | None,
-    steps_per_epoch: int | None,
-    platform: str | None,
-) -> Step:
-    model = select_parameters(model, settings)
-    _check_file(model)
-    settings, notes = complete_settings(model, settings)
-    if settings.loss is None or settings.optimizer is None:
-        _check_file_algorithm(settings)
-        return TrainingInfoStep(model, objective.find(model, None, settings.metrics), settings)
-    model, frozen = freeze_without_gradient(model)
-    weights: Any = settings.class_weights  # by number: `build_step`
-    smoothing = settings.label_smoothing
-    goal = objective.find(model, settings.loss, settings.metrics, weights, smoothing)
-    goal = replace(goal, notes=(*notes, *frozen, *goal.notes))
-    optimizer: Any = settings.optimizer
-    updates = None
-    if takes_steps(optimizer):
-        updates = _updates(settings, epochs, steps_per_epoch)
-        optimizer = optimizer(steps=updates)
-    optimizer = fit_to_step(optimizer, model.params, settings.accumulate > 1)
-    storage = WeightLayout(model.params, optimizer, platform, settings.master)
-    if settings.accumulate > 1:
-        divided = [name != "none" for name in goal.denominators]
-        optimizer = accumulate(optimizer, settings.accumulate, divided)
-    if storage.narrow:
-        goal = replace(goal, notes=(*goal.notes, _master_note(storage.narrow)))
-    if settings.precision:
-        notes = precision_notes(settings.precision, storage.platform)
-        goal = replace(goal, notes=(*goal.notes, *notes))
-    structured: frozenset[str] = frozenset()
-    if settings.sparsity is None:
-        model, notes = remove_sparsity(model)
+    plan = Plan(model, settings, epochs, steps_per_epoch, examples, held_out, platform)
+    for change in order.MODEL:
+        change(plan)
+    if not plan.model.params:
+        raise TrainingError("no parameter is to be trained; print(model) shows what the model has")
+    _check_file(plan.model)
+    plan.settings, notes = complete_settings(plan.model, plan.settings)
+    if plan.settings.loss is None or plan.settings.optimizer is None:
+        step: Step = _build_file_step(plan)
     else:
-        optimizer, model, structured, notes = sparsify(
-            model, optimizer, settings, epochs, steps_per_epoch, storage
-        )
-    goal = replace(goal, notes=(*goal.notes, *notes))
-    step = GradientStep(model, goal, optimizer, storage, settings, structured)
-    step.updates = updates
-    step.phases = find_shared_phases(settings.sparsity, epochs)
+        plan.notes += notes
+        step = _build_gradient_step(plan)
+    for wrap in order.STEP:
+        step = wrap(step)
     return step
+
+
+def _build_gradient_step(plan: Plan) -> GradientStep:
+    """Return the step that minimizes the loss of a plan with its optimizer."""
+    settings = plan.settings
+    _freeze_without_gradient(plan)
+    plan.goal = objective.find_losses(plan.model, settings.loss)
+    for change in order.OBJECTIVE:
+        change(plan)
+    plan.goal = plan.goal.with_metrics(settings.metrics)
+    plan.notes += plan.goal.notes
+    optimizer: Any = settings.optimizer
+    if takes_steps(optimizer):
+        plan.updates = _count_updates(settings, plan.epochs, plan.steps_per_epoch)
+        optimizer = optimizer(steps=plan.updates)
+    params = plan.model.params
+    plan.optimizer = fit_to_step(optimizer, params, settings.accumulate > 1)
+    plan.storage = WeightLayout(params, plan.optimizer, plan.platform, settings.master)
+    if plan.storage.narrow:
+        plan.notes.append(_describe_master(plan.storage.narrow))
+    for change in order.OPTIMIZER:
+        change(plan)
+    return GradientStep(plan)
+
+
+def _build_file_step(plan: Plan) -> TrainingInfoStep:
+    """Return the step of the algorithm that the file has.
+
+    Raises:
+      TrainingError: an argument does not apply to it.
+    """
+    if names := plan.settings.of_losses:
+        raise TrainingError(
+            f"{', '.join(names)}: such settings go with loss= and optimizer=, not with the "
+            "algorithm of the file; its saved model continues where the run ended"
+        )
+    goal = objective.find(plan.model, None, plan.settings.metrics)
+    return TrainingInfoStep(plan.model, goal, plan.settings)
+
+
+def _freeze_without_gradient(plan: Plan) -> None:
+    """Freeze the parameters that no gradient reaches.
+
+    Raises:
+      TrainingError: no parameter has a gradient.
+    """
+    model = plan.model
+    names = () if model.program.adapts else model.params
+    frozen = find_without_gradient(model.graph, names)
+    if not frozen:
+        return
+    trained = [name for name in model.params if name not in frozen]
+    if not trained:
+        raise TrainingError(
+            f"no output has a gradient with respect to a parameter ({list_some(frozen)}), as none "
+            "has behind operators on integers: model.with_outputs(NAME) ends the graph before "
+            "these, and quantize= trains weights of quantized operators"
+        )
+    plan.model = model.with_trainable(lambda name, _: name in trained)
+    plan.notes.append(
+        f"frozen, as no output has a gradient with respect to them: {list_some(frozen, '')}; "
+        f"trained: {list_some(trained, '')}"
+    )
 
 
 def _check_file(model: Model) -> None:
@@ -188,7 +202,7 @@ def _check_file(model: Model) -> None:
         warnings.warn(message, stacklevel=5)
 
 
-def _master_note(narrow: Mapping[str, Any]) -> str:
+def _describe_master(narrow: Mapping[str, Any]) -> str:
     types = " and ".join(sorted({dtype.name for dtype in narrow.values()}))
     return (
         f"{len(narrow)} {types} parameters are trained as float32 master weights and rounded for "
@@ -196,7 +210,7 @@ def _master_note(narrow: Mapping[str, Any]) -> str:
     )
 
 
-def _updates(settings: Settings, epochs: int | None, steps_per_epoch: int | None) -> int:
+def _count_updates(settings: Settings, epochs: int | None, steps_per_epoch: int | None) -> int:
     """Return the number of updates of a run, whose epochs end with one."""
     if steps_per_epoch is None and settings.max_steps is not None:
         return math.ceil(settings.max_steps / settings.accumulate)
@@ -210,12 +224,3 @@ def _updates(settings: Settings, epochs: int | None, steps_per_epoch: int | None
     whole, rest = divmod(steps, max(steps_per_epoch, 1))
     in_epoch, last = (math.ceil(n / settings.accumulate) for n in (steps_per_epoch, rest))
     return max(1, whole * in_epoch + last)
-
-
-def _check_file_algorithm(settings: Settings) -> None:
-    """Refuse arguments that do not apply to the algorithm of a file."""
-    if names := settings.of_losses:
-        raise TrainingError(
-            f"{', '.join(names)}: such settings go with loss= and optimizer=, not with the "
-            "algorithm of the file; its saved model continues where the run ended"
-        )

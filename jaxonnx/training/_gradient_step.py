@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,11 +20,10 @@ from jaxonnx.errors import TrainingError
 from jaxonnx.lowering import separate_heads
 from jaxonnx.model import Model, batch_norms, pool_batch
 from jaxonnx.quantization import MovingRanges
-from jaxonnx.training._accumulate import AccumulationState, find_accumulation
-from jaxonnx.training._objective import Objective
-from jaxonnx.training._precision import PRECISIONS, LossScale, round_products
-from jaxonnx.training._settings import Settings
-from jaxonnx.training._sparsity import restore_phase, with_products
+from jaxonnx.training._settings.accumulate import AccumulationState, find_accumulation
+from jaxonnx.training._settings.plan import Plan
+from jaxonnx.training._settings.precision import LossScale
+from jaxonnx.training._settings.sparsity import restore_phase
 from jaxonnx.training._step import (
     SMALL,
     State,
@@ -36,7 +35,6 @@ from jaxonnx.training._step import (
     stays_finite,
 )
 from jaxonnx.training._visible_params import evaluation_params, has_second_weights, visible_params
-from jaxonnx.training._weight_layout import WeightLayout
 from jaxonnx.views import CallView
 
 SELECTING = {"tpu", "gpu"}
@@ -48,31 +46,23 @@ class GradientStep(Step):
     """The step that minimizes an objective.
 
     Args:
-      goal: has a model with the parameters of `model`.
-      optimizer: of parameters as they are stored.
-      settings: `seed`, `accumulate`, `ema`, `precision` and `nan`.
-      structured: the weights whose products use sparse tensor cores once their mask is fixed.
+      plan: has a model, an objective, an optimizer and a storage. Of its settings, `seed`,
+        `accumulate`, `ema`, `precision`, `remat`, `mesh` and `nan` act here as well.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        goal: Objective,
-        optimizer: optax.GradientTransformationExtraArgs,
-        storage: WeightLayout,
-        settings: Settings,
-        structured: Collection[str] = (),
-    ):
+    def __init__(self, plan: Plan):
+        model = plan.model
         renewed = running_statistics(model.graph)
         fixed = {name: x for name, x in model.state.items() if name not in renewed}
         self.model = model
         self.frozen = prepare_tensors(model.program, fixed)
-        self.notes = goal.notes
-        self._goal = goal
-        self._optimizer = optimizer
-        self._storage = storage
-        self.settings = settings
-        self._structured = structured
+        self.notes = tuple(plan.notes)
+        self._goal = plan.goal
+        self._optimizer = plan.optimizer
+        self._storage = plan.storage
+        self.settings = plan.settings
+        self._gradient_wrappers = plan.gradient_wrappers
+        self.updates, self.phases = plan.updates, plan.phases
 
     def init(self, params: Any = None) -> State:
         model = self.model.replace(params=params)
@@ -112,10 +102,8 @@ class GradientStep(Step):
             return [pull(unit)[0] for unit in units], results
 
         gradient: Callable[[Any], Any] = differentiate
-        if self.settings.precision is not None:
-            gradient = round_products(gradient, PRECISIONS[self.settings.precision])
-        if self._structured:
-            gradient = with_products(gradient, state.optimizer, self._structured)
+        for wrap in self._gradient_wrappers:
+            gradient = wrap(gradient, state.optimizer)
         gradients, (value, means, renewed) = gradient(state.params)
         if state.scale is not None:
             gradients = jax.tree.map(state.scale.remove, gradients)

@@ -1,6 +1,5 @@
 """New heads (`head=`), with the loss and the optimizer that are their defaults."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -15,7 +14,7 @@ from jaxonnx._data.ragged import token_inputs
 from jaxonnx._text import format_count
 from jaxonnx.errors import TrainingError
 from jaxonnx.losses import cross_entropy
-from jaxonnx.model import Model, Trainable, labels
+from jaxonnx.model import Model, labels
 from jaxonnx.training._optimizers import DECAYING, find_vectors, named_optimizer
 from jaxonnx.training._settings import Settings
 
@@ -136,14 +135,3 @@ def _loss(head: Any) -> Any:
     raise TrainingError(
         f"the head of '{head.output}' has {what}: say which loss fits the targets, with loss="
     )
-
-
-def beside_adapters(model: Model, trainable: Trainable | None) -> Trainable | None:
-    """Return the parameters trained in full beside adapters: `trainable` and new heads."""
-    head = {*model.head}
-    if not head:
-        return trainable
-    if callable(trainable):
-        return lambda name, value: name in head or trainable(name, value)
-    listed = [trainable] if isinstance(trainable, str) else trainable or []
-    return [*listed, *map(re.escape, head)]

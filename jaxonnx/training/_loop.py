@@ -20,9 +20,9 @@ from jaxonnx.training._memory import EXHAUSTED, FitCheck, to_stop
 from jaxonnx.training._optimizers import rate_of
 from jaxonnx.training._reporter import Reporter
 from jaxonnx.training._settings import Settings
+from jaxonnx.training._settings.sparsity import sparse_numbers
+from jaxonnx.training._settings.statistics import Statistics, warn_of_single_values
 from jaxonnx.training._snapshots import Snapshots
-from jaxonnx.training._sparsity import sparse_numbers
-from jaxonnx.training._statistics import Statistics, warn_of_single_values
 from jaxonnx.training._step import State, Step
 from jaxonnx.training._stopping import Interrupt, Monitor, Stop
 

@@ -152,6 +152,14 @@ class Objective:
             row[name] = float(value) if measure.metric.number else value
         return row
 
+    def with_metrics(self, wanted: Any) -> Objective:
+        """Return the objective with the argument `metrics` of `train`.
+
+        Raises:
+          TrainingError: names or outputs that there are not.
+        """
+        return replace(self, measures=_measures(self.model, self.names, self.terms, wanted))
+
     def columns(self, validated: bool) -> list[str]:
         """Return the names of the metrics that `monitor` can have."""
         if not validated:
@@ -243,17 +251,20 @@ def _select_targets(targets: Any, output: str | None) -> Any:
     return targets[output] if output is not None and isinstance(targets, Mapping) else targets
 
 
-def find(
-    model: Model,
-    loss: Any,
-    wanted: Any,
-    class_weights: Mapping[int, float] | None = None,
-    smoothing: float | None = None,
-) -> Objective:
+def find(model: Model, loss: Any, wanted: Any) -> Objective:
     """Return the objective of `train`'s arguments `loss` and `metrics`; metrics alone, without.
 
     Raises:
       TrainingError: names, weights or outputs that there are not.
+    """
+    return find_losses(model, loss).with_metrics(wanted)
+
+
+def find_losses(model: Model, loss: Any) -> Objective:
+    """Return the objective of the argument `loss` of `train`, without metrics.
+
+    Raises:
+      TrainingError: names or outputs that there are not.
     """
     names = tuple(value.name for value in model.outputs)
     logits: list[str] = []
@@ -281,11 +292,9 @@ def find(
         )
     else:
         terms = () if loss is None else (term(None, loss, 1.0),)
-    terms = _with_smoothing(_with_class_weights(terms, class_weights), smoothing)
-    measures = _measures(model, names, terms, wanted)
     if logits:
         model = replace(model, program=model.program.with_values(logits))
-    return Objective(model, terms, measures, names, tuple(notes))
+    return Objective(model, terms, {}, names, tuple(notes))
 
 
 def _of_outputs(what: str, argument: Mapping[str, Any], names: tuple[str, ...]) -> list:
@@ -305,38 +314,6 @@ def _with_weight(output: str, argument: Any) -> tuple[Any, float]:
     expected = "a loss or a pair (loss, weight)"
     require(f"the loss of '{output}'", argument, fits, expected, TrainingError)
     return argument[0], float(argument[1])
-
-
-def _with_class_weights(
-    terms: tuple[Term, ...], class_weights: Mapping[int, float] | None
-) -> tuple[Term, ...]:
-    """Apply class weights to the term whose loss takes them."""
-    if not class_weights:
-        return terms
-    chosen = [t for t in terms if t.loss.class_axis is not None or t.loss.one_hot] or [*terms]
-    if len(chosen) != 1:
-        raise TrainingError(
-            f"class_weights go with one loss of classes; there are {len(chosen)}: pass "
-            "jaxonnx.losses.cross_entropy(weight=...) for each of them"
-        )
-    weighed = replace(chosen[0], loss=chosen[0].loss.with_class_weights(class_weights))
-    return tuple(weighed if t is chosen[0] else t for t in terms)
-
-
-def _with_smoothing(terms: tuple[Term, ...], smoothing: float | None) -> tuple[Term, ...]:
-    """Smooth the labels of all cross entropies."""
-    if not smoothing:
-        return terms
-    if not any(term.loss.smooths for term in terms):
-        raise TrainingError(
-            "label_smoothing goes with cross entropies of classes and of tokens, not with "
-            f"{', '.join(str(term.loss.name or term.loss) for term in terms)}"
-        )
-    pairs = [(term, term.loss.smooths) for term in terms]
-    return tuple(
-        replace(term, loss=term.loss.with_label_smoothing(smoothing)) if fits else term
-        for term, fits in pairs
-    )
 
 
 def _measures(

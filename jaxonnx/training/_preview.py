@@ -26,9 +26,9 @@ from jaxonnx.model import Model
 from jaxonnx.training._check_batches import BatchChecks
 from jaxonnx.training._loss_needs import find_only
 from jaxonnx.training._memory import FitCheck, explain_memory_errors
-from jaxonnx.training._mesh_step import automatic
 from jaxonnx.training._prepare import prepare_run
 from jaxonnx.training._settings import Settings
+from jaxonnx.training._settings.mesh import automatic
 from jaxonnx.training._step import Step
 
 _SHOWN = 2

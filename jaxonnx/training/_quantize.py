@@ -1,4 +1,4 @@
-"""`quantize`, after training; and the preparation of training through the rounding."""
+"""`quantize`, after training."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from onnx import ModelProto
 from jaxonnx._compare.written import warn_unproven
 from jaxonnx._data.batches import Source
 from jaxonnx._require import check_arguments, require_integer
-from jaxonnx._rewrite.network import leave
-from jaxonnx.errors import InputError, TrainingError
+from jaxonnx.errors import InputError
 from jaxonnx.losses import is_loss
 from jaxonnx.model import (
     Model,
@@ -28,17 +27,8 @@ from jaxonnx.model import (
 )
 from jaxonnx.quantization import (
     Bound,
-    MovingRanges,
     Quantization,
-    Rounding,
-    is_quantized,
-    learn_scales,
-    make_schedule,
-    move_ranges,
-    open_quantized,
     output_error,
-    record_of,
-    stored_types,
 )
 from jaxonnx.training import _objective as objective
 from jaxonnx.training._data import fit_to_evaluation, open_data, read_data
@@ -46,9 +36,9 @@ from jaxonnx.training._evaluate import evaluate_objective
 from jaxonnx.training._loss_needs import prepare_model
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._stopping import find_direction
-from jaxonnx.views import FixedInputs, PackedRows
+from jaxonnx.views import FixedInputs
 
-_BATCHES = 16
+BATCHES = 16
 """The batches that ranges are measured on."""
 
 
@@ -58,7 +48,7 @@ def quantize(
     scheme: str | Quantization = "int8",
     *,
     batch_size: int | None = None,
-    batches: int = _BATCHES,
+    batches: int = BATCHES,
     preprocess: Any = None,
     max_loss: float | None = None,
     metric: str | Callable | None = None,
@@ -146,7 +136,7 @@ def quantize(
             seen = held_out and [batch.inputs for batch in held_out.batches(0)]
             evaluate = output_error(whole, seen or examples)
         else:
-            evaluate = _make_evaluation(metric, held_out)
+            evaluate = make_evaluation(metric, held_out)
         bound = Bound(rule.max_loss, evaluate, str(metric or "the outputs"))
     quantized = insert_rounding(whole, rule, examples, method, bound=bound, check=check)
     if check and (reason := compare_quantized(quantized, rule)):
@@ -185,7 +175,7 @@ def _free_states(model: Model, before: Model) -> Model:
     return replace(model, program=replace(model.program, views=views))
 
 
-def _make_evaluation(metric: Any, examples: Any) -> Callable[[Model], float]:
+def make_evaluation(metric: Any, examples: Any) -> Callable[[Model], float]:
     """Return a function that evaluates a metric or loss of a model, where greater is worse.
 
     Models that differ in their tensors only are compiled once. Recurrent states that the examples
@@ -211,134 +201,3 @@ def _make_evaluation(metric: Any, examples: Any) -> Callable[[Model], float]:
         return value if is_loss(metric) else find_direction(metric)[1] * value
 
     return evaluate
-
-
-def prepare(
-    model: Model,
-    settings: Settings,
-    source: Source | None,
-    epochs: int | None,
-    steps_per_epoch: int | None,
-    held_out: Source | None = None,
-) -> tuple[Model, str]:
-    """Return a model that rounds as `quantize` says, with the inputs that it had, and a note.
-
-    A model that is already quantized keeps its nodes and starts from its own scales.
-
-    Args:
-      source: the data to calibrate on.
-      epochs, steps_per_epoch: the length of the run; None if not known.
-      held_out: the data that the bound of the scheme is evaluated on; by default `source`.
-
-    Raises:
-      InputError: there are no data to calibrate on, or the model is quantized to other dtypes than
-        those of the scheme.
-      TrainingError: rows have several texts.
-    """
-    scheme: Any = settings.quantize
-    rounded, note = _round(leave(model, MovingRanges), settings, source, held_out)
-    schedule = make_schedule(Quantization.of(scheme), epochs, steps_per_epoch)
-    if schedule is not None:
-        rounded, count = move_ranges(rounded, schedule)
-        note += schedule.describe(count)
-    if Quantization.of(scheme).learn is not None:
-        rounded = learn_scales(rounded)
-    inputs = {value.name: value for value in model.inputs}
-    rounded = prepare_model(rounded, settings.loss, inputs)
-    if model.program.find(PackedRows) is not None and rounded.program.find(PackedRows) is None:
-        raise TrainingError("preprocess={'pack': True} cannot be combined with quantize")
-    return rounded, note
-
-
-def _round(
-    model: Model, arguments: Settings, source: Source | None, held_out: Source | None
-) -> tuple[Model, str]:
-    """Return a model whose weights are rounded at their own scales or by a scheme, and a note."""
-    scheme: Any = arguments.quantize
-    entry, settings = record_of(model.proto), Quantization.of(scheme)
-    if entry is not None and not entry.folded:
-        _check_types(model, scheme)
-        return model, "training goes on with the scales of the quantized model"
-    if is_quantized(model):
-        model, count = open_quantized(model)
-        kinds = ", ".join(_check_types(model, scheme))
-        return model, (
-            f"the file is quantized: {count} of its tensors are trained at its own scales, "
-            f"weights in its own types ({kinds})"
-        )
-    if source is None:
-        raise InputError(
-            "quantize: a step has no data to measure ranges on; pass the model that "
-            "jaxonnx.quantize(model, data) returns"
-        )
-    if settings.reduce_range:
-        raise InputError(
-            "reduce_range is for jaxonnx.quantize: weights that are trained leave the range"
-        )
-    examples = [batch.inputs for batch in islice(source.batches(0), _BATCHES)]
-    bound = None
-    if settings.max_loss is not None:
-        if arguments.loss is None:
-            raise InputError("quantize: max_loss needs loss=, which it limits the change of")
-        evaluate = _make_evaluation(arguments.loss, held_out or source)
-        bound = Bound(settings.max_loss, evaluate, "the loss")
-    model = insert_rounding(
-        model, settings, examples, keep_norms=True, bound=bound, check=arguments.check
-    )
-    entry, activations = record_of(model.proto), "no activations"
-    assert entry is not None
-    weights = len(entry.names)
-    if settings.activations is not None:
-        activations = f"{len(entry.scales) - weights} activations to {settings.activations}"
-    types = " and ".join(sorted(stored_types(model.proto, model.tensors).weights))
-    note = (
-        f"{weights} weights are rounded to {types} and {activations}, in training as in the "
-        "saved file"
-    )
-    rounding = model.program.find(Rounding)
-    if rounding is not None and rounding.clipped:
-        name, most = max(rounding.clipped.items(), key=lambda pair: pair[1])
-        note += f"; the ranges clip at most {most:.2%} of the numbers of an activation ({name!r})"
-    if model.sensitivity is not None:
-        last = model.sensitivity.trials[-1]
-        note += (
-            f"; {len(model.sensitivity.wider_types)} tensors have more bits than that, so that the "
-            f"rounding changes the loss by {last.loss:.4g}, at most {settings.max_loss:g}"
-        )
-    return model, note
-
-
-def _check_types(model: Model, scheme: str | Quantization) -> list[str]:
-    """Check that a quantized model has the types of a scheme.
-
-    A scheme given by name, like "int8", is compared by the type of weights alone.
-
-    Returns:
-      The types of the model's weights, sorted.
-
-    Raises:
-      InputError: the scheme names other types.
-    """
-    stored_in = stored_types(model.proto, model.tensors)
-    wanted = Quantization.of(scheme)
-    weights, activations = (sorted(kinds) for kinds in (stored_in.weights, stored_in.activations))
-    same = wanted.weights in weights
-    if isinstance(scheme, Quantization):
-        dequantized = {x for node in model.graph.nodes if node.op.dequantizes for x in node.outputs}
-        readers = {n.op.name for x in dequantized for n in model.graph.readers.get(x, ())}
-        # recurrences read activations in floating point under every scheme
-        fits = wanted.activations in (activations or [None])
-        same = same and (fits or (not activations and readers <= {"GRU", "LSTM", "RNN"}))
-        same = same and (wanted.block is None or stored_in.blocks == {wanted.block})
-    if not same:
-        blocks = [f"in blocks of {n}" for n in sorted(stored_in.blocks) if n]
-        stored = " and ".join(weights or ["nothing"])
-        asked = f" in blocks of {wanted.block}" if wanted.block else ""
-        raise InputError(
-            f"quantize= names weights of {wanted.weights}{asked} and activations of "
-            f"{wanted.activations or 'floating point'}, but the file is quantized already, "
-            f"to weights of {' '.join([stored, *blocks])} and activations of "
-            f"{' and '.join(activations) or 'floating point'}: name these to train it at its own "
-            "scales, or quantize the file in floating point that it was made of"
-        )
-    return weights

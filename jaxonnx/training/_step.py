@@ -19,8 +19,8 @@ from jaxonnx._data.ragged import derived_inputs, with_derived
 from jaxonnx.errors import TrainingError
 from jaxonnx.lowering import jit
 from jaxonnx.model import Model, start_at_zeros
-from jaxonnx.training._precision import LossScale
 from jaxonnx.training._settings import Settings
+from jaxonnx.training._settings.precision import LossScale
 
 SMALL = 2**10
 """Elements up to which an array is checked for non-finite numbers after its update."""

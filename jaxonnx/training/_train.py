@@ -12,10 +12,10 @@ from jaxonnx.model import Model
 from jaxonnx.training._card import describe_data
 from jaxonnx.training._loop import run
 from jaxonnx.training._memory import explain_memory_errors
-from jaxonnx.training._mesh_step import automatic
 from jaxonnx.training._prepare import prepare_run
 from jaxonnx.training._result import Result, to_result
 from jaxonnx.training._settings import Settings
+from jaxonnx.training._settings.mesh import automatic
 from jaxonnx.training._stopping import Interrupt
 
 

@@ -17,7 +17,7 @@ import optax
 from optax.contrib import SAMState, ScheduleFreeState, schedule_free_eval_params
 
 from jaxonnx.errors import TrainingError
-from jaxonnx.training._sparsity import masks
+from jaxonnx.training._settings.sparsity import masks
 from jaxonnx.training._step import State
 
 

@@ -16,7 +16,7 @@ import jaxonnx
 from jaxonnx import lowering
 from jaxonnx.lowering import _recurrence, _recurrence_kernel
 from jaxonnx.ops import rnn
-from jaxonnx.training._precision import round_products
+from jaxonnx.training._settings.precision import round_products
 
 lstm, gru = rnn.lstm, partial(rnn.gru, linear_before_reset=1)
 CALL = "custom_call @jaxonnx_recurrence"

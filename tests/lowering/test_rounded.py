@@ -13,7 +13,7 @@ import jaxonnx
 from jaxonnx.lowering import _rounded
 from jaxonnx.lowering._conv import Conv
 from jaxonnx.ops.windows import place_windows
-from jaxonnx.training._precision import round_products
+from jaxonnx.training._settings.precision import round_products
 
 LEAST = {"rtol": 1e-5, "atol": 1e-4}
 """A sum of float32 products of 16-bit numbers, in any order."""

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jaxonnx
-from jaxonnx.training._precision import round_products
+from jaxonnx.training._settings.precision import round_products
 from tests.support.paths import DATA
 from tests.support.tiny_networks import examples, train, weights
 
@@ -111,7 +111,7 @@ def test_branches_and_loops():
     ("units", "expected"), [(True, "has units for"), (False, "steps take longer than in float32")]
 )
 def test_a_run_says_whether_its_processor_has_units(monkeypatch, units, expected):
-    monkeypatch.setattr("jaxonnx.training._precision.has_units", lambda dtype: units)
+    monkeypatch.setattr("jaxonnx.training._settings.precision.has_units", lambda dtype: units)
     result = train(data=examples(8), optimizer=optax.sgd(0.1), precision="bf16")
     (note,) = (note for note in result.history.notes if "precision" in note)
     assert expected in note

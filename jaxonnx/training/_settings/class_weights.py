@@ -1,17 +1,44 @@
-"""Class weights: by name, by index, or balanced."""
+"""Class weights: by name, by index, or balanced (`class_weights=`)."""
 
 import difflib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from jaxonnx._data.batches import Examples, Padded
+from jaxonnx._data.images import preparation as images
 from jaxonnx._require import is_one_of, require
 from jaxonnx.errors import TrainingError
 from jaxonnx.losses import Loss
+from jaxonnx.training._settings.plan import Plan
 
 _SHOWN = 8
+
+
+def weigh_classes(plan: Plan) -> None:
+    """Apply class weights to the loss that takes them.
+
+    Raises:
+      TrainingError: there is no such class, nothing to balance, or not one loss of classes.
+    """
+    if plan.settings.class_weights is None:
+        return
+    terms, labels = plan.goal.terms, images.preparation(plan.model).labels
+    losses = [term.loss for term in terms]
+    weights = class_weights_by_index(plan.settings.class_weights, labels, plan.examples, losses)
+    plan.settings = replace(plan.settings, class_weights=weights)
+    if not weights:
+        return
+    chosen = [t for t in terms if t.loss.class_axis is not None or t.loss.one_hot] or [*terms]
+    if len(chosen) != 1:
+        raise TrainingError(
+            f"class_weights go with one loss of classes; there are {len(chosen)}: pass "
+            "jaxonnx.losses.cross_entropy(weight=...) for each of them"
+        )
+    weighed = replace(chosen[0], loss=chosen[0].loss.with_class_weights(weights))
+    plan.goal = replace(plan.goal, terms=tuple(weighed if t is chosen[0] else t for t in terms))
 
 
 def class_weights_by_index(

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxonnx.training._settings.plan import Plan
+
 
 class AccumulationState(NamedTuple):
     """The state of `accumulate`, with sums over the batches since the last update."""
@@ -24,6 +26,13 @@ class AccumulationState(NamedTuple):
     gradients: list[Any]
     """The gradients of the numerators: n trees like the parameters, in float32 at least."""
     inner: Any
+
+
+def accumulate_batches(plan: Plan) -> None:
+    """Make one update of several batches (`accumulate=`)."""
+    if plan.settings.accumulate > 1:
+        divided = [name != "none" for name in plan.goal.denominators]
+        plan.optimizer = accumulate(plan.optimizer, plan.settings.accumulate, divided)
 
 
 def accumulate(

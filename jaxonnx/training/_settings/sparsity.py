@@ -1,4 +1,4 @@
-"""Set up sparse training: select the parameters, and schedule the phases.
+"""Sparse training (`sparsity=`): select the parameters, and schedule the phases.
 
 The functions import `jaxonnx.sparse`, so that importing jaxonnx does not.
 """
@@ -8,12 +8,11 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import jax
-import optax
 from onnx import ModelProto
 
 from jaxonnx._io import records
@@ -23,37 +22,37 @@ from jaxonnx._text import format_count, list_some
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model, report_layers
 from jaxonnx.training._settings import Settings
+from jaxonnx.training._settings.plan import Gradient, Plan
 from jaxonnx.training._weight_layout import WeightLayout
 
 if TYPE_CHECKING:
     from jaxonnx.sparse import Layer
 
-Gradient = Callable[[Any], Any]
 _CHOICE = ("pattern", "transposable", "select", "exclude", "axes")
 """The options of `sparse.layers` among those of `sparse.three_phase`."""
 _PHASES = frozenset({"dense", "dynamic", "fixed"})
 
 
-def sparsify(
-    model: Model,
-    optimizer: optax.GradientTransformation,
-    settings: Settings,
-    epochs: int | None,
-    steps: int | None,
-    storage: WeightLayout,
-) -> tuple[optax.GradientTransformationExtraArgs, Model, frozenset[str], list[str]]:
-    """Return the optimizer inside a method of `jaxonnx.sparse`, and the model with its record.
+def sparsify_weights(plan: Plan) -> None:
+    """Train sparse weights, or drop the record of those that dense training changes."""
+    if plan.settings.sparsity is None:
+        plan.model, notes = remove_sparsity(plan.model)
+        plan.notes += notes
+    else:
+        _sparsify(plan)
 
-    The last two are the weights whose products are sparse once they are, and notes on the
-    parameters that stay dense.
 
-    Lengths are in epochs of `steps`. Without any, a third of the epochs is dense, half have a
-    dynamic mask, the rest a fixed one; the other methods have no phases. The result is for
-    parameters as they are stored; the options speak of those of the file.
+def _sparsify(plan: Plan) -> None:
+    """Wrap the optimizer in a method of `jaxonnx.sparse`, and record the pattern in the model.
+
+    Lengths are in epochs. Without any, a third of the epochs is dense, half have a dynamic mask,
+    the rest a fixed one; the other methods have no phases. The optimizer is for parameters as they
+    are stored; the options speak of those of the file. Notes say which parameters stay dense.
     """
     from jaxonnx import sparse
 
-    sparsity: Any = settings.sparsity
+    model, storage, epochs, steps = plan.model, plan.storage, plan.epochs, plan.steps_per_epoch
+    sparsity: Any = plan.settings.sparsity
     if steps is None:
         raise TrainingError(
             "sparsity needs the number of batches in an epoch: pass arrays, or an iterable with a "
@@ -77,27 +76,30 @@ def sparsify(
     products = options.pop("products", "dense")
     if method == "s_ste" and choice.setdefault("transposable", False):
         raise TrainingError("s_ste is for patterns along one axis: leave transposable out")
-    notes = _describe_dense(report_layers(model, **choice))
-    model = model.with_sparsity(**choice, method=method)
+    plan.notes += _describe_dense(report_layers(model, **choice))
+    plan.model = model = model.with_sparsity(**choice, method=method)
     assert model.sparsity is not None  # or with_sparsity raises
     goals = sparse.goals(model.sparsity.layers)
     where = {name: storage.axes(name, goal.axes) for name, goal in goals.items()}
     if method in ("three_phase", "one_shot") or "refresh" in options:  # a step unless it is said
         options["steps_per_epoch"] = steps
-    phases = methods[method](
-        optimizer,
+    plan.phases = find_shared_phases(sparsity, epochs)
+    plan.optimizer = methods[method](
+        plan.optimizer,
         pattern={re.escape(name): goal.pattern for name, goal in goals.items()},
         axes=lambda name, _: where.get(name),
         **options,
     )
     if products == "dense":
-        return phases, model, frozenset(), notes
+        return
     pairs = [n for n, goal in goals.items() if str(goal.pattern) == "2:4 transposable"]
     if not pairs:
         raise TrainingError(f"sparse products are of transposable 2:4, not of {model.sparsity}")
     weights = [model.params[name] for name in pairs]
-    structured = _are_sparse(products, weights, settings, storage)
-    return phases, model, frozenset(pairs if structured else ()), notes
+    if _are_sparse(products, weights, plan.settings, storage):
+        plan.gradient_wrappers.append(
+            lambda gradient, memory: with_products(gradient, memory, frozenset(pairs))
+        )
 
 
 def _describe_dense(report: Sequence[Layer]) -> list[str]:
@@ -260,5 +262,5 @@ def remove_sparsity(model: Model) -> tuple[Model, list[str]]:
         f"sparsity={'a pattern for each name' if others else keep} keeps them, "
         "model.with_sparsity(None) drops the record"
     )
-    warnings.warn(note, stacklevel=6)
+    warnings.warn(note, stacklevel=7)
     return model, [note]

@@ -1,4 +1,4 @@
-"""A training step on a mesh of devices.
+"""A training step on a mesh of devices (`mesh=`, `sharding=`).
 
 Shardings are given for the state and the batch only, before and after each step; XLA's partitioner
 propagates them through everything between, and inserts the collectives.
@@ -24,6 +24,12 @@ from jaxonnx.errors import TrainingError
 from jaxonnx.lowering import KernelFirst, kernel_first
 from jaxonnx.model import Model
 from jaxonnx.training._step import State, Step
+
+
+def split_over_mesh(step: Step) -> Step:
+    """Return a step that runs on the devices of the mesh of its settings, if they have one."""
+    mesh = step.settings.mesh
+    return step if mesh is None else MeshStep(step, mesh, step.settings.sharding)
 
 
 class MeshStep(Step):

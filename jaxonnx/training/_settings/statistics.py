@@ -1,6 +1,7 @@
-"""Recompute running statistics from training data, where moving averages are not of the weights.
+"""The statistics of BatchNormalization (`statistics=`).
 
-They have not converged, or they follow the weights that are trained, and others are validated and
+Running statistics are recomputed from training data where moving averages are not of the weights:
+they have not converged, or they follow the weights that are trained, and others are validated and
 returned.
 """
 
@@ -16,8 +17,16 @@ from jaxonnx._data.batches import Batch, Source
 from jaxonnx._text import format_count
 from jaxonnx.model import MOST, apply_totals, batch_norms, find_single_values, zero_totals
 from jaxonnx.training._settings import Settings
+from jaxonnx.training._settings.plan import Plan
 from jaxonnx.training._step import State, Step
 from jaxonnx.training._stopping import Interrupt
+
+
+def choose_statistics(plan: Plan) -> None:
+    """Choose the statistics that BatchNormalization uses in training."""
+    mode = plan.settings.statistics
+    if mode is not None:
+        plan.model = plan.model.with_statistics("batch" if mode == "recompute" else mode)
 
 
 class Statistics:

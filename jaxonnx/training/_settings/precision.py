@@ -22,6 +22,7 @@ from jax.extend.core import JaxprEqn, primitives
 
 from jaxonnx._jaxpr import Program, inner_program, interpret, programs, retrace_params
 from jaxonnx.lowering import LOOPS, Dot, Rounded, contract, contract_p, has_units
+from jaxonnx.training._settings.plan import Plan
 
 _PRODUCTS = (primitives.conv_general_dilated_p, primitives.dot_general_p, contract_p)
 """Primitives that are products of their two operands."""
@@ -61,7 +62,17 @@ class LossScale(NamedTuple):
         return LossScale(factor, jnp.where(doubles, 0, self.steps + 1))
 
 
-def precision_notes(name: str, platform: str) -> list[str]:
+def round_gradient(plan: Plan) -> None:
+    """Compute the products of forward and backward pass in 16 bits (`precision=`)."""
+    name = plan.settings.precision
+    if name is not None:
+        plan.notes += _describe_precision(name, plan.storage.platform)
+        plan.gradient_wrappers.append(
+            lambda gradient, _: round_products(gradient, PRECISIONS[name])
+        )
+
+
+def _describe_precision(name: str, platform: str) -> list[str]:
     """Return the notes of a run in "bf16" or "fp16": whether it pays, and what happens to the loss.
 
     Accelerators have units for both types.

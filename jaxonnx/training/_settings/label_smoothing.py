@@ -1,0 +1,27 @@
+"""Labels that are spread over all classes (`label_smoothing=`)."""
+
+from dataclasses import replace
+
+from jaxonnx.errors import TrainingError
+from jaxonnx.training._settings.plan import Plan
+
+
+def smooth_labels(plan: Plan) -> None:
+    """Smooth the labels of all cross entropies.
+
+    Raises:
+      TrainingError: there are none.
+    """
+    terms, smoothing = plan.goal.terms, plan.settings.label_smoothing
+    if not smoothing:
+        return
+    if not any(term.loss.smooths for term in terms):
+        raise TrainingError(
+            "label_smoothing goes with cross entropies of classes and of tokens, not with "
+            f"{', '.join(str(term.loss.name or term.loss) for term in terms)}"
+        )
+    smoothed = (
+        replace(term, loss=term.loss.with_label_smoothing(smoothing)) if term.loss.smooths else term
+        for term in terms
+    )
+    plan.goal = replace(plan.goal, terms=tuple(smoothed))

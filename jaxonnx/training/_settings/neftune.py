@@ -1,0 +1,45 @@
+"""Noise on the embeddings of tokens (`neftune=`)."""
+
+from jaxonnx._data.language_models import token_input
+from jaxonnx._rewrite.network import enter
+from jaxonnx.errors import TrainingError
+from jaxonnx.model import Model
+from jaxonnx.training._settings.plan import Plan
+from jaxonnx.views import EmbeddingNoise
+
+
+def add_noise(plan: Plan) -> None:
+    """Add noise to the embeddings in training."""
+    if plan.settings.neftune:
+        noise = EmbeddingNoise(find_embeddings(plan.model), plan.settings.neftune)
+        plan.model = enter(plan.model, noise)
+
+
+_SAME = ("Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze")
+"""Operators through which tokens pass on their way to an embedding."""
+
+
+def find_embeddings(model: Model) -> tuple[str, ...]:
+    """Return the values that are embeddings of tokens.
+
+    Raises:
+      TrainingError: there are none.
+    """
+    tokens = token_input(model, "neftune adds noise to embeddings")
+    producers = model.graph.producers
+
+    def source(name: str) -> str:
+        while name in producers and producers[name].op.name in _SAME:
+            name = producers[name].inputs[0]
+        return name
+
+    values = [
+        node.outputs[0]
+        for node in model.graph.nodes
+        if node.op.like == "Gather" and source(node.inputs[1]) == tokens
+    ]
+    if not values:
+        raise TrainingError(
+            f"neftune adds noise to embeddings, and no Gather reads rows by the input '{tokens}'"
+        )
+    return tuple(values)
