@@ -14,11 +14,11 @@ from jaxonnx._require import describe, read_type
 from jaxonnx.errors import TrainingError
 
 
-def check_values(group: type, values: Mapping[str, Any]) -> None:
+def check_values(group: type | str, values: Mapping[str, Any]) -> None:
     """Refuse values of arguments that their declarations exclude, alone or with others.
 
     Args:
-      group: a class of declarations.
+      group: a class of declarations, or its name.
       values: of all its arguments.
 
     Raises:

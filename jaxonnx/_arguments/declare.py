@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
-FOLDERS = (Path(__file__).parent,)
+_HERE = Path(__file__).parent
+FOLDERS = (_HERE, _HERE.parent / "training" / "_settings")
 """Where the modules are that have declarations."""
 
 
@@ -157,11 +158,6 @@ def list_arguments(*groups: type | str) -> dict[str, Declared]:
         bases, declared = _read_groups().get(name, _Group((), {}))
         arguments |= {**list_arguments(*bases), **declared}
     return arguments
-
-
-def list_own_arguments(group: type) -> Mapping[str, Declared]:
-    """Return the arguments of a class without those of its bases."""
-    return _read_groups()[group.__name__].declared
 
 
 def check_names(function: str, group: type, arguments: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from onnx import ModelProto
 
-from jaxonnx._arguments import StepArguments, check_names
+from jaxonnx._arguments import check_names
 from jaxonnx._atomic_write import write_atomically
 from jaxonnx._compare.written import Origin, check_written
 from jaxonnx._data.random_inputs import draw_inputs
@@ -35,7 +35,16 @@ from jaxonnx.onnx_out import (
     split_state,
     write_function,
 )
-from jaxonnx.training import Batch, Settings, State, Step, as_batch, build_step, with_heads
+from jaxonnx.training import (
+    Batch,
+    Settings,
+    State,
+    Step,
+    StepArguments,
+    as_batch,
+    build_step,
+    with_heads,
+)
 
 FILES = {
     "step": "step.onnx",

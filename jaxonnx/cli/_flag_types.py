@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxonnx._arguments import Declared, list_own_arguments
+from jaxonnx._arguments import Declared, list_arguments
 from jaxonnx._mesh import AUTOMATIC
 from jaxonnx.cli._declarations import SCHEME, read_declarations
 
@@ -198,11 +198,12 @@ FORMS: Mapping[str, Mapping[str, Any]] = {
 
 
 def declared_flags(
-    group: type, names: Collection[str] | None = None, without: Collection[str] = ()
+    group: type | str, names: Collection[str] | None = None, without: Collection[str] = ()
 ) -> list[Flag]:
-    """Return the flags of the arguments that a class of `jaxonnx.training` declares itself.
+    """Return the flags of the arguments of a class of declarations.
 
     Args:
+      group: the class, or its name where importing it takes JAX.
       names: the arguments to take; all by default.
       without: arguments to leave out.
     """
@@ -212,7 +213,7 @@ def declared_flags(
             _help(entry),
             _settings(name, entry),
         )
-        for name, entry in list_own_arguments(group).items()
+        for name, entry in list_arguments(group).items()
         if entry.argument.form and name not in without and (names is None or name in names)
     ]
 

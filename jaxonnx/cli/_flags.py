@@ -6,10 +6,8 @@ from pathlib import Path
 from jaxonnx._arguments import (
     DataArguments,
     LossArguments,
-    ModelArguments,
     OptimizerArguments,
     RunArguments,
-    StepArguments,
 )
 from jaxonnx.cli import _declarations as of
 from jaxonnx.cli._flag_groups import DECODING, DIM, GENERATION, LORA, PICTURES, READING, TEXTS
@@ -35,7 +33,7 @@ PHASES = ("dense", "dynamic", "fixed")
 SPARSE_EPOCHS = 10
 
 _MODEL = Flag("model", "an .onnx file, a packed .npz, or the folder of a language model", PATH)
-_SEED = declared_flags(StepArguments, names=("seed",))[0]
+_SEED = declared_flags("UpdateArguments", names=("seed",))[0]
 _EXAMPLES = [
     _MODEL,
     Flag(
@@ -92,7 +90,7 @@ def _training(model: Sequence[Flag], without: Sequence[str] = ()) -> dict[str, S
         "": [*_EXAMPLES, _OUTPUT, _EXPLAIN, _DRY_RUN],
         "loss and optimizer": _OPTIMIZER,
         "model": model,
-        "step": [*declared_flags(StepArguments), _DISTRIBUTED],
+        "step": [*declared_flags("UpdateArguments"), _DISTRIBUTED],
         "run": [*declared_flags(RunArguments), _RESUME_ANYWAY, _REPORT],
         "data": declared_flags(DataArguments, without=without),
         **READING,
@@ -152,7 +150,7 @@ VERBS: Mapping[str, Verb] = {
         "jaxonnx train net.onnx data.npz -o tuned.onnx --optimizer adamw --rate 3e-4 "
         "--schedule cosine --warmup 0.1 --clip 1 --explain\n"
         "jaxonnx train --config run.toml --rate 3e-4",
-        _training([*declared_flags(ModelArguments), *LORA, _ADAPTERS]),
+        _training([*declared_flags("ModelArguments"), *LORA, _ADAPTERS]),
     ),
     "evaluate": Verb(
         "compute the loss and metrics of a model over a data set",
@@ -180,7 +178,7 @@ VERBS: Mapping[str, Verb] = {
         "jaxonnx sparsify net.onnx data.npz -o sparse.onnx --dense 2 --dynamic 6 --fixed 2",
         {
             # whose --fixed is a phase
-            **_training(declared_flags(ModelArguments, without=("lora",)), without=("fixed",)),
+            **_training(declared_flags("ModelArguments", without=("lora",)), without=("fixed",)),
             "sparsity": [
                 Flag(
                     "--pattern",
@@ -278,8 +276,8 @@ VERBS: Mapping[str, Verb] = {
                 *read_flags(*of.EXPORT_STEP, ("check",)),
             ],
             "loss and optimizer": _OPTIMIZER,
-            "model": [*declared_flags(ModelArguments, without=("quantize",)), *LORA],
-            "step": declared_flags(StepArguments, without=("mesh", "sharding")),
+            "model": [*declared_flags("ModelArguments", without=("quantize",)), *LORA],
+            "step": declared_flags("UpdateArguments", without=("mesh", "sharding")),
             "run": declared_flags(RunArguments, names=("epochs",)),
             "data": declared_flags(DataArguments),
             **READING,

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jaxonnx import loggers, sparse
-from jaxonnx._arguments import OptimizerArguments, StepArguments, TrainArguments, list_arguments
+from jaxonnx._arguments import OptimizerArguments, list_arguments
 from jaxonnx._atomic_write import check_writable
 from jaxonnx._data.batches import Batch, Source
 from jaxonnx._data.images import preparation as images
@@ -32,7 +32,15 @@ from jaxonnx.errors import InputError, ModelError
 from jaxonnx.lora import LoRA
 from jaxonnx.model import Model
 from jaxonnx.quantization import Quantization
-from jaxonnx.training import Result, Settings, has_other_card, open_data, read_data
+from jaxonnx.training import (
+    Result,
+    Settings,
+    StepArguments,
+    TrainArguments,
+    has_other_card,
+    open_data,
+    read_data,
+)
 
 
 def train(options: argparse.Namespace, sparsity: Mapping[str, Any] | None = None) -> Report:

@@ -4,7 +4,7 @@
 """
 
 # for other rooms of the package
-from jaxonnx._arguments import DataArguments, StepArguments, TrainArguments
+from jaxonnx._arguments import DataArguments
 from jaxonnx._data.batches import Batch
 from jaxonnx._data.kinds import Data, Reading, register_data
 from jaxonnx._io.training_checkpoints import TrainingCheckpoint, read_training_checkpoint
@@ -14,7 +14,6 @@ from jaxonnx.training._classification import ConfusionMatrix, Curve, Curves, Per
 from jaxonnx.training._data import open_data, read_data
 from jaxonnx.training._evaluate import evaluate
 from jaxonnx.training._find_rate import RateCurve, find_rate
-from jaxonnx.training._head import with_heads
 from jaxonnx.training._history import History
 from jaxonnx.training._optimizers import optimizer
 from jaxonnx.training._plot import shade
@@ -23,6 +22,8 @@ from jaxonnx.training._quantize import quantize
 from jaxonnx.training._restore import restore_checkpoint
 from jaxonnx.training._result import Result
 from jaxonnx.training._settings import Settings
+from jaxonnx.training._settings.head import with_heads
+from jaxonnx.training._settings.order import StepArguments, TrainArguments
 from jaxonnx.training._step import CompiledStep, State, Step, as_batch, target_names
 from jaxonnx.training._stopping import Interrupt
 from jaxonnx.training._train import train

@@ -10,7 +10,6 @@ from onnx import ModelProto
 
 from jaxonnx._arguments import (
     Optimizer,
-    StepArguments,
     check_names,
     documented,
 )
@@ -23,11 +22,13 @@ from jaxonnx.lora import writes_apart
 from jaxonnx.model import Model, as_model, check_nodes
 from jaxonnx.quantization import record_of
 from jaxonnx.training import _objective as objective
+from jaxonnx.training._defaults import complete_settings
 from jaxonnx.training._fit_optimizer import fit_to_step
 from jaxonnx.training._gradient_step import GradientStep
-from jaxonnx.training._head import complete_settings, with_heads
 from jaxonnx.training._loss_needs import prepare_model
 from jaxonnx.training._settings import Settings, order
+from jaxonnx.training._settings.head import with_heads
+from jaxonnx.training._settings.order import StepArguments
 from jaxonnx.training._settings.plan import Plan
 from jaxonnx.training._step import Step
 from jaxonnx.training._training_info_step import TrainingInfoStep

@@ -20,7 +20,7 @@ from jaxonnx.lowering import jit
 from jaxonnx.model import Model, as_model
 from jaxonnx.training import _objective as objective
 from jaxonnx.training._data import OpenedData, fit_to_evaluation, read_data
-from jaxonnx.training._head import choose_loss
+from jaxonnx.training._defaults import choose_loss
 from jaxonnx.training._loss_needs import draw_batches
 from jaxonnx.training._settings import Settings
 

@@ -9,12 +9,13 @@ import numpy as np
 import optax
 from onnx import ModelProto
 
-from jaxonnx._arguments import OPTIMIZERS, TrainArguments, check_names
+from jaxonnx._arguments import OPTIMIZERS, check_names
 from jaxonnx._figures import new_axes
 from jaxonnx._require import check_arguments, require, require_choice, require_integer
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model
 from jaxonnx.training._optimizers import optimizer as make_optimizer
+from jaxonnx.training._settings.order import TrainArguments
 from jaxonnx.training._train import train
 
 _TAKEN = (

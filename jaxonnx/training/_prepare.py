@@ -12,9 +12,10 @@ from jaxonnx.model import Model, as_model
 from jaxonnx.training._build_step import build_step
 from jaxonnx.training._continuations import as_messages
 from jaxonnx.training._data import ReadData, fit_to_data, open_data, read_data
-from jaxonnx.training._head import choose_loss, with_heads
+from jaxonnx.training._defaults import choose_loss
 from jaxonnx.training._loss_needs import ask_second_model, draw_batches
 from jaxonnx.training._settings import Settings
+from jaxonnx.training._settings.head import with_heads
 from jaxonnx.training._step import Step
 
 

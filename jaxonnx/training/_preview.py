@@ -15,7 +15,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from jaxonnx._arguments import TrainArguments, check_names, documented
+from jaxonnx._arguments import check_names, documented
 from jaxonnx._data.augmented import Augmented
 from jaxonnx._data.batches import Batch, Examples, Padded, Source
 from jaxonnx._data.ragged import IGNORED, Ragged
@@ -29,6 +29,7 @@ from jaxonnx.training._memory import FitCheck, explain_memory_errors
 from jaxonnx.training._prepare import prepare_run
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._settings.mesh import automatic
+from jaxonnx.training._settings.order import TrainArguments
 from jaxonnx.training._step import Step
 
 _SHOWN = 2

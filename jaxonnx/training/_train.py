@@ -6,7 +6,7 @@ from typing import Any, Unpack
 
 from onnx import ModelProto
 
-from jaxonnx._arguments import TrainArguments, check_names, documented
+from jaxonnx._arguments import check_names, documented
 from jaxonnx._mesh.processes import Processes
 from jaxonnx.model import Model
 from jaxonnx.training._card import describe_data
@@ -16,6 +16,7 @@ from jaxonnx.training._prepare import prepare_run
 from jaxonnx.training._result import Result, to_result
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._settings.mesh import automatic
+from jaxonnx.training._settings.order import TrainArguments
 from jaxonnx.training._stopping import Interrupt
 
 

@@ -16,11 +16,12 @@ from PIL import Image
 
 import jaxonnx
 from jaxonnx import demo
-from jaxonnx._arguments import TrainArguments, list_arguments
+from jaxonnx._arguments import list_arguments
 from jaxonnx._data.images import preparation as images
 from jaxonnx.cli import main
 from jaxonnx.cli._flags import VERBS
 from jaxonnx.cli._options import parse
+from jaxonnx.training import TrainArguments
 from tests.support import tiny_networks
 from tests.support.paths import DATA
 

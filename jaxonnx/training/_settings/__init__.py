@@ -8,7 +8,6 @@ import numpy as np
 from jaxonnx._arguments import (
     Hook,
     OptimizerArguments,
-    TrainArguments,
     list_arguments,
 )
 from jaxonnx._arguments.check import check_values, is_given
@@ -33,7 +32,7 @@ else:
         "_VALUES",
         [
             (name, entry.type, field(default=entry.argument.default))
-            for name, entry in list_arguments(TrainArguments).items()
+            for name, entry in list_arguments("TrainArguments").items()
         ],
         frozen=True,
         kw_only=True,
@@ -54,7 +53,7 @@ class Settings(_VALUES):
     """
 
     def __post_init__(self) -> None:
-        check_values(TrainArguments, vars(self))
+        check_values("TrainArguments", vars(self))
 
     def with_length(self, steps: int | None) -> "Settings":
         """Return settings with the epochs of the run, at most; `max_steps` may end it before.
@@ -77,7 +76,7 @@ class Settings(_VALUES):
     @property
     def resumable(self) -> dict[str, Any]:
         """The arguments that a run resumed from a checkpoint must share."""
-        arguments = list_arguments(TrainArguments).items()
+        arguments = list_arguments("TrainArguments").items()
         same = {name: getattr(self, name) for name, entry in arguments if entry.argument.resume}
         padding = Padding.of(self.pad, self.length_buckets)
         same["pad"] = {name: float(x) for name, x in padding.pad.items()} or None
@@ -99,6 +98,6 @@ class Settings(_VALUES):
         """The names of arguments with a value that only a loss and an optimizer give a meaning."""
         return [
             name
-            for name, (_, argument, _) in list_arguments(TrainArguments).items()
+            for name, (_, argument, _) in list_arguments("TrainArguments").items()
             if argument.needs_loss and is_given(getattr(self, name), argument.default)
         ]

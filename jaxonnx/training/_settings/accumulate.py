@@ -7,13 +7,28 @@ more weight. Here numerators and denominators are summed, and divided once.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jaxonnx._arguments import Argument
 from jaxonnx.training._settings.plan import Plan
+
+
+class AccumulateArguments(TypedDict, total=False):
+    """Updates of several batches."""
+
+    accumulate: Annotated[int, Argument(1, form="count", least=1, resume=True, needs_loss=True)]
+    """The number of batches whose gradients make one update.
+
+    It is the update of one batch of all their rows: the gradients of the losses are summed, and
+    divided once by what counts in all these batches (tokens, weights of examples and classes).
+    The batches that are left at the end of an epoch or of the run make an update of their own, of
+    all their rows, as in PyTorch Lightning and transformers: an epoch of 10 batches has three
+    updates with `accumulate=4`. A step of the history is one batch, and so is a step of the
+    schedule of `sparsity`, whose phases are whole epochs."""
 
 
 class AccumulationState(NamedTuple):

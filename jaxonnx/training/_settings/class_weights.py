@@ -3,10 +3,11 @@
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import numpy as np
 
+from jaxonnx._arguments import Argument
 from jaxonnx._data.batches import Examples, Padded
 from jaxonnx._data.images import preparation as images
 from jaxonnx._require import is_one_of, require
@@ -15,6 +16,24 @@ from jaxonnx.losses import Loss
 from jaxonnx.training._settings.plan import Plan
 
 _SHOWN = 8
+
+
+class ClassWeightsArguments(TypedDict, total=False):
+    """Weights of classes."""
+
+    class_weights: Annotated[
+        str | Mapping[Any, float] | None,
+        Argument(
+            form="class_weights",
+            expected="'balanced', or a dict from classes to weights",
+            needs_loss=True,
+        ),
+    ]
+    """The weight of each class in the loss, by name or index; or "balanced".
+
+    Weights apply in training and validation, and multiply the weights of examples. Classes that are
+    not listed have weight 1. "balanced" gives each class of the data the same total weight; it is
+    not available for iterables. Only losses with class labels accept it. Metrics ignore it."""
 
 
 def weigh_classes(plan: Plan) -> None:

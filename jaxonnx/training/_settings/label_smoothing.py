@@ -1,9 +1,24 @@
 """Labels that are spread over all classes (`label_smoothing=`)."""
 
 from dataclasses import replace
+from typing import Annotated, TypedDict
 
+from jaxonnx._arguments import Argument
 from jaxonnx.errors import TrainingError
 from jaxonnx.training._settings.plan import Plan
+
+
+class LabelSmoothingArguments(TypedDict, total=False):
+    """Smoothed labels."""
+
+    label_smoothing: Annotated[
+        float | None, Argument(form="real", least=0, below=1, resume=True, needs_loss=True)
+    ]
+    """The share of each label that is spread over all classes alike, like 0.1.
+
+    For cross entropies of classes and of tokens, in training and validation, as in PyTorch and
+    transformers. With `class_weights`, each share counts with the weight of its own class. Labels
+    that are ignored stay so."""
 
 
 def smooth_labels(plan: Plan) -> None:

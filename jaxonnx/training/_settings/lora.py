@@ -1,16 +1,53 @@
 """Adapters, and the parameters trained beside them or alone (`lora=`, `trainable=`)."""
 
 import re
+from typing import Annotated, TypedDict
 
 import jax
 
-from jaxonnx.lora import LoRA
+from jaxonnx._arguments import Argument
+from jaxonnx.lora import Adapters, LoRA
 from jaxonnx.model import Model, Trainable
 from jaxonnx.quantization import select_scales
 from jaxonnx.training._settings.plan import Plan
 
 _ADAPTERS = 2**32 - 1
 """What is folded into the seed's key for adapters; steps fold in their number."""
+
+
+class LoraArguments(TypedDict, total=False):
+    """Which parameters are trained."""
+
+    trainable: Annotated[
+        Trainable | None,
+        Argument(
+            form="names",
+            excludes=("lora: Adapters",),
+            reason="cannot be combined with Adapters, which determine what is trained",
+            needs_loss=True,
+        ),
+    ]
+    """The tensors to train: names of tensors, modules or nodes, or regular expressions.
+
+    Wildcards and predicates of name and value are accepted as well (`Model.with_trainable`). These
+    tensors are the parameters of the resulting model. With `lora` they are trained in addition to
+    the adapters."""
+    lora: Annotated[
+        LoRA | Adapters | None,
+        Argument(
+            form="rank",
+            expected="a jaxonnx.LoRA, like LoRA(rank=8), or Adapters to continue with",
+            excludes=("sparsity",),
+            reason="cannot be combined with sparsity: merge the adapters into the model first, or "
+            "leave one of the two out",
+            needs_loss=True,
+            words="Train adapters of this rank instead of the weights",
+        ),
+    ]
+    """Train low-rank adapters instead of the weights: a `jaxonnx.LoRA`.
+
+    The adapters of the resulting model are merged into its weights. `result.lora` has the adapters
+    alone: save them with `Adapters.save`, or pass them here to continue training."""
 
 
 def select_parameters(plan: Plan) -> None:

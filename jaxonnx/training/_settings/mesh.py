@@ -10,12 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from functools import partial
-from typing import Any, cast
+from typing import Annotated, Any, Literal, TypedDict, cast
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxonnx._arguments import Argument
 from jaxonnx._arrays import put
 from jaxonnx._data.batches import Batch
 from jaxonnx._mesh.rules import DATA, Sharding, axes_of, mesh_of, specs
@@ -24,6 +25,42 @@ from jaxonnx.errors import TrainingError
 from jaxonnx.lowering import KernelFirst, kernel_first
 from jaxonnx.model import Model
 from jaxonnx.training._step import State, Step
+
+
+class MeshArguments(TypedDict, total=False):
+    """Devices, and how tensors lie on them."""
+
+    mesh: Annotated[
+        Mesh | Literal["all"] | None,
+        Argument(form="mesh", words="All devices, or the sizes of axes like data=4,model=2"),
+    ]
+    """The devices to train on: "all", or a `jax.sharding.Mesh`.
+
+    "all" is a mesh with the one axis "data". The axis "data" splits the examples of each batch;
+    `batch_size` is the total over all devices. Weights, statistics and optimizer state are placed
+    according to `sharding`, also in the resulting model. Results equal those of one device up to
+    rounding, and batch statistics are those of the whole batch."""
+    sharding: Annotated[
+        Sharding | None,
+        Argument(
+            form="sharding",
+            needs=("mesh",),
+            reason="says how tensors are split over a mesh, and there is none: pass mesh='all' for "
+            "all devices, or a jax.sharding.Mesh",
+            words="How weights are placed on the mesh: data, fsdp or tensor",
+        ),
+    ]
+    """How weights are placed on the mesh: "data", "fsdp" or "tensor"; or rules by name.
+
+    * "data" (the default): all weights on each device.
+    * "fsdp": each tensor is split along its largest axis that the number of devices divides. Small
+      tensors are not split.
+    * "tensor": pairs of matrix products (MLPs, attention) are split over the axis "model".
+    * A dict of rules like `{"blocks.*weight": P(None, "model"), ".*": "fsdp"}`. Names match as in
+      `trainable`, the first match counts, and a tensor without a match is not split.
+    * A function of the name and the shape in the file.
+
+    `model.shardings(mesh, sharding)` shows the placement."""
 
 
 def split_over_mesh(step: Step) -> Step:

@@ -1,11 +1,25 @@
 """Noise on the embeddings of tokens (`neftune=`)."""
 
+from typing import Annotated, TypedDict
+
+from jaxonnx._arguments import Argument
 from jaxonnx._data.language_models import token_input
 from jaxonnx._rewrite.network import enter
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model
 from jaxonnx.training._settings.plan import Plan
 from jaxonnx.views import EmbeddingNoise
+
+
+class NeftuneArguments(TypedDict, total=False):
+    """Noise on embeddings."""
+
+    neftune: Annotated[float | None, Argument(form="real", least=0, resume=True, needs_loss=True)]
+    """Add noise to the embeddings of tokens in training (NEFTune), like 5.0.
+
+    It is uniform in +-`neftune` / sqrt(length * features), with the padded length of the batch, as
+    in transformers and TRL. Jain et al., "NEFTune: Noisy Embeddings Improve Instruction
+    Finetuning", 2023 (arXiv:2310.05914)."""
 
 
 def add_noise(plan: Plan) -> None:

@@ -1,21 +1,68 @@
-"""The settings of `train` in the order in which they change the plan of a step."""
+"""The settings of `train`: their arguments, and the order in which they change the plan of a step.
+
+A setting is a module of this folder, with a class of declarations and a function that changes a
+`Plan`; or the model before the data is read (`head`).
+"""
 
 from collections.abc import Callable, Sequence
 
-from jaxonnx.training._settings.accumulate import accumulate_batches
-from jaxonnx.training._settings.class_weights import weigh_classes
-from jaxonnx.training._settings.dropout import change_dropout
-from jaxonnx.training._settings.label_smoothing import smooth_labels
-from jaxonnx.training._settings.lora import select_parameters
-from jaxonnx.training._settings.mesh import split_over_mesh
-from jaxonnx.training._settings.neftune import add_noise
+from jaxonnx._arguments import (
+    BasicArguments,
+    DataArguments,
+    LossArguments,
+    OptimizerArguments,
+    RunArguments,
+)
+from jaxonnx.training._settings.accumulate import AccumulateArguments, accumulate_batches
+from jaxonnx.training._settings.class_weights import ClassWeightsArguments, weigh_classes
+from jaxonnx.training._settings.dropout import DropoutArguments, change_dropout
+from jaxonnx.training._settings.head import HeadArguments
+from jaxonnx.training._settings.label_smoothing import LabelSmoothingArguments, smooth_labels
+from jaxonnx.training._settings.lora import LoraArguments, select_parameters
+from jaxonnx.training._settings.mesh import MeshArguments, split_over_mesh
+from jaxonnx.training._settings.neftune import NeftuneArguments, add_noise
 from jaxonnx.training._settings.plan import Plan
-from jaxonnx.training._settings.precision import round_gradient
-from jaxonnx.training._settings.quantize import quantize_weights
-from jaxonnx.training._settings.remat import recompute_activations
-from jaxonnx.training._settings.sparsity import sparsify_weights
-from jaxonnx.training._settings.statistics import choose_statistics
+from jaxonnx.training._settings.precision import PrecisionArguments, round_gradient
+from jaxonnx.training._settings.quantize import QuantizeArguments, quantize_weights
+from jaxonnx.training._settings.remat import RematArguments, recompute_activations
+from jaxonnx.training._settings.sparsity import SparsityArguments, sparsify_weights
+from jaxonnx.training._settings.statistics import StatisticsArguments, choose_statistics
 from jaxonnx.training._step import Step
+
+
+class ModelArguments(
+    HeadArguments,
+    LoraArguments,
+    StatisticsArguments,
+    DropoutArguments,
+    NeftuneArguments,
+    SparsityArguments,
+    QuantizeArguments,
+    total=False,
+):
+    """What is trained: a new head, the parameters, adapters, sparse or quantized weights."""
+
+
+class UpdateArguments(
+    BasicArguments,
+    ClassWeightsArguments,
+    LabelSmoothingArguments,
+    AccumulateArguments,
+    PrecisionArguments,
+    RematArguments,
+    MeshArguments,
+    total=False,
+):
+    """What a step computes: metrics, random numbers, precision, devices, non-finite steps."""
+
+
+class StepArguments(OptimizerArguments, ModelArguments, UpdateArguments, total=False):
+    """The arguments of one step."""
+
+
+class TrainArguments(LossArguments, StepArguments, DataArguments, RunArguments, total=False):
+    """All arguments of `train` besides model and data."""
+
 
 Change = Callable[[Plan], None]
 

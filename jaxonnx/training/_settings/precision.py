@@ -14,12 +14,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, primitives
 
+from jaxonnx._arguments import Argument
 from jaxonnx._jaxpr import Program, inner_program, interpret, programs, retrace_params
 from jaxonnx.lowering import LOOPS, Dot, Rounded, contract, contract_p, has_units
 from jaxonnx.training._settings.plan import Plan
@@ -32,6 +33,23 @@ PRECISIONS = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
 
 _GROWTH = 2000
 """Steps in a row without overflow after which the scale doubles."""
+
+
+class PrecisionArguments(TypedDict, total=False):
+    """Products in 16 bits."""
+
+    precision: Annotated[
+        Literal["bf16", "fp16"] | None, Argument(form="choice", resume=True, needs_loss=True)
+    ]
+    """Compute matrix products and convolutions in 16 bits: "bf16" or "fp16".
+
+    This applies to the forward pass and both gradients, and is fast on accelerators; "bf16" also on
+    CPUs with AVX512_BF16, AMX or ARM's BF16, which leave in float32 what is not faster. Weights,
+    updates, normalization, softmax and losses stay in float32, and so do validation and the
+    resulting model. With "fp16" the loss is scaled: by 2**15 at first, by half as much after each
+    gradient that overflows, by twice as much after 2000 steps without overflow. A step that
+    overflows changes nothing and is not listed in `history.events`. Use "fp16" for float16 files,
+    whose small gradients would be zero otherwise, and for hardware without bfloat16."""
 
 
 class LossScale(NamedTuple):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from itertools import islice
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
+from jaxonnx._arguments import Argument
 from jaxonnx._data.batches import Source
 from jaxonnx._rewrite.network import leave
 from jaxonnx.errors import InputError, TrainingError
@@ -27,6 +28,29 @@ from jaxonnx.training._quantize import BATCHES, make_evaluation
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._settings.plan import Plan
 from jaxonnx.views import PackedRows
+
+
+class QuantizeArguments(TypedDict, total=False):
+    """Weights and activations in few bits."""
+
+    quantize: Annotated[
+        str | Quantization | None,
+        Argument(
+            form="scheme",
+            resume=True,
+            needs_loss=True,
+            words="Quantization-aware training: int8, int4, or fields of Quantization like "
+            "weights=int4,block=32",
+        ),
+    ]
+    """Quantization-aware training: "int8", "int4", ... or a `jaxonnx.Quantization`.
+
+    Ranges are calibrated on the first batches of the data, as in `jaxonnx.quantize`. Then weights
+    and scales are trained with the given loss, with straight-through gradients of the rounding.
+    With `Quantization(learn="ranges")`, ranges follow the data instead; `Quantization(start=)`
+    delays the rounding by some epochs. BatchNormalization is folded into convolutions first. The
+    saved model has integer weights. A file that is already quantized is trained with its own scales
+    and saved in its own form."""
 
 
 def quantize_weights(plan: Plan) -> None:

@@ -10,11 +10,12 @@ import re
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import jax
 from onnx import ModelProto
 
+from jaxonnx._arguments import Argument
 from jaxonnx._io import records
 from jaxonnx._mesh.rules import mesh_of
 from jaxonnx._require import require_choice
@@ -31,6 +32,32 @@ if TYPE_CHECKING:
 _CHOICE = ("pattern", "transposable", "select", "exclude", "axes")
 """The options of `sparse.layers` among those of `sparse.three_phase`."""
 _PHASES = frozenset({"dense", "dynamic", "fixed"})
+
+
+class SparsityArguments(TypedDict, total=False):
+    """Sparse weights."""
+
+    sparsity: Annotated[
+        str | Mapping[str, Any] | None,
+        Argument(
+            expected="a pattern like '2:4', or a dict of pattern, method and options",
+            needs_loss=True,
+        ),
+    ]
+    """Train sparse weights: "2:4", or a dict of options of `sparse.three_phase`.
+
+    The lengths of phases are in epochs. By default a third of the epochs is dense, half have a
+    dynamic mask, and the rest have a fixed mask. Other options:
+
+    * "pattern": one pattern, or patterns by tensor, module or node, like `{"body": "2:4", "head":
+      "1:4"}`.
+    * "method": "three_phase", "sr_ste", "s_ste" or "one_shot", with the options of `sparse.sr_ste`,
+      `sparse.s_ste` and `sparse.fixed_mask`.
+    * "products": "sparse" skips the zeros in forward and backward products with sparse weights. It
+      needs a CPU and float32, or an NVIDIA GPU, `precision="bf16"` and the extra `sparse-cuda`.
+
+    Embeddings and grouped convolutions stay dense. The saved model records which weights are sparse
+    (`Model.sparsity`)."""
 
 
 def sparsify_weights(plan: Plan) -> None:

@@ -8,11 +8,12 @@ returned.
 import warnings
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
+from typing import Annotated, Any, Literal, TypedDict
 
 import jax
 import jax.numpy as jnp
 
+from jaxonnx._arguments import Argument
 from jaxonnx._data.batches import Batch, Source
 from jaxonnx._text import format_count
 from jaxonnx.model import MOST, apply_totals, batch_norms, find_single_values, zero_totals
@@ -20,6 +21,25 @@ from jaxonnx.training._settings import Settings
 from jaxonnx.training._settings.plan import Plan
 from jaxonnx.training._step import State, Step
 from jaxonnx.training._stopping import Interrupt
+
+
+class StatisticsArguments(TypedDict, total=False):
+    """The statistics of BatchNormalization."""
+
+    statistics: Annotated[
+        Literal["batch", "frozen", "recompute"] | None,
+        Argument(form="choice", needs_loss=True),
+    ]
+    """The statistics that BatchNormalization uses in training: "batch", "frozen" or "recompute".
+
+    * "batch": those of the batch; the running statistics are updated.
+    * "frozen": the running statistics, which stay as they are (`Model.with_statistics`).
+    * "recompute": like "batch", and at the end of each epoch, before validation, the running
+      statistics are recomputed from up to 200 batches of training data
+      (`Model.recompute_statistics`).
+
+    The default is "batch", and "recompute" at the ends of epochs up to step 5 / (1 - momentum),
+    before which running averages have not converged. `history.notes` records this."""
 
 
 def choose_statistics(plan: Plan) -> None:

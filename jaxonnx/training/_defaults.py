@@ -1,10 +1,8 @@
-"""New heads (`head=`), with the loss and the optimizer that are their defaults."""
+"""The loss and the optimizer of a run that names none."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import jax
 import optax
 
 from jaxonnx._arguments import RATE
@@ -21,24 +19,6 @@ from jaxonnx.training._settings import Settings
 LOSS = "softmax_cross_entropy_with_integer_labels"
 RATE_OF_REST = 1e-4
 """The learning rate of the layers below a new head, which are trained already."""
-
-_HEADS = 2**32 - 2
-"""What is folded into the seed's key for new heads."""
-
-
-def with_heads(model: Model, settings: Settings) -> Model:
-    """Return the model with the new heads of the settings.
-
-    Raises:
-      InputError: there is no such layer, or several could be meant.
-    """
-    if settings.head is None:
-        return model
-    heads = settings.head if isinstance(settings.head, Mapping) else {None: settings.head}
-    key = jax.random.fold_in(jax.random.key(settings.seed), _HEADS)
-    for (at, classes), rng in zip(heads.items(), jax.random.split(key, len(heads)), strict=True):
-        model = model.with_head(classes, at, rng=rng)
-    return model
 
 
 def has_own_algorithm(model: Model, settings: Settings) -> bool:
