@@ -30,26 +30,6 @@ class BasicArguments(TypedDict, total=False):
     labels."""
     seed: Annotated[int, Argument(0, form="count", least=0, most=0x7FFFFFFFFFFFFFFF, resume=True)]
     """The random seed: of the order of the examples, and of random operators."""
-    ema: Annotated[
-        float | None,
-        Argument(
-            form="real",
-            above=0,
-            below=1,
-            expected="a decay between 0 and 1, like 0.999",
-            resume=True,
-            needs_loss=True,
-        ),
-    ]
-    """The decay of an exponential moving average of the parameters, like 0.999.
-
-    It is between 0 and 1. The average starts at the initial weights, and a note in the history says
-    if a run was too short to leave them. Validation, checkpoints and
-    the resulting model have the average. Running statistics, which follow the weights that are
-    trained, are recomputed for it from the training data (up to 200 batches) at the end of each
-    epoch. So they are for the weights at which `optax.contrib.schedule_free`, `optax.lookahead` and
-    `optax.contrib.sam` want the network evaluated; `statistics="batch"` keeps them. With
-    `sparsity`, the average is masked with the current mask."""
     master: Annotated[bool, Argument(True, form="toggle", resume=True)]
     """Train float16 and bfloat16 parameters as float32 master weights.
 

@@ -21,6 +21,7 @@ from jaxonnx.lowering import separate_heads
 from jaxonnx.model import Model, batch_norms, pool_batch
 from jaxonnx.quantization import MovingRanges
 from jaxonnx.training._settings.accumulate import AccumulationState, find_accumulation
+from jaxonnx.training._settings.ema import move_average, start_average
 from jaxonnx.training._settings.plan import Plan
 from jaxonnx.training._settings.precision import LossScale
 from jaxonnx.training._settings.sparsity import restore_phase
@@ -34,7 +35,7 @@ from jaxonnx.training._step import (
     own_buffers,
     stays_finite,
 )
-from jaxonnx.training._visible_params import evaluation_params, has_second_weights, visible_params
+from jaxonnx.training._visible_params import has_second_weights, visible_params
 from jaxonnx.views import CallView
 
 SELECTING = {"tpu", "gpu"}
@@ -70,9 +71,7 @@ class GradientStep(Step):
         state = {name: x for name, x in model.state.items() if name in names}
         params, state = copy((self._storage.store(self._storage.widen(model.params)), state))
         memory = own_buffers(jax.tree.map(jnp.asarray, self._memory(params)), params)
-        average = None
-        if self.settings.ema is not None:
-            average = {name: copy(_wide(x)) for name, x in params.items()}
+        average = start_average(self.settings, params)
         scale = LossScale.initial() if self.settings.precision == "fp16" else None
         counts = jnp.int32(0), jnp.int32(0), jnp.bool(True)  # buffers of their own, to be donated
         return State(params, state, memory, average, *counts, scale)
@@ -229,19 +228,12 @@ class GradientStep(Step):
         good = good & small if selecting else small
         keep = _keep_finite_at_once if self._storage.platform == "onnx" else _keep_finite
         params: Any = jax.tree.map(partial(keep, good), state.params, new)
-        taken, average = state.taken + 1, state.average
-        if self.settings.ema is not None:
-            # the parameters move with the last batch of a group, and so does their average
-            waiting, part = find_accumulation(memory), 1 - self.settings.ema
-            part = part if waiting is None else jnp.where(waiting.step == 0, part, 0)
-            seen = jax.tree.map(_wide, evaluation_params(params, memory))
-            average: Any = optax.incremental_update(seen, average, part)
         moved = state.replace(
             params={},
             optimizer=memory,
-            average=average,
+            average=move_average(self.settings, state.average, params, memory),
             count=state.count + 1,
-            taken=taken,
+            taken=state.taken + 1,
             scale=None if state.scale is None else state.scale.grow(),
         )
 
@@ -330,7 +322,3 @@ def _keep_finite_at_once(good: jax.Array, old: jax.Array, new: jax.Array) -> jax
 @jax.jit
 def _select(condition: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.where(condition, x, y)
-
-
-def _wide(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 from jaxonnx._data.batches import Batch, Source
 from jaxonnx._mesh.processes import Processes
-from jaxonnx._text import format_count
 from jaxonnx.model import Model
 from jaxonnx.training._check_batches import BatchChecks, is_unchecked
 from jaxonnx.training._continuations import Continuations
@@ -20,6 +19,7 @@ from jaxonnx.training._memory import EXHAUSTED, FitCheck, to_stop
 from jaxonnx.training._optimizers import rate_of
 from jaxonnx.training._reporter import Reporter
 from jaxonnx.training._settings import Settings
+from jaxonnx.training._settings.ema import describe_average
 from jaxonnx.training._settings.sparsity import sparse_numbers
 from jaxonnx.training._settings.statistics import Statistics, warn_of_single_values
 from jaxonnx.training._snapshots import Snapshots
@@ -109,17 +109,8 @@ def run(
             state = snapshots.end_early(end, state)
     whole = bool(monitor.chosen) or reporter.step == reporter.last_row_step
     history.notes += close.statistics.notes(reporter.step, whole)
-    updates = -(-reporter.step // settings.accumulate)
-    if settings.ema is not None and updates and (left := settings.ema**updates) > INITIAL_SHARE:
-        history.notes.append(
-            f"ema={settings.ema} leaves {left:.0%} of the initial weights in the average after "
-            f"{format_count(updates, 'update')}; ema={0.01 ** (1 / updates):.2g} would leave 1 %"
-        )
+    history.notes += describe_average(settings, reporter.step)
     return snapshots.to_model(state), history
-
-
-INITIAL_SHARE = 0.1
-"""The share of the initial weights in an average of `ema` above which a note says so."""
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """The settings of `train`: their arguments, and the order in which they change the plan of a step.
 
 A setting is a module of this folder, with a class of declarations and a function that changes a
-`Plan`; or the model before the data is read (`head`).
+`Plan`; or the model before the data is read (`head`), or the state of a step (`ema`).
 """
 
 from collections.abc import Callable, Sequence
@@ -16,6 +16,7 @@ from jaxonnx._arguments import (
 from jaxonnx.training._settings.accumulate import AccumulateArguments, accumulate_batches
 from jaxonnx.training._settings.class_weights import ClassWeightsArguments, weigh_classes
 from jaxonnx.training._settings.dropout import DropoutArguments, change_dropout
+from jaxonnx.training._settings.ema import EmaArguments
 from jaxonnx.training._settings.head import HeadArguments
 from jaxonnx.training._settings.label_smoothing import LabelSmoothingArguments, smooth_labels
 from jaxonnx.training._settings.lora import LoraArguments, select_parameters
@@ -48,6 +49,7 @@ class UpdateArguments(
     ClassWeightsArguments,
     LabelSmoothingArguments,
     AccumulateArguments,
+    EmaArguments,
     PrecisionArguments,
     RematArguments,
     MeshArguments,
