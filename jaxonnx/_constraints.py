@@ -202,8 +202,8 @@ class _Declared:
         if self.position is None:
             value = attributes.get(self.name)
             return None if value is None else np.shape(value)
-        there = self.position < len(arguments)
-        return getattr(arguments[self.position], "shape", None) if there else None
+        is_passed = self.position < len(arguments)
+        return getattr(arguments[self.position], "shape", None) if is_passed else None
 
     def check(self, shape: Sequence[Any], sizes: dict[str, Any]) -> None:
         """Check a shape, and add the sizes that follow from it to `sizes`.

@@ -110,9 +110,9 @@ def _check_header(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
         if read is None:
             return
         shape, _, dtype = read(stream)
-        size, there = math.prod(shape) * dtype.itemsize, member.file_size - stream.tell()
-        if size != there and not dtype.hasobject:
-            raise ValueError(f"{dtype}{[*shape]} takes {size:,} bytes, there are {there:,}")
+        size, available = math.prod(shape) * dtype.itemsize, member.file_size - stream.tell()
+        if size != available and not dtype.hasobject:
+            raise ValueError(f"{dtype}{[*shape]} takes {size:,} bytes, there are {available:,}")
 
 
 def check_size(size: int, what: str, error: type[Error]) -> None:

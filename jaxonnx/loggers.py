@@ -317,8 +317,8 @@ class _MLflowRun(_TrackedRun):
 
     def _begin(self, name):
         if name is None:
-            there = self._client.get_experiment_by_name(self._experiment)
-            number = there and there.experiment_id
+            existing = self._client.get_experiment_by_name(self._experiment)
+            number = existing and existing.experiment_id
             number = number or self._client.create_experiment(self._experiment)
             name = self._client.create_run(number).info.run_id
         else:

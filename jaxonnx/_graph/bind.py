@@ -396,14 +396,14 @@ def _resolve_attributes(proto: NodeProto, refs, label: str) -> dict[str, Attribu
     for attribute in proto.attribute:
         if attribute.name in result:
             raise ModelError(f"{label} has the attribute '{attribute.name}' twice")
-        value, wanted = attribute, attribute.ref_attr_name
-        if wanted:
-            if refs is None or wanted not in refs:
+        value, reference = attribute, attribute.ref_attr_name
+        if reference:
+            if refs is None or reference not in refs:
                 raise ModelError(
-                    f"{label}: attribute '{attribute.name}' refers to '{wanted}', which is not "
+                    f"{label}: attribute '{attribute.name}' refers to '{reference}', which is not "
                     "an attribute of an enclosing function"
                 )
-            value = refs[wanted]
+            value = refs[reference]
         if value is not None:
             result[attribute.name] = value
     return result
@@ -459,9 +459,9 @@ def check_node(
         op.needed, len(op.needed), op.inputs, None, {}
     )
     for name, attribute in attributes.items():
-        wanted = rules.types.get(name, attribute.type)
-        if attribute.type != wanted:
-            actual, right = map(AttributeProto.AttributeType.Name, (attribute.type, wanted))
+        expected = rules.types.get(name, attribute.type)
+        if attribute.type != expected:
+            actual, right = map(AttributeProto.AttributeType.Name, (attribute.type, expected))
             raise ModelError(f"{label}: attribute '{name}' is {actual}, it must be {right}")
     count = _count(proto.input)
     if rules.most is not None and count > rules.most:

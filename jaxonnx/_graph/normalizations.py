@@ -194,6 +194,6 @@ class _Walk:
         return None
 
 
-def _as(kind: str, part: Part | None, wanted: str) -> Part | None:
-    """Return a part with the kind `kind` if it has the kind `wanted`; else None."""
-    return Part(kind, part.axes) if part is not None and part.kind == wanted else None
+def _as(kind: str, part: Part | None, required: str) -> Part | None:
+    """Return a part with the kind `kind` if it has the kind `required`; else None."""
+    return Part(kind, part.axes) if part is not None and part.kind == required else None

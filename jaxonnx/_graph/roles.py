@@ -273,12 +273,12 @@ def evaluate_constant_expressions(
             arithmetic.update(filter(None, node.outputs))
     inside = {node.index for node in inner}
     outer = {name for node in graph.nodes if node.index not in inside for name in node.reads}
-    wanted = arithmetic & outer
-    values = _evaluate(inner, wanted, constants)
+    results = arithmetic & outer
+    values = _evaluate(inner, results, constants)
     return {
         n: ConstantExpression(v, sources[n] or frozenset(), norms.get(n, frozenset()))
         for n, v in values.items()
-        if n in wanted
+        if n in results
     }
 
 
@@ -322,10 +322,10 @@ def _is_small(node: Node, inputs: Sequence[Any]) -> bool:
 
 
 def _evaluate(
-    nodes: list[Node], wanted: Collection[str], constants: Mapping[str, Any]
+    nodes: list[Node], names: Collection[str], constants: Mapping[str, Any]
 ) -> dict[str, np.ndarray]:
-    """Evaluate nodes as far as `wanted` needs them; values that are too large are left out."""
-    needed = ancestors(nodes, wanted) if wanted else set()
+    """Evaluate nodes as far as `names` needs them; values that are too large are left out."""
+    needed = ancestors(nodes, names) if names else set()
     if any(np.size(constants[name]) > _LARGEST for name in needed if name in constants):
         return {}
     values: dict[str, np.ndarray] = {}

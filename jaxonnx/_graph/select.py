@@ -39,7 +39,7 @@ class HasPlaces(Protocol):
 
 
 def select(
-    wanted: Select,
+    choice: Select,
     tensors: Mapping[str, Any],
     what: str,
     by_name: Collection[str] = (),
@@ -49,7 +49,7 @@ def select(
     """Return the names of the chosen tensors.
 
     Args:
-      wanted: the choice.
+      choice: the choice.
       tensors: the tensors to choose from, by name.
       what: the name of the argument, for errors.
       by_name: tensors that are chosen by their exact names only.
@@ -59,21 +59,21 @@ def select(
     Raises:
       InputError: a name or expression matches nothing, or is not an expression.
     """
-    if callable(wanted):
+    if callable(choice):
         open_to_all = tensors.keys() - by_name
-        return {name for name in open_to_all if wanted(name, jnp.asarray(tensors[name]))}
-    if not np.iterable(wanted):
-        raise InputError(f"{what} takes names or a predicate, not {wanted!r}")
+        return {name for name in open_to_all if choice(name, jnp.asarray(tensors[name]))}
+    if not np.iterable(choice):
+        raise InputError(f"{what} takes names or a predicate, not {choice!r}")
     chosen = set()
-    for selection in [wanted] if isinstance(wanted, str) else wanted:
+    for selection in [choice] if isinstance(choice, str) else choice:
         if not isinstance(selection, str | re.Pattern):
             raise InputError(f"{what} takes names or a predicate, not {selection!r}")
         matches = matching(selection, tensors, by_name, places)
         if not matches:
             meant = _error(selection) and {*selection} & {*_EXPRESSION}
             error = f" (no regular expression: {_error(selection)})" if meant else ""
-            there = near(selection, tensors, places)
-            raise InputError(f"{what}={selection!r} matches no {kind}{error}; {there}")
+            hint = near(selection, tensors, places)
+            raise InputError(f"{what}={selection!r} matches no {kind}{error}; {hint}")
         chosen |= matches
     return chosen
 
@@ -117,9 +117,9 @@ def matching(
     return within & open_to_all
 
 
-def near(wanted: str, tensors: Collection[str], places: Places | None) -> str:
+def near(pattern: str, tensors: Collection[str], places: Places | None) -> str:
     """Return similar names of tensors, modules and nodes, or else all names, for an error."""
-    core = wanted.strip(".*?^$/") or wanted
+    core = pattern.strip(".*?^$/") or pattern
     lists: dict[str, Collection[str]] = {"tensors": tensors}
     if places is not None:
         names = [places.aliases.get(name, name) for name in tensors]
@@ -135,14 +135,14 @@ def near(wanted: str, tensors: Collection[str], places: Places | None) -> str:
     return f"there are {', '.join(listed[:_LISTED]) or 'none'}{more}"
 
 
-def _like(wanted: str, names: Iterable[str]) -> list[str]:
-    """Return a few names that resemble `wanted` as a whole or in a part, or contain it."""
+def _like(text: str, names: Iterable[str]) -> list[str]:
+    """Return a few names that resemble `text` as a whole or in a part, or contain it."""
     parts: dict[str, list[str]] = {}
     for name in names:
         for part in dict.fromkeys([name, *re.split(r"[./:]", name)]):
             parts.setdefault(part, []).append(name)
-    close = [name for part in difflib.get_close_matches(wanted, parts) for name in parts[part]]
-    close += [name for name in names if wanted in name]
+    close = [name for part in difflib.get_close_matches(text, parts) for name in parts[part]]
+    close += [name for name in names if text in name]
     return [*dict.fromkeys(close)][:_NEAR]
 
 
@@ -197,8 +197,8 @@ def labels(
     def label(params: Mapping[str, Any]) -> dict[str, str]:
         chosen: dict[str, str] = {}
         places = None if model is None else model._places
-        for group, wanted in groups.items():
-            for name in select(wanted, params, f"labels: {group}", places=places):
+        for group, choice in groups.items():
+            for name in select(choice, params, f"labels: {group}", places=places):
                 chosen.setdefault(name, group)
         missing = [name for name in params if name not in chosen]
         if missing and default is None:

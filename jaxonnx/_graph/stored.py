@@ -123,13 +123,13 @@ def _check_packing(node: Node, name: str, position: int, codes: Any, scale: Any,
     """Compare type and size of zero points with those of the codes and scales."""
     storage, declared = node.op.storage(position, codes, node.attributes), node.op.quantized
     assert storage is not None
-    told = f"{node.label}: zero points '{name}' are {zero.dtype} {[*zero.shape]}"
+    description = f"{node.label}: zero points '{name}' are {zero.dtype} {[*zero.shape]}"
     floats, shape = declared[position].float_zeros, storage.blocks(scale.shape)
     stored = storage.stored_shape(shape) if zero.dtype == codes.dtype else shape
     if zero.dtype != codes.dtype and not (floats and jnp.issubdtype(zero.dtype, jnp.floating)):
         more = " or in floating point" if floats else ""
-        raise ModelError(f"{told}; they must be {codes.dtype} as the weights{more}")
+        raise ModelError(f"{description}; they must be {codes.dtype} as the weights{more}")
     if zero.size != math.prod(stored):
         bits = f", packed in {storage.type.removeprefix('int')} bits along rows"
         more = bits if stored != shape else ""
-        raise ModelError(f"{told}; their shape must be {[*stored]}{more}")
+        raise ModelError(f"{description}; their shape must be {[*stored]}{more}")

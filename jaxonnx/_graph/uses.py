@@ -340,8 +340,8 @@ def _view_expand(view: View, target: Any) -> View:
         return replace(view, expanded=True)
     more = max(0, len(target) - len(before))
     axes, before = (None,) * more + axes, (1,) * more + before
-    wanted = (1,) * (len(before) - len(target)) + tuple(int(n) for n in target)
-    pairs = [*zip(before, wanted, strict=True)]
+    padded = (1,) * (len(before) - len(target)) + tuple(int(n) for n in target)
+    pairs = [*zip(before, padded, strict=True)]
     expanded = tuple(a if n != 1 or m == 1 else None for a, (n, m) in zip(axes, pairs, strict=True))
     return replace(view, axes=expanded, shape=tuple(map(max, pairs)), expanded=True)
 

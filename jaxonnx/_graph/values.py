@@ -172,18 +172,18 @@ def fit(value: Value, array: Any, sizes: dict[str, tuple[int, str]]) -> Any:
             raise InputError(
                 f"input {value} has rank {len(value.shape)}, but was given shape {list(shape)}"
             )
-        for axis, (size, wanted) in enumerate(zip(shape, value.shape, strict=True)):
-            if isinstance(wanted, str):
-                before, where = sizes.setdefault(wanted, (size, value.name))
+        for axis, (size, declared) in enumerate(zip(shape, value.shape, strict=True)):
+            if isinstance(declared, str):
+                before, where = sizes.setdefault(declared, (size, value.name))
                 if before != size:
                     raise InputError(
-                        f"input '{value.name}' has size {size} along axis {axis}, but '{wanted}' "
+                        f"input '{value.name}' has size {size} along axis {axis}, but '{declared}' "
                         f"was {before} in input '{where}': the two must agree"
                     )
-            elif wanted is not None and wanted != size:
+            elif declared is not None and declared != size:
                 way = "" if axis else "; jaxonnx.load(path, batch='any') may open the batch"
                 raise InputError(
-                    f"input {value} needs size {wanted} along axis {axis}, but was given shape "
+                    f"input {value} needs size {declared} along axis {axis}, but was given shape "
                     f"{list(shape)}{way}"
                 )
     return array
@@ -224,9 +224,9 @@ def matching(what: str, current: dict, new: Mapping[str, Any] | None) -> dict[st
     if new is None:
         return current
     if new.keys() != current.keys():
-        odd = sorted(new.keys() ^ current.keys())
+        unmatched = sorted(new.keys() ^ current.keys())
         raise InputError(
-            f"{what} must have the names of the model's; these differ: {', '.join(odd)}"
+            f"{what} must have the names of the model's; these differ: {', '.join(unmatched)}"
         )
     for name, value in new.items():
         if value.shape != current[name].shape:

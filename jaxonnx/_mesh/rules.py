@@ -116,8 +116,8 @@ def entry_specs(
         group = {name: x for name, x in tensors.items() if rules[name][0] == kind}
         result |= _automatic(model, mesh, kind, group)
     return {
-        name: result[name] if name in result else _check_rule(rule, name, x, mesh, told)
-        for (name, x), (rule, told) in zip(tensors.items(), rules.values(), strict=True)
+        name: result[name] if name in result else _check_rule(rule, name, x, mesh, origin)
+        for (name, x), (rule, origin) in zip(tensors.items(), rules.values(), strict=True)
     }
 
 
@@ -139,9 +139,9 @@ def _rules(
     for pattern, rule in sharding.items():
         names = matching(pattern, tensors, places=model._places)
         if not names:
-            there = near(pattern, tensors, model._places)
+            hint = near(pattern, tensors, model._places)
             raise InputError(
-                f"the sharding rule {pattern!r} matches no tensor of the model; {there}"
+                f"the sharding rule {pattern!r} matches no tensor of the model; {hint}"
             )
         # the first rule that matches a tensor applies to it
         result = dict.fromkeys(names, (rule, f"the sharding rule {pattern!r}")) | result
@@ -196,12 +196,12 @@ def _paired_specs(
     uneven: list[str] = []
     for pair in pairs(model.graph, model.tensors):
         axes = {name: axis for name, axis in pair.items() if name in tensors}
-        odd = [name for name, axis in axes.items() if _units(tensors[name])[axis] % count]
+        indivisible = [name for name, axis in axes.items() if _units(tensors[name])[axis] % count]
         uneven += [
             f"'{n}' {[*tensors[n].shape]} along axis {axes[n]} (of {_units(tensors[n])[axes[n]]})"
-            for n in odd
+            for n in indivisible
         ]
-        if not odd:
+        if not indivisible:
             result |= {name: _split(axis, TENSOR) for name, axis in axes.items()}
     if not any(result.values()):
         why = "no product of matrices leads to another one through activations or attention alone"
@@ -218,22 +218,22 @@ def _split(axis: int, over: Any) -> PartitionSpec:
     return PartitionSpec(*(None,) * axis, over)
 
 
-def _check_rule(rule: Any, name: str, x: Any, mesh: Mesh, told: str) -> PartitionSpec:
+def _check_rule(rule: Any, name: str, x: Any, mesh: Mesh, origin: str) -> PartitionSpec:
     """Convert a rule to a spec; raise an InputError if it does not fit the tensor or the mesh."""
     if rule is None:
         return PartitionSpec()
     expected = "a jax.P, like P(None, 'model'), or one of 'data', 'fsdp' and 'tensor'"
-    require(f"{told} of '{name}'", rule, isinstance(rule, tuple | PartitionSpec), expected)
+    require(f"{origin} of '{name}'", rule, isinstance(rule, tuple | PartitionSpec), expected)
     parts, shape, units = [axes_of(over) for over in rule], x.shape, _units(x)
-    told = f"{told} splits '{name}' {[*shape]} by {PartitionSpec(*rule)}"
+    origin = f"{origin} splits '{name}' {[*shape]} by {PartitionSpec(*rule)}"
     used = [axis for part in parts for axis in part]
     for axis in used:
         if axis not in mesh.shape:
-            raise InputError(f"{told}: the mesh has no axis {axis!r}, but {describe_mesh(mesh)}")
+            raise InputError(f"{origin}: the mesh has no axis {axis!r}, but {describe_mesh(mesh)}")
         if used.count(axis) > 1:
-            raise InputError(f"{told}: an axis of the mesh splits one axis of a tensor, not two")
+            raise InputError(f"{origin}: an axis of the mesh splits one axis of a tensor, not two")
     if len(parts) > len(shape):
-        raise InputError(f"{told}, and it has {len(shape)} axes")
+        raise InputError(f"{origin}, and it has {len(shape)} axes")
     for place, part in enumerate(parts):
         count = math.prod(mesh.shape[axis] for axis in part)
         length = units[place]
@@ -244,7 +244,7 @@ def _check_rule(rule: Any, name: str, x: Any, mesh: Mesh, told: str) -> Partitio
             what = "" if length == shape[place] else f" in {length} blocks"
             rest = f"{rest} would fit" if rest else "no axis does: leave it whole with P()"
             raise InputError(
-                f"{told}: axis {place} of length {shape[place]}{what} does not divide into "
+                f"{origin}: axis {place} of length {shape[place]}{what} does not divide into "
                 f"{count} parts; {rest}"
             )
     return PartitionSpec(*rule)

@@ -119,12 +119,12 @@ def cached_library(source: Path, options: Sequence[str], others: Sequence[Path] 
         library = Path(tempfile.mkdtemp(), library.name)
         compile_library(source, options, library)
         return library
-    made = Path(folder, library.name)
+    target = Path(folder, library.name)
     try:
-        compile_library(source, options, made)
-        made.replace(library)  # at once: another process sees all of it or nothing
+        compile_library(source, options, target)
+        target.replace(library)  # at once: another process sees all of it or nothing
     finally:
-        made.unlink(missing_ok=True)
+        target.unlink(missing_ok=True)
         Path(folder).rmdir()
     return library
 

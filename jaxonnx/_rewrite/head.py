@@ -216,10 +216,10 @@ def _check_output(result: ModelProto, tensors: Mapping[str, Any], change: HeadCh
     tensors = {**tensors, **change.fresh, **change.constants}
     shapes = evaluate_shapes(result, bind(result, result.graph, tensors.keys()), tensors)
     layer = change.layer
-    wanted = [*change.shapes[layer.output]]
-    wanted[change.axis] = change.count
+    expected = [*change.shapes[layer.output]]
+    expected[change.axis] = change.count
     value = None if shapes is None else shapes.values.get(layer.output)
-    if value is None or value.shape != tuple(wanted):
+    if value is None or value.shape != tuple(expected):
         nodes = ", ".join(node.label for node, _ in layer.path) or layer.node.label
         raise InputError(
             f"the output '{layer.output}' does not follow when the last layer has {change.count} "

@@ -234,7 +234,7 @@ def with_tensors(model: N, values: Mapping[str, Any]) -> N:
     return replace(model, params=params, state=state, program=program)
 
 
-def with_params(model: N, wanted: Select) -> N:
+def with_params(model: N, selection: Select) -> N:
     """Return the model of `Model.with_trainable`."""
     refuse_change(model, "trainable")
     tensors = model.tensors
@@ -243,7 +243,7 @@ def with_params(model: N, wanted: Select) -> N:
     spared = running_statistics(model.graph)
     if model.folder is not None:  # and so are numbers that are no weights of a vision encoder
         spared |= {n for n in model.program.constants if model.folder.is_of_vision(n)}
-    chosen = select(wanted, floats, "trainable", spared, places=model._places)
+    chosen = select(selection, floats, "trainable", spared, places=model._places)
     constants = {n: v for n, v in model.program.constants.items() if n not in chosen}
     return replace(
         model,

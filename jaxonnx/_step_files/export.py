@@ -210,9 +210,9 @@ class _Exporter:
         # state that only the step reads (moments, say) may be stored in the shape of its blocks;
         # `init` is written after that, with the arrays reshaped
         read = {name for other in graphs.keys() - {"step"} for name in graphs[other][1]["state"]}
-        proto, told = graphs["step"]
+        proto, entry = graphs["step"]
         read.update(self.state.params, self.state.state)
-        inner = {name: new for name, new in told["state"].items() if name not in read}
+        inner = {name: new for name, new in entry["state"].items() if name not in read}
         shapes = split_state(proto, inner)
         pairs = zip(self.names, self.values, strict=True)
         self.values = [x.reshape(shapes.get(name, x.shape)) for name, x in pairs]
@@ -295,7 +295,7 @@ class _Exporter:
             "opset": self.opset,
             "params": [*self.state.params],
             "statistics": [*self.state.state],
-            **{name: {"file": files[name], **told} for name, (_, told) in graphs.items()},
+            **{name: {"file": files[name], **entry} for name, (_, entry) in graphs.items()},
         }
 
     def _unflatten(self, values: Any, arrays: Any) -> tuple[State, Batch]:
@@ -314,13 +314,13 @@ class _Exporter:
         proto = self._graph("step", update, [*self.next, loss, finite])
         if proto.ByteSize() < formats.LIMIT:  # what ONNX infers shapes of
             proto = split_into_blocks(proto)
-        told = {
+        entry = {
             "batch": self._batch(proto),
             "state": dict(zip(self.names, self.next, strict=True)),
             "loss": loss,
             "finite": finite,
         }
-        return proto, told
+        return proto, entry
 
     def evaluate(self) -> tuple[ModelProto, dict[str, Any]]:
         """Return the graph of the sums of loss and metrics over a batch, in inference mode.
@@ -371,8 +371,8 @@ class _Exporter:
             return [trained[name] for name in outputs]
 
         proto = self._write("weights", read, (self.leaves,), self.names, [*outputs.values()])
-        told = {"state": self._drop_unread(proto), "tensors": outputs}
-        return proto, told | ({"adapters": Adapters.of(model).about} if apart else {})
+        entry = {"state": self._drop_unread(proto), "tensors": outputs}
+        return proto, entry | ({"adapters": Adapters.of(model).about} if apart else {})
 
     def _drop_unread(self, proto: ModelProto) -> list[str]:
         """Remove the inputs of state that a graph does not read; return the names of the others."""

@@ -83,8 +83,8 @@ def _fetch_package(folder: Path) -> Path:
     if done.returncode or not packed:
         raise InputError(f"npm did not bring {PACKAGE} {VERSION} ({done.stderr.strip()}): {remedy}")
     with tarfile.open(packed[0]) as archive:
-        wanted = [archive.getmember(f"package/dist/{name}") for name in RUNTIME]
-        archive.extractall(folder, wanted, filter="data")
+        members = [archive.getmember(f"package/dist/{name}") for name in RUNTIME]
+        archive.extractall(folder, members, filter="data")
     return folder / "package" / "dist"
 
 
@@ -116,15 +116,15 @@ def write(
             file.write_bytes(asset.read_bytes())
     with write_atomically(folder / "model.onnx") as file:
         file.write_bytes(text)
-    told = {
+    entry = {
         "examples": _examples(folder, arrays),
         "model": {"file": "model.onnx", "tensors": places},
     }
     if classes := _classes(model, arrays):
-        told["classes"] = classes
+        entry["classes"] = classes
         if drawing := _drawing(model, arrays):
-            told["drawing"] = drawing
-    return told
+            entry["drawing"] = drawing
+    return entry
 
 
 def _arrays(data: Any, model: Model, batch: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -135,13 +135,13 @@ def _arrays(data: Any, model: Model, batch: Mapping[str, Any]) -> dict[str, np.n
     """
     leaves = map(np.asarray, jax.tree.leaves(as_batch(data, model)))
     arrays = {}
-    for (name, told), array in zip(batch.items(), leaves, strict=True):
-        if [*array.shape[1:]] != told["shape"][1:]:
+    for (name, entry), array in zip(batch.items(), leaves, strict=True):
+        if [*array.shape[1:]] != entry["shape"][1:]:
             raise InputError(
                 f"the page's examples have '{name}' of shape {[*array.shape[1:]]}, and the step "
-                f"takes {told['shape'][1:]}"
+                f"takes {entry['shape'][1:]}"
             )
-        arrays[name] = array.astype(told["dtype"])
+        arrays[name] = array.astype(entry["dtype"])
     return arrays
 
 

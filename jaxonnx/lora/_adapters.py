@@ -280,8 +280,8 @@ class Adapters:
         vectors = {n: (model.aliases if model else {}).get(n, n) for n in others if n not in whole}
         if not model or any(not name.endswith((".bias", ".weight")) for name in vectors.values()):
             self._refuse_others(whole)
-        if odd := [name for name, place in self.layouts.items() if place.batch]:
-            raise InputError(f"PEFT has no format for the adapter of '{odd[0]}'; save an .npz")
+        if stacked := [name for name, place in self.layouts.items() if place.batch]:
+            raise InputError(f"PEFT has no format for the adapter of '{stacked[0]}'; save an .npz")
         tied = (
             [name for name in find_tied(model) if name in {*self._without_rows, *others}]
             if model
@@ -502,12 +502,12 @@ class Adapters:
 
     def _check(self, model: Model) -> None:
         shapes = {name: w.shape for name, w in weights(model.graph, model.tensors).items()}
-        wanted = {name: v.shape for name, v in self.values.items()}
+        expected = {name: v.shape for name, v in self.values.items()}
         for name, place in self.layouts.items():
             if name not in shapes:
                 raise InputError(f"the adapters are of another model: it has no weight '{name}'")
-            a, b = map(wanted.pop, pair(name))
-            norms = wanted.pop(magnitude(name), None)
+            a, b = map(expected.pop, pair(name))
+            norms = expected.pop(magnitude(name), None)
             fits = sorted(place.order) == [*range(len(shapes[name]))]
             if fits and (chosen := find_chosen(self.values, name)) is not None:
                 height, width = place.sizes(shapes[name])[:: -1 if place.lookup else 1]
@@ -522,7 +522,7 @@ class Adapters:
                     f"{list(shapes[name])}"
                 )
         check_magnitudes(model, [name for name in self.layouts if magnitude(name) in self.values])
-        for name, shape in wanted.items():
+        for name, shape in expected.items():
             if shapes.get(name) != shape:
                 raise InputError(
                     f"the adapters are of another model: it has no '{name}' of shape {list(shape)}"

@@ -275,15 +275,15 @@ def write_peft(
     # PEFT looks for a name at the end of others: unless it is anchored, "q" is "block.q", too
     ranks = {f"^{re.escape(name)}$": len(a) for name, (a, *_) in sorted(changes.items())}
     rank = max(ranks.values())
-    odd = {name: r for name, r in ranks.items() if r != rank}
+    exceptions = {name: r for name, r in ranks.items() if r != rank}
     config = {
         **about,
         "peft_type": "LORA",
         "r": rank,
         "lora_alpha": rank,
         "target_modules": "|".join(ranks),
-        "rank_pattern": odd,
-        "alpha_pattern": odd,
+        "rank_pattern": exceptions,
+        "alpha_pattern": exceptions,
         "modules_to_save": [*others] or None,
         "bias": "all" if biases.keys() - others.keys() else "none",
         "lora_dropout": 0.0,

@@ -237,10 +237,10 @@ class _Writer:
         nodes: list[NodeProto] = []
 
         def new(kind: str, inputs: list[str], end: str, **attributes: Any) -> str:
-            made = helper.make_node(kind, inputs, [f"{output}/{end}"], **attributes)
-            made.name = made.output[0]
-            nodes.append(made)
-            return made.output[0]
+            proto = helper.make_node(kind, inputs, [f"{output}/{end}"], **attributes)
+            proto.name = proto.output[0]
+            nodes.append(proto)
+            return proto.output[0]
 
         if use.node.op.like == "Gather":
             rows = new("Gather", [pair[0], node.input[1]], "lora_A", axis=0)
@@ -259,8 +259,8 @@ class _Writer:
         alpha = use.node.attributes.get("alpha", 1.0)
         if alpha != 1 and use.node.op.name == "Gemm":
             factor = f"{output}/lora_alpha"
-            made = helper.make_tensor(factor, self._type(pair[0]), [], [alpha])
-            self.graph.initializer.append(made)
+            proto = helper.make_tensor(factor, self._type(pair[0]), [], [alpha])
+            self.graph.initializer.append(proto)
             added = new("Mul", [added, factor], "lora_scaled")
         node.output[0], name = f"{output}/base", f"{output}/lora_sum"
         nodes += self._sum([node.output[0], added], output, name, scale)

@@ -154,9 +154,9 @@ def drop_inputs(model: M, ratio: float) -> M:
     assert isinstance(view, Adaption)
     view = dataclasses.replace(view, dropout=ratio)
     tensors = jax.eval_shape(view.read, model.tensors)
-    if odd := [name for name in view.layouts if not isinstance(tensors[name], LowRank)]:
+    if added := [name for name in view.layouts if not isinstance(tensors[name], LowRank)]:
         raise InputError(
-            f"dropout={ratio}: the adapter of '{odd[0]}' is added to the weight in each step, so "
+            f"dropout={ratio}: the adapter of '{added[0]}' is added to the weight in each step, so "
             "that it has no inputs to drop: leave the weight out of where=, or dropout= out"
         )
     return dataclasses.replace(
@@ -213,9 +213,9 @@ def _describe_losses(losses: Mapping[str, quantization.Loss]) -> str:
     worst = sorted(losses, key=lambda name: -losses[name].matrix)
     lines = [f"{n} {losses[n].matrix:.2g} ({losses[n].change:.2g})" for n in worst]
     lost = sum(loss.change > 0.5 for loss in losses.values())
-    told = f"; most of the adapter of {format_count(lost, 'weight')} is lost" if lost else ""
+    share = f"; most of the adapter of {format_count(lost, 'weight')} is lost" if lost else ""
     return (
         f"{format_count(len(losses), 'weight')} in few bits {'are' if len(losses) > 1 else 'is'} "
         "rounded anew with the adapters, with a relative error of the matrix (of its change) of "
-        f"{list_some(lines, '')}{told}; adapters='nodes' loses nothing"
+        f"{list_some(lines, '')}{share}; adapters='nodes' loses nothing"
     )

@@ -99,8 +99,8 @@ class Distillation(Loss):
             labels = jnp.concatenate([labels[:, 1:], last], axis=1)
         counts = labels != self.ignore_index
         scores = jax.nn.log_softmax(outputs.astype(jnp.float32))
-        taken = jnp.take_along_axis(scores, jnp.where(counts, labels, 0)[..., None], -1)[..., 0]
-        values = jnp.where(counts, self.soft * values - (1 - self.soft) * taken, 0)
+        chosen = jnp.take_along_axis(scores, jnp.where(counts, labels, 0)[..., None], -1)[..., 0]
+        values = jnp.where(counts, self.soft * values - (1 - self.soft) * chosen, 0)
         values, counts = (x.reshape(len(x), -1).sum(1) for x in (values, counts))
         return values / jnp.maximum(counts, 1)
 

@@ -173,9 +173,9 @@ def kto(
         counts = jnp.ones(len(answers)) if weight is None else (weight[::2] > 0).astype(jnp.float32)
         divergence = (mismatched * counts).sum() / jnp.maximum(counts.sum(), 1)
         above = answers - jax.lax.stop_gradient(jnp.maximum(divergence, 0))
-        wanted = targets["label"][::2] > 0
-        values = jax.nn.sigmoid(beta * jnp.where(wanted, above, -above))
-        return jnp.repeat(jnp.where(wanted, *weights) * (1 - values), 2)
+        desirable = targets["label"][::2] > 0
+        values = jax.nn.sigmoid(beta * jnp.where(desirable, above, -above))
+        return jnp.repeat(jnp.where(desirable, *weights) * (1 - values), 2)
 
     return JudgedLoss(name="kto", function=loss, ignore_index=ignore_index, reference=True)
 
@@ -247,8 +247,8 @@ def log_likelihoods(logits: jax.Array, labels: jax.Array, ignore_index: int = -1
     scores = jax.nn.log_softmax(logits[:, :-1].astype(jnp.float32))
     labels = labels[:, 1:]
     counts = labels != ignore_index
-    taken = jnp.take_along_axis(scores, jnp.where(counts, labels, 0)[..., None], -1)[..., 0]
-    return jnp.where(counts, taken, 0).sum(1)
+    chosen = jnp.take_along_axis(scores, jnp.where(counts, labels, 0)[..., None], -1)[..., 0]
+    return jnp.where(counts, chosen, 0).sum(1)
 
 
 register("dpo", dpo())

@@ -238,8 +238,8 @@ def append(
             values += [named[name] for name in names]
         return [_to_data(x) for x in values]
 
-    made = {name for node in graph.node[before[0] :] for name in node.output}
-    return Written(declared, run, made & {name for names in tensors_of for name in names})
+    produced = {name for node in graph.node[before[0] :] for name in node.output}
+    return Written(declared, run, produced & {name for names in tensors_of for name in names})
 
 
 def _evaluate(call: Callable, weights: Any, arguments: Any) -> Any:

@@ -259,5 +259,5 @@ def bit_shift(x, y, *, direction: Literal["LEFT", "RIGHT"]):
 
 @op("IsInf", since=10)
 def is_inf(x, *, detect_negative=1, detect_positive=1):
-    wanted = (x < 0) & bool(detect_negative) | (x > 0) & bool(detect_positive)
-    return xp(x).isinf(x) & wanted
+    detected = (x < 0) & bool(detect_negative) | (x > 0) & bool(detect_positive)
+    return xp(x).isinf(x) & detected

@@ -175,8 +175,8 @@ _cumulative("CumProd", 26, "cumprod", identity=1)
 
 @op("Einsum", since=12, weights={"xs": summed("equation")})
 def einsum(*xs, equation):
-    if odd := re.search(r"[^A-Za-z,.>\s-]", equation):
-        raise NodeError(f"the equation {equation!r} has {odd[0]!r}, which is not a letter")
+    if unexpected := re.search(r"[^A-Za-z,.>\s-]", equation):
+        raise NodeError(f"the equation {equation!r} has {unexpected[0]!r}, which is not a letter")
     # what the sum of several factors has in between is not rounded
     first, *others = xs
     wide = np.float32 if len(others) > 1 and is_half(first) else None

@@ -144,8 +144,8 @@ def _blend(x, index, weight, axis):
     @jax.custom_jvp
     def blend(x):
         if index.shape[1] > UNROLLED:
-            taken = jnp.take(x, index, axis=axis)
-            return (taken * weight.reshape(*index.shape, *shape[axis + 1 :])).sum(axis + 1)
+            gathered = jnp.take(x, index, axis=axis)
+            return (gathered * weight.reshape(*index.shape, *shape[axis + 1 :])).sum(axis + 1)
         y = jnp.zeros((), x.dtype)
         for i, w in zip(index.T, weight.T, strict=True):
             y += w.reshape(shape) * jnp.take(x, i, axis=axis)

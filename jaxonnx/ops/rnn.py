@@ -249,8 +249,8 @@ def reset_first(f, g):
     def step(gates, weights, h):
         z, reset, new = jnp.split(gates, 3, axis=-1)
         wide = h.astype(gates.dtype)
-        held = elementwise(lambda reset, h: f(reset) * h, reset, wide)
-        new = new + state_product(held.astype(h.dtype), *weights)
+        reset_h = elementwise(lambda reset, h: f(reset) * h, reset, wide)
+        new = new + state_product(reset_h.astype(h.dtype), *weights)
         return (elementwise(blend_state, z, new, wide),)
 
     def blend_state(z, new, h):

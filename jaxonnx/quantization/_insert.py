@@ -423,10 +423,10 @@ class Writer:
         self.parameters[name] = inputs
         return quantized, result
 
-    def _name(self, wanted: str) -> str:
-        """Return an unused name: `wanted`, or that with a number appended."""
-        name, number = wanted, 1
+    def _name(self, base: str) -> str:
+        """Return an unused name: `base`, or that with a number appended."""
+        name, number = base, 1
         while name in self._taken:
-            name, number = f"{wanted}_{number}", number + 1
+            name, number = f"{base}_{number}", number + 1
         self._taken.add(name)
         return name

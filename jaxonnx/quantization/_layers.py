@@ -155,10 +155,10 @@ def _clipped(
     if inputs is not None:
         fed = dict(zip((value.name for value in model.inputs), inputs, strict=True))
         available = tensors.keys() | fed.keys()
-        made = [*{q.inputs[0] for q in quantizers.values()} - available]
-        program = model.program.with_values(made)
+        computed = [*{q.inputs[0] for q in quantizers.values()} - available]
+        program = model.program.with_values(computed)
         read = jit(program.evaluate)(model.params, model.state, fed)
-        tensors |= fed | dict(zip(made, read[len(model.graph.outputs) :], strict=True))
+        tensors |= fed | dict(zip(computed, read[len(model.graph.outputs) :], strict=True))
     shares = {}
     for name, node in quantizers.items():
         if node.inputs[0] in tensors:

@@ -87,9 +87,9 @@ def dequantize(
             result[name] = np.asarray(tensors[name], np.float32)
             continue
         grid = _read(direct_uses(read[name])[0], tensors)
-        there, shape = grid.groups >= 0, all_weights[name].shape
+        present, shape = grid.groups >= 0, all_weights[name].shape
         group = np.empty(grid.codes.shape[1], int)
-        group[grid.groups[there]] = np.nonzero(there)[0]
+        group[grid.groups[present]] = np.nonzero(present)[0]
         zero = np.broadcast_to(grid.zero, grid.scale.shape)
         rows = (grid.codes - zero[:, group]) * grid.scale[:, group]
         matrix = np.empty(math.prod(shape), np.float32)
@@ -142,18 +142,18 @@ def _round(
     zero = np.broadcast_to(grid.zero, grid.scale.shape).astype(np.float32)
     best, scale = split_groups(grid.codes), grid.scale
     added = split_groups(grid.arrange(change).astype(np.float32))
-    wanted = np.where(present, (best - zero[..., None]) * scale[..., None] + added, 0)
+    target = np.where(present, (best - zero[..., None]) * scale[..., None] + added, 0)
 
     def error(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> np.ndarray:
         """Return the squared error of each group."""
         rounded = (codes - zero[..., None]) * scale[..., None]
-        return (np.where(present, rounded - wanted, 0) ** 2).sum(-1)
+        return (np.where(present, rounded - target, 0) ** 2).sum(-1)
 
     def nearest(scale: np.ndarray, zero: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return scales rounded to the type of the file, and the nearest codes for them."""
         scale = scale.astype(grid.scale_type).astype(np.float32)
         safe = np.where(scale == 0, 1, scale)[..., None]
-        return scale, grid.nearest(wanted / safe + zero[..., None])
+        return scale, grid.nearest(target / safe + zero[..., None])
 
     def candidates(
         scale: np.ndarray, zero: np.ndarray
@@ -165,7 +165,7 @@ def _round(
         # zero points that are all equal come from a symmetric scheme, which is kept
         moves = free_zero and grid.zero_type is not None and bool(np.ptp(zero) > 0)
         moves = moves and not grid.is_shared
-        for start, shift in [(scale, zero), *_fit_ranges(grid, wanted, zero, moves)]:
+        for start, shift in [(scale, zero), *_fit_ranges(grid, target, zero, moves)]:
             if grid.is_shared:
                 start = np.full_like(start, start.max())
             fitted, codes = nearest(start, shift)
@@ -174,7 +174,7 @@ def _round(
             parts = np.where(present, codes - shift[..., None], 0)
             axes = None if grid.is_shared else -1
             norm = np.broadcast_to((parts**2).sum(axes), fitted.shape)
-            fitted = np.divide((parts * wanted).sum(axes), norm, out=fitted.copy(), where=norm > 0)
+            fitted = np.divide((parts * target).sum(axes), norm, out=fitted.copy(), where=norm > 0)
             yield (*nearest(fitted if grid.negative else np.abs(fitted), shift), shift)
 
     # the start is the unchanged matrix, so that groups without a change keep their codes
@@ -188,26 +188,26 @@ def _round(
         scale, zero = np.where(better, fitted, scale), np.where(better, shift, zero)
     codes = grid.codes.copy()
     codes[:, columns] = best[:, present]
-    lost, size, moved = (np.sqrt(np.sum(x, dtype=np.float64)) for x in (least, wanted**2, added**2))
+    lost, size, moved = (np.sqrt(np.sum(x, dtype=np.float64)) for x in (least, target**2, added**2))
     loss = Loss(float(lost / size) if size else 0.0, float(lost / moved) if moved else 0.0)
     stored = [grid.store(codes), grid.store_scale(scale.astype(grid.scale_type))]
     return stored + ([] if grid.store_zero is None else [grid.store_zero(zero)]), loss
 
 
 def _fit_ranges(
-    grid: Grid, wanted: np.ndarray, zero: np.ndarray, moves: bool
+    grid: Grid, target: np.ndarray, zero: np.ndarray, moves: bool
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield scales and zero points that fit the range of each group, as quantizers choose them.
 
     Args:
       grid: the matrix, for its types and limits.
-      wanted: (rows, groups, members), the numbers to round, with 0 for padding.
+      target: (rows, groups, members), the numbers to round, with 0 for padding.
       zero: (rows, groups), the present zero points.
       moves: choose zero points, too.
     """
     low, high = grid.limits if grid.levels is None else (grid.levels[0], grid.levels[-1])
     # every range contains 0, which must be representable
-    least, most = np.minimum(wanted.min(-1), 0), np.maximum(wanted.max(-1), 0)
+    least, most = np.minimum(target.min(-1), 0), np.maximum(target.max(-1), 0)
     if moves and grid.zero_type is not None:
         scale = (most - least) / (high - low)
         scale = scale.astype(grid.scale_type).astype(np.float32)
@@ -351,14 +351,14 @@ def read_grid(
             return x[: math.prod(shape)].reshape(shape)
         return restore(x, divided).reshape(shape)
 
-    held = not vector and zero is not None and zero.dtype == codes.dtype
-    points = storage.unpack(zero, storage.blocks(scale.shape)) if held else zero
+    stored = not vector and zero is not None and zero.dtype == codes.dtype
+    points = storage.unpack(zero, storage.blocks(scale.shape)) if stored else zero
 
     def store_zero(x: np.ndarray) -> np.ndarray:
         assert points is not None
         assert zero is not None
         x = restore_scales(x, points.shape).astype(points.dtype)
-        return storage.pack(x, zero) if held else x.reshape(zero.shape)
+        return storage.pack(x, zero) if stored else x.reshape(zero.shape)
 
     levels = storage.levels
     return Grid(

@@ -162,11 +162,11 @@ class Quantization:
         check_arguments(Quantization, vars(self))
         fits = self.block is None or (type(self.block) is int and self.block >= 2)
         require("block", self.block, fits, "a number of inputs, at least 2")
-        if self.activations not in (taken := _DIALECTS[self.dialect]):
-            types = " or ".join(kind for kind in taken if kind)
+        if self.activations not in (choices := _DIALECTS[self.dialect]):
+            types = " or ".join(kind for kind in choices if kind)
             raise InputError(
                 f"{_NAMES[self.dialect]} takes activations of {types}, not of {self.activations}: "
-                f"pass activations={taken[0]!r}"
+                f"pass activations={choices[0]!r}"
             )
         if self.weights == "int2" and self.activations is not None:
             raise InputError("int2 weights need floating-point activations: pass activations=None")

@@ -116,7 +116,7 @@ def layers(
     check_arguments(layers, locals())
     leaves = [(name_of(p), x) for p, x in jax.tree_util.tree_leaves_with_path(params)]
     chosen = _select_names(select, leaves)
-    wanted = match_patterns(pattern, transposable, leaves)
+    expected = match_patterns(pattern, transposable, leaves)
     exclude = exclude or {}
     report = []
     for name, leaf in leaves:
@@ -130,16 +130,16 @@ def layers(
             reason = "not floating point"
         elif name in exclude:
             reason = exclude[name]
-        elif name not in chosen or name not in wanted:
+        elif name not in chosen or name not in expected:
             reason = "not selected"
         else:
             where = (where[0] % len(shape), where[1] % len(shape))
-            reason = wanted[name].misfit(shape, where)
-        fits = (None, None) if reason else (where, wanted[name])
+            reason = expected[name].misfit(shape, where)
+        fits = (None, None) if reason else (where, expected[name])
         report.append(Layer(name, shape, fits[0], reason, fits[1]))
     if all(layer.reason for layer in report):
         dense = "; ".join(f"{x.name}: {x.reason}" for x in report) or "there are no parameters"
-        names = " or ".join(map(str, dict.fromkeys(wanted.values())))
+        names = " or ".join(map(str, dict.fromkeys(expected.values())))
         raise SparsityError(f"no weight can be {names}: {dense}")
     return report
 
@@ -155,9 +155,9 @@ def match_patterns(
     if not isinstance(patterns, Mapping):
         return dict.fromkeys((name for name, _ in leaves), parse(patterns, transposable))
     matched: dict[str, SparsityPattern] = {}
-    for wanted, pattern in patterns.items():
+    for selector, pattern in patterns.items():
         parsed = parse(pattern, transposable)
-        for name in sorted(_select_names([wanted], leaves)):
+        for name in sorted(_select_names([selector], leaves)):
             matched.setdefault(name, parsed)  # the first expression that matches counts
     return matched
 
@@ -169,11 +169,11 @@ def _select_names(select: Select | None, leaves: list[tuple[str, Any]]) -> set[s
     if callable(select):
         return {name for name, leaf in leaves if select(name, leaf)}
     chosen = set()
-    for wanted in [select] if isinstance(select, str | re.Pattern) else select:
-        matches = {n for n, _ in leaves if n == wanted or re.fullmatch(wanted, n)}
+    for selector in [select] if isinstance(select, str | re.Pattern) else select:
+        matches = {n for n, _ in leaves if n == selector or re.fullmatch(selector, n)}
         if not matches:
             raise SparsityError(
-                f"{wanted!r} selects no parameter; there are {', '.join(n for n, _ in leaves)}"
+                f"{selector!r} selects no parameter; there are {', '.join(n for n, _ in leaves)}"
             )
         chosen |= matches
     return chosen
@@ -213,11 +213,11 @@ def record(model: T, pattern: Patterns = "2:4", *, transposable: bool = True, **
         raise InputError(f"record takes a model (jaxonnx.load(path)), got {type(model).__name__}")
     choice = source.sparsity_options() | choice
     report = layers(source.params, pattern, transposable=transposable, **choice)
-    wanted = goals(report)
+    expected = goals(report)
     sparse = {
-        name: goal.pattern for name, goal in wanted.items() if has(source.params[name], *goal)
+        name: goal.pattern for name, goal in expected.items() if has(source.params[name], *goal)
     }
-    dense = [f"{name}: not {goal.pattern}" for name, goal in wanted.items() if name not in sparse]
+    dense = [f"{name}: not {goal.pattern}" for name, goal in expected.items() if name not in sparse]
     named = choice.get("select") is not None or isinstance(pattern, Mapping)
     if not sparse or (dense and named):
         raise SparsityError(

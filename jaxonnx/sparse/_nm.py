@@ -69,8 +69,8 @@ class Pattern(SparsityPattern):
 
     def holds(self, mask: jax.Array | np.ndarray, axes: Axes) -> bool:
         nonzero = np.asarray(mask) != 0
-        wanted = axes if self.transposable else axes[1:]
-        return all(int(group_sums(nonzero, self.m, a).max(initial=0)) <= self.n for a in wanted)
+        required = axes if self.transposable else axes[1:]
+        return all(int(group_sums(nonzero, self.m, a).max(initial=0)) <= self.n for a in required)
 
     def pack(self, w: np.ndarray, nonzero: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
         if w.shape[axis] % self.m:

@@ -63,8 +63,8 @@ class SparsityPattern(Protocol):
     def holds(self, mask: jax.Array | np.ndarray, axes: Axes) -> bool:
         """Check whether the nonzero entries have the pattern."""
         nonzero = np.asarray(mask) != 0
-        wanted = axes if self.transposable else axes[1:]
-        return not any(self.groups(nonzero, axes, along)[1].any() for along in wanted)
+        required = axes if self.transposable else axes[1:]
+        return not any(self.groups(nonzero, axes, along)[1].any() for along in required)
 
     def pack(self, w: np.ndarray, nonzero: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the kept weights, and their places as `uint8`: by default one bit per weight.

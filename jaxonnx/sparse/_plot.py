@@ -30,18 +30,18 @@ def plot_masks(source: Any, layers: Iterable[Layer] | None = None) -> Any:
     check_arguments(plot_masks, locals())
     pyplot = import_pyplot()
     recorded = getattr(source, "sparsity", None)
-    wanted = goals((recorded.layers if recorded else ()) if layers is None else layers)
-    if not wanted:
+    expected = goals((recorded.layers if recorded else ()) if layers is None else layers)
+    if not expected:
         raise SparsityError("no layer is sparse: there is no mask to draw")
     aliases = getattr(source, "aliases", {})
     weights = by_name(getattr(source, "params", source))
-    columns = min(len(wanted), _COLUMNS)
-    rows = -(-len(wanted) // columns)
+    columns = min(len(expected), _COLUMNS)
+    rows = -(-len(expected) // columns)
     size = (3 * columns, 3 * rows)
     figure, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
-    for panel in axes.flat[len(wanted) :]:
+    for panel in axes.flat[len(expected) :]:
         panel.set_axis_off()
-    for panel, (name, goal) in zip(axes.flat, wanted.items(), strict=False):
+    for panel, (name, goal) in zip(axes.flat, expected.items(), strict=False):
         nonzero = np.moveaxis(np.asarray(weights[name]) != 0, goal.axes, (-2, -1))
         panel.imshow(
             nonzero.reshape(-1, *nonzero.shape[-2:])[0], cmap="Greys", interpolation="nearest"

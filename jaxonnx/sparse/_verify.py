@@ -138,8 +138,8 @@ def verify(
         patterns = match_patterns("2:4" if pattern is None else pattern, transposable, leaves)
         layers = [replace(x, pattern=patterns.get(x.name)) for x in layers if x.axes is not None]
     layers = [*layers]
-    wanted = goals(layers)
-    elements = _Elements(wanted, params)
+    expected = goals(layers)
+    elements = _Elements(expected, params)
 
     def shape_of(x):
         return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
@@ -158,13 +158,13 @@ def verify(
 
     forward, backward = products(function), Counter()
     # the vjp contains the forward pass: subtract its products, which `Counter` counts
-    if any(goal.pattern.transposable for goal in wanted.values()):
+    if any(goal.pattern.transposable for goal in expected.values()):
         backward = products(lambda *a: _pull_back_ones(function, *a)) - forward
     rows = tuple(
-        Product(weight, wanted[weight].pattern, primitive, part, sums, ok, count)
+        Product(weight, expected[weight].pattern, primitive, part, sums, ok, count)
         for part, counter in (("forward", forward), ("backward", backward))
         for (weight, primitive, sums, ok), count in counter.items()
-        if part == "forward" or wanted[weight].pattern.transposable
+        if part == "forward" or expected[weight].pattern.transposable
     )
     proved = {p.weight for p in rows}
     failures = [f"{p.weight}: {p.primitive} ({p.part}) sums over {p.sums}"
@@ -190,9 +190,9 @@ def _find_sparse(params: Any, patterns: Patterns, transposable: bool) -> list[La
         return fits and bool(np.mean(np.asarray(w) == 0) >= 1 - matched[name].density)
 
     if not any(has_zeros(name, w) for name, w in by_name(params).items()):
-        wanted = " or ".join(map(str, dict.fromkeys(matched.values())))
+        listed = " or ".join(map(str, dict.fromkeys(matched.values())))
         raise SparsityError(
-            f"nothing is sparse: no weight has the zeros of {wanted}; jaxonnx.train(..., "
+            f"nothing is sparse: no weight has the zeros of {listed}; jaxonnx.train(..., "
             "sparsity=...) and sparse.prune make them"
         )
     return report(params, patterns, transposable=transposable, select=has_zeros)
@@ -217,14 +217,14 @@ class _Elements:
       numbers: an int array shaped like the weight with the numbers of its elements, by name.
     """
 
-    def __init__(self, wanted: Mapping[str, Goal], params: Any):
+    def __init__(self, expected: Mapping[str, Goal], params: Any):
         self.numbers: dict[str, np.ndarray] = {}
         leaves = by_name(params)
         self._weights: list[_Weight] = []
-        count = sum(np.size(leaves[name]) for name in wanted if name in leaves)
+        count = sum(np.size(leaves[name]) for name in expected if name in leaves)
         kind = np.int32 if count < 2**31 else np.int64
         begins = [0]
-        for name, goal in wanted.items():
+        for name, goal in expected.items():
             if name not in leaves:
                 raise SparsityError(f"the parameters have no {name!r}")
             used = np.asarray(leaves[name]) != 0

@@ -49,18 +49,18 @@ def find_padding(graph: Graph, caches: Caches, constants: Collection[str]) -> Pa
 
 
 def _pad(graph: Graph, caches: Caches, constants: Collection[str]) -> Graph | None:
-    taken = _take_branches(graph, caches.switches)
-    if taken is None:
+    branches = _take_branches(graph, caches.switches)
+    if branches is None:
         return None
-    products = _follow_products(taken.nodes, caches.pairs)
-    masked = {n.index: _mask(n) for n in taken.nodes if _is_attention(n, products)}
-    positions = _find_positions(taken, products, constants)
+    products = _follow_products(branches.nodes, caches.pairs)
+    masked = {n.index: _mask(n) for n in branches.nodes if _is_attention(n, products)}
+    positions = _find_positions(branches, products, constants)
     is_clear = all(masked.values()) and 2 * len(masked) == len(caches.pairs)
     if positions is None or not is_clear:
         return None
     changed = masked | {node.index: [_shift(node)] for node in positions}
-    nodes = (new for node in taken.nodes for new in changed.get(node.index, [node]))
-    return replace(taken, nodes=tuple(nodes))
+    nodes = (new for node in branches.nodes for new in changed.get(node.index, [node]))
+    return replace(branches, nodes=tuple(nodes))
 
 
 def _take_branches(graph: Graph, switches: Collection[str]) -> Graph | None:

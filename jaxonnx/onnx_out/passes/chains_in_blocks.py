@@ -96,7 +96,7 @@ def _rewrite(graph: GraphProto, kinds: dict[str, Kind], used: set[str]) -> None:
         if node.op_type == "If":
             for inner in subgraphs(node):
                 _rewrite(inner, kinds, used)
-    wanted = {value.name for value in graph.output}
+    outputs = {value.name for value in graph.output}
     nodes = [*graph.node]
     if not (chains := _chains(nodes, kinds)):
         return
@@ -106,7 +106,7 @@ def _rewrite(graph: GraphProto, kinds: dict[str, Kind], used: set[str]) -> None:
     for chain in chains:
         within = Counter(name for node in chain for name in reads(node))
         results = {node.output[0] for node in chain}
-        needed = wanted.union(name for name in results if readers[name] > within[name])
+        needed = outputs.union(name for name in results if readers[name] > within[name])
         result += _chain_in_blocks(chain, needed, kinds, used)
     result = _sort_nodes(result)
     del graph.node[:]

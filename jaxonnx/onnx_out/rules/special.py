@@ -277,7 +277,7 @@ def _float(bits, dtype):
 def _bits(x, unsigned):
     """Return the bits of floating point numbers as unsigned integers; any NaN gives a quiet one."""
     (digits, bias), wide = FORMATS[x.dtype.name], _wide(x.dtype)
-    held, two = jnp.promote_types(unsigned, jnp.uint32).type, wide.type(2)
+    as_type, two = jnp.promote_types(unsigned, jnp.uint32).type, wide.type(2)
     x = x.astype(wide)
     size = jnp.abs(x)
     finite = jnp.isfinite(x)
@@ -291,17 +291,17 @@ def _bits(x, unsigned):
         return normal * jnp.power(two, -half) * jnp.power(two, half - exponent)
 
     exponent = exponent + (scaled(exponent) >= 2) - (scaled(exponent) < 1)
-    fraction = ((scaled(exponent) - 1) * wide.type(2.0**digits)).astype(held)
-    bits = ((exponent.astype(jnp.int32) + bias).astype(held) << held(digits)) | fraction
+    fraction = ((scaled(exponent) - 1) * wide.type(2.0**digits)).astype(as_type)
+    bits = ((exponent.astype(jnp.int32) + bias).astype(as_type) << as_type(digits)) | fraction
     # a subnormal number is its fraction in units of 2^(1 - bias - digits); the factor may overflow
     up = bias - 1 + digits
-    small = (size * wide.type(2.0 ** (up // 2)) * wide.type(2.0 ** (up - up // 2))).astype(held)
+    small = (size * wide.type(2.0 ** (up // 2)) * wide.type(2.0 ** (up - up // 2))).astype(as_type)
     infinite = (2 * bias + 1) << digits
-    special = jnp.where(jnp.isnan(x), held(infinite + 2 ** (digits - 1)), held(infinite))
+    special = jnp.where(jnp.isnan(x), as_type(infinite + 2 ** (digits - 1)), as_type(infinite))
     bits = jnp.where(finite, jnp.where(size < least, small, bits), special)
     negative = (x < 0) | ((x == 0) & (1 / x < 0))
-    sign = held(1 << 8 * unsigned.itemsize - 1)
-    return (bits | jnp.where(negative, sign, held(0))).astype(unsigned)
+    sign = as_type(1 << 8 * unsigned.itemsize - 1)
+    return (bits | jnp.where(negative, sign, as_type(0))).astype(unsigned)
 
 
 @replaces_jax

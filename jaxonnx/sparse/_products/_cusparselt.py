@@ -35,12 +35,12 @@ def register() -> None:
     options = [f"-I{folder}" for folder in include]
     options += ["-O1", str(library), f"-Wl,-rpath,{library.parent}"]
     with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder, "products.so")
+        target = Path(folder, "products.so")
         try:
-            compile_library(Path(__file__).with_name("cusparselt.cc"), options, made)
+            compile_library(Path(__file__).with_name("cusparselt.cc"), options, target)
         except CompilerError as missing:
             raise SparsityError(f"sparse products: {missing}") from None
-        symbol = ctypes.CDLL(str(made)).JaxonnxSparseProduct
+        symbol = ctypes.CDLL(str(target)).JaxonnxSparseProduct
     jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(symbol), platform="CUDA")
 
 
