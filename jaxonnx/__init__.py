@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxonnx import loggers, losses, optim, sparse, training
+    from jaxonnx import formats, loggers, losses, optim, sparse, training
     from jaxonnx._hub.checkpoints import export_safetensors
     from jaxonnx._hub.upload import push_to_hub
     from jaxonnx._step_files.export import export_step
@@ -60,6 +60,7 @@ __all__ = [
     "evaluate",
     "export_safetensors",
     "export_step",
+    "formats",
     "import_step",
     "kernels_first",
     "labels",

@@ -22,6 +22,7 @@ ORDER = (
         "_hub",
         "lora",
         "loggers",
+        "formats",
         "model",
         "training_info",
         "onnx_out",

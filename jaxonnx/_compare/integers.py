@@ -11,7 +11,7 @@ from onnx import ModelProto, NodeProto, helper
 from jaxonnx._compare.arrays import Difference, compare_arrays, largest
 from jaxonnx._compare.sessions import Session
 from jaxonnx._graph.bind import bind
-from jaxonnx._io.read import read
+from jaxonnx._io.formats import read
 from jaxonnx._run.program import Program
 from jaxonnx.registry import lookup
 
@@ -109,7 +109,7 @@ def compare_integers(
     for value in graph.output[count:]:  # their types, now that they are outputs
         kind = helper.np_dtype_to_tensor_dtype(integers[f"{value.name}/given"].dtype)
         value.CopyFrom(helper.make_tensor_value_info(value.name, kind, None))
-    plain, tensors = read(result)
+    plain, tensors, _ = read(result)
     program = Program(bind(plain, plain.graph, tensors.keys()), tensors)
     ours: Sequence[Any] = program({}, {}, None, {**feeds, **integers})
     gaps = {

@@ -24,8 +24,8 @@ from jaxonnx._data.random_inputs import draw_inputs
 from jaxonnx._graph.bind import bind
 from jaxonnx._graph.caches import find_caches
 from jaxonnx._graph.values import Value, to_value
+from jaxonnx._io.formats import read
 from jaxonnx._io.protos import all_graphs, all_nodes, all_tensors, opset_of
-from jaxonnx._io.read import read
 from jaxonnx._limits import format_bytes
 from jaxonnx._rewrite.network import Network
 from jaxonnx._rewrite.opset import ELSEWHERE
@@ -398,7 +398,7 @@ def _evaluate(proto: ModelProto) -> Run:
 
     @cache
     def read_program() -> Program:
-        plain, tensors = read(proto)
+        plain, tensors, _ = read(proto)
         return Program(bind(plain, plain.graph, tensors.keys()), tensors)
 
     def run(feeds: Mapping[str, Any], names: Sequence[str] = ()) -> Sequence[Any]:

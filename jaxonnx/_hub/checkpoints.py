@@ -22,8 +22,8 @@ from jaxonnx._atomic_write import write_atomically
 from jaxonnx._data.images.preparation import preparation
 from jaxonnx._graph.uses import Weight, uses_by_tensor, weights
 from jaxonnx._hub.tensor_names import HEAD, TABLE, name_weights
+from jaxonnx._io.files import open_safetensors, write_safetensors
 from jaxonnx._io.folders import CHAT_TEMPLATES, ModelFolder, describe_classes
-from jaxonnx._io.formats import open_safetensors, write_safetensors
 from jaxonnx._require import check_arguments, require
 from jaxonnx._text import list_some
 from jaxonnx.errors import InputError, ModelError
@@ -302,7 +302,7 @@ def _read_config(model: Model, original: str | os.PathLike[str] | None) -> dict[
         return model.folder.read_json("config.json") if model.folder else {}
     path = Path(original, "config.json") if Path(original).is_dir() else Path(original)
     require("original", os.fspath(original), path.is_file(), "a folder with config.json, or it")
-    return ModelFolder(path.parent, "").read_json(path.name)
+    return ModelFolder(path.parent).read_json(path.name)
 
 
 def _describe_network(model: Model, settings: dict[str, Any]) -> dict[str, Any]:

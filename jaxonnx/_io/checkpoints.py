@@ -20,8 +20,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from onnx import numpy_helper
 
 from jaxonnx._arrays import to_host
+from jaxonnx._io.files import OnnxFormat
+from jaxonnx._io.protocol import File, Format, check_exists
+from jaxonnx._io.records import SPARSITY, has
+from jaxonnx._io.save import in_file_types
+from jaxonnx._io.tensors import to_array
+from jaxonnx._io.ties import update_tied
+from jaxonnx._require import require_choice
 from jaxonnx.errors import ModelError
 
 MODEL = "model.onnx"
@@ -37,6 +45,49 @@ UNREADABLE = (
     ValueError,
 )
 """What Orbax raises for files that are truncated, altered or missing."""
+
+
+class RunFormat(Format):
+    """A folder of checkpoints: its model, with the tensors of one of them."""
+
+    form = "a folder of checkpoints"
+    choice = "checkpoint"
+
+    def find(self, source: Any, choice: str | None) -> tuple[Path, str] | None:
+        if not isinstance(source, str | os.PathLike) or not os.path.isdir(source):
+            return None
+        which = "newest" if choice is None else choice
+        require_choice("checkpoint", which, ("newest", "best"))
+        return Path(source), which
+
+    def read(self, place: tuple[Path, str]) -> File:
+        folder, path = place[0], place[0] / MODEL
+        stored = read(*place)
+        if stored.adapters is not None:
+            raise ModelError(
+                f"'{folder}' has checkpoints of adapters: "
+                f"jaxonnx.Adapters.load({os.fspath(folder)!r}).apply(jaxonnx.load({str(path)!r}))"
+            )
+        file = OnnxFormat().read(check_exists(path))
+        proto, tensors = file.proto, file.tensors
+        for name in stored.tensors.keys() & tensors.keys():
+            if tensors[name].dtype == object:
+                raise ModelError(
+                    f"'{path}': '{name}' is a string, and has numbers in the checkpoints"
+                )
+        values = in_file_types(stored.tensors, tensors)
+        for info in proto.training_info:  # variables of the algorithm alone
+            for tensor in info.algorithm.initializer:
+                if tensor.name in values:
+                    value = values[tensor.name].astype(to_array(tensor).dtype)
+                    tensor.CopyFrom(numpy_helper.from_array(value, tensor.name))
+        new = {name: value for name, value in values.items() if name in tensors}
+        tensors = update_tied(proto.graph, tensors, new)
+        if has(proto, SPARSITY):
+            from jaxonnx._io import packed
+
+            packed.keep_true(proto, tensors)
+        return file._replace(tensors=tensors)
 
 
 class Checkpoint(NamedTuple):

@@ -6,11 +6,15 @@ the encoder and its mask, or (onnxruntime-genai's Whisper) keys and values that 
 computes. Names of the encoder's tensors have `PREFIX`.
 """
 
-import numpy as np
+from collections.abc import Sequence
+
+import onnx
 from onnx import FunctionProto, GraphProto, ModelProto
 
+from jaxonnx._io.folders import ModelFolder
 from jaxonnx._io.order import reads
 from jaxonnx._io.parts import ancestors, extract_part, refuse_records, rename_values, value_names
+from jaxonnx._io.protocol import File
 from jaxonnx.errors import ModelError
 
 PREFIX = "encoder."
@@ -22,89 +26,85 @@ _OF_DECODER = "input_ids", "inputs_embeds", "attention_mask", "position_ids"
 _NAMES = {"audio_features": "input_features"}
 """Inputs of encoders that Hugging Face's models have under other names."""
 
-Read = tuple[ModelProto, dict[str, np.ndarray]]
-"""What `read` returns of a file: the graph, and its tensors by name."""
 
+class EncoderDecoder(ModelFolder):
+    """A folder with an encoder and its decoder."""
 
-def join_files(encoder: Read, decoder: Read) -> Read:
-    """Return an encoder and its decoder as one graph.
+    roles = ("encoder", "decoder")
 
-    Raises:
-      ModelError: they do not fit each other.
-    """
-    (first, states), (second, tensors) = encoder, decoder
-    _check(first, second)
-    result = ModelProto()
-    result.CopyFrom(second)
-    renamed = _decoder_names(first.graph, second.graph)
-    rename_values(result.graph, lambda name: renamed.get(name, name))
-    front = ModelProto()
-    front.CopyFrom(first)
-    names = value_names(first.graph) - {value.name for value in first.graph.input}
-    rename_values(
-        front.graph,
-        lambda name: PREFIX + name if name in names else _NAMES.get(name, name),
-        _enter,
-    )
-    if both := (value_names(front.graph) & value_names(result.graph)) - {*renamed.values()}:
-        raise ModelError(f"the encoder and the decoder both have a value '{min(both)}'")
+    def join(self, files: Sequence[File]) -> File:
+        (first, states, _), (second, tensors, _) = files
+        _check(first, second)
+        result = ModelProto()
+        result.CopyFrom(second)
+        renamed = _decoder_names(first.graph, second.graph)
+        rename_values(result.graph, lambda name: renamed.get(name, name))
+        front = ModelProto()
+        front.CopyFrom(first)
+        names = value_names(first.graph) - {value.name for value in first.graph.input}
+        rename_values(
+            front.graph,
+            lambda name: PREFIX + name if name in names else _NAMES.get(name, name),
+            _enter,
+        )
+        if both := (value_names(front.graph) & value_names(result.graph)) - {*renamed.values()}:
+            raise ModelError(f"the encoder and the decoder both have a value '{min(both)}'")
 
-    inputs = {value.name for value in front.graph.input} | _joined_values(first.graph, second.graph)
-    values = [v for v in result.graph.input if v.name not in inputs]
-    nodes = [*front.graph.node, *result.graph.node]
-    for field, merged in (("input", [*front.graph.input, *values]), ("node", nodes)):
-        result.graph.ClearField(field)
-        getattr(result.graph, field).extend(merged)
-    for field in ("initializer", "sparse_initializer", "value_info", "quantization_annotation"):
-        getattr(result.graph, field).extend(getattr(front.graph, field))
-    result.graph.value_info.extend(front.graph.output)
-    result.functions.extend(first.functions)
-    domains = {entry.domain for entry in second.opset_import}
-    result.opset_import.extend(e for e in first.opset_import if e.domain not in domains)
-    result.ir_version = max(first.ir_version, second.ir_version)
-    return result, tensors | {PREFIX + n if n in names else n: x for n, x in states.items()}
+        inputs = {value.name for value in front.graph.input} | _joined_values(
+            first.graph, second.graph
+        )
+        values = [v for v in result.graph.input if v.name not in inputs]
+        nodes = [*front.graph.node, *result.graph.node]
+        for field, merged in (("input", [*front.graph.input, *values]), ("node", nodes)):
+            result.graph.ClearField(field)
+            getattr(result.graph, field).extend(merged)
+        for field in ("initializer", "sparse_initializer", "value_info", "quantization_annotation"):
+            getattr(result.graph, field).extend(getattr(front.graph, field))
+        result.graph.value_info.extend(front.graph.output)
+        result.functions.extend(first.functions)
+        domains = {entry.domain for entry in second.opset_import}
+        result.opset_import.extend(e for e in first.opset_import if e.domain not in domains)
+        result.ir_version = max(first.ir_version, second.ir_version)
+        tensors |= {PREFIX + n if n in names else n: x for n, x in states.items()}
+        return File(result, tensors, self)
 
+    def split(self, proto: ModelProto) -> Sequence[ModelProto]:
+        refuse_records(proto)
+        # the files that were joined, for their inputs, outputs and metadata
+        encoder, decoder = (
+            onnx.load(self.path / name, load_external_data=False) for name in self.files
+        )
+        renamed = _decoder_names(encoder.graph, decoder.graph)
+        joined = _joined_values(encoder.graph, decoder.graph)
+        owned = {PREFIX + value.name for value in encoder.graph.output}
+        outputs = {value.name for value in proto.graph.output}
+        front = ancestors(proto.graph.node, owned)
+        back = ancestors(proto.graph.node, outputs - joined, joined)
+        for name in (
+            value_names(proto.graph) - front - back
+        ):  # what nothing needs stays where it was
+            (front if name.startswith(PREFIX) else back).add(name)
 
-def part_files(
-    proto: ModelProto, encoder: ModelProto, decoder: ModelProto
-) -> tuple[ModelProto, ModelProto]:
-    """Return the encoder and the decoder of a graph that `join_files` made.
-
-    Args:
-      proto: the graph, changed or not, with the data of its tensors.
-      encoder, decoder: the files that were joined, for their inputs, outputs and metadata.
-
-    Raises:
-      InputError: the graph has a record that is of both files.
-    """
-    refuse_records(proto)
-    renamed = _decoder_names(encoder.graph, decoder.graph)
-    joined = _joined_values(encoder.graph, decoder.graph)
-    owned = {PREFIX + value.name for value in encoder.graph.output}
-    outputs = {value.name for value in proto.graph.output}
-    front = ancestors(proto.graph.node, owned)
-    back = ancestors(proto.graph.node, outputs - joined, joined)
-    for name in value_names(proto.graph) - front - back:  # what nothing needs stays where it was
-        (front if name.startswith(PREFIX) else back).add(name)
-
-    first, second = (
-        extract_part(proto, *part, joined) for part in ((encoder, front), (decoder, back))
-    )
-    values = {value.name: value for value in proto.graph.input}
-    mine = {_NAMES.get(v.name, v.name): v for v in encoder.graph.input}
-    theirs = {renamed.get(v.name, v.name): v for v in decoder.graph.input}
-    for part, part_values in ((first, mine), (second, theirs)):
-        read = {name for node in part.graph.node for name in reads(node)}
-        declared = [values.get(n, v) for n, v in part_values.items() if n in values or n in joined]
-        new = [v for n, v in values.items() if n in read and n not in mine and n not in theirs]
-        part.graph.input.extend([*declared, *new])
-    first.graph.output.extend(encoder.graph.output)
-    second.graph.output.extend(proto.graph.output)
-    original = {name: value.name for name, value in mine.items()}
-    rename_values(first.graph, lambda name: original.get(name, own_name(name)), _leave)
-    original = {new: old for old, new in renamed.items()}
-    rename_values(second.graph, lambda name: original.get(name, name))
-    return first, second
+        first, second = (
+            extract_part(proto, *part, joined) for part in ((encoder, front), (decoder, back))
+        )
+        values = {value.name: value for value in proto.graph.input}
+        mine = {_NAMES.get(v.name, v.name): v for v in encoder.graph.input}
+        theirs = {renamed.get(v.name, v.name): v for v in decoder.graph.input}
+        for part, part_values in ((first, mine), (second, theirs)):
+            read = {name for node in part.graph.node for name in reads(node)}
+            declared = [
+                values.get(n, v) for n, v in part_values.items() if n in values or n in joined
+            ]
+            new = [v for n, v in values.items() if n in read and n not in mine and n not in theirs]
+            part.graph.input.extend([*declared, *new])
+        first.graph.output.extend(encoder.graph.output)
+        second.graph.output.extend(proto.graph.output)
+        original = {name: value.name for name, value in mine.items()}
+        rename_values(first.graph, lambda name: original.get(name, own_name(name)), _leave)
+        original = {new: old for old, new in renamed.items()}
+        rename_values(second.graph, lambda name: original.get(name, name))
+        return first, second
 
 
 def own_name(name: str) -> str:

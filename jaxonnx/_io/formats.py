@@ -1,49 +1,88 @@
-"""The table of file formats: how graphs and weights are read and written, by suffix.
+"""The formats, of which the first that finds a source reads it, and the one of a suffix writes."""
 
-A new format is one entry, with a function that reads it and one that writes it.
-"""
-
-import hashlib
 import os
-import re
-import zipfile
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
-import numpy as np
-import onnx
-from google.protobuf.message import DecodeError
-from onnx import ModelProto
+from jaxonnx._io.checkpoints import RunFormat
+from jaxonnx._io.files import (
+    BytesFormat,
+    OnnxFormat,
+    PackedFormat,
+    ProtoFormat,
+    SafetensorsFormat,
+)
+from jaxonnx._io.folders import is_folder
+from jaxonnx._io.layouts import DescribedFormat, ExportedFormat, GenaiFormat, HubFormat
+from jaxonnx._io.protocol import File, Format, Graph, Weights
+from jaxonnx._io.training_checkpoints import TrainingCheckpointFormat
+from jaxonnx._require import require
+from jaxonnx.errors import InputError
 
-from jaxonnx import _safe_read
-from jaxonnx._atomic_write import write_atomically
-from jaxonnx._io.protos import all_graphs
-from jaxonnx.errors import Error, InputError, ModelError
+K = TypeVar("K", bound=type[Format])
 
-LIMIT = 2**31 - 2**20
-"""Bytes that fit one protobuf file, with room for the graph."""
-
-Graph = Callable[[], ModelProto]
-Weights = Callable[[], Mapping[str, np.ndarray]]
-"""What is to be written, made only when a format asks for it."""
-
-
-class Format(NamedTuple):
-    """How files of one suffix are read and written."""
-
-    graph: Callable[[Path], ModelProto] | None
-    """Read a ModelProto; None for files with weights only."""
-    weights: Callable[[Path], dict[str, np.ndarray]] | None
-    """Read weights by name; None if they are the tensors of the graph."""
-    write: Callable[..., None]
-    """Write to a path from a `Graph` and `Weights`; options of `Model.save` by name."""
+FORMATS: list[Format] = [
+    ProtoFormat(),
+    BytesFormat(),
+    TrainingCheckpointFormat(),
+    DescribedFormat(),
+    GenaiFormat(),
+    ExportedFormat(),
+    HubFormat(),
+    RunFormat(),
+    PackedFormat(),
+    SafetensorsFormat(),
+    OnnxFormat(),  # any other path
+]
+"""In the order in which they are asked for a source."""
 
 
-def of(path: str | os.PathLike[str]) -> Format:
-    """Return the format of a path: that of ONNX files unless its suffix is another's."""
-    return _FORMATS.get(Path(path).suffix, _ONNX)
+def register(kind: K) -> K:
+    """Register a format, which is asked before those that are there; return it.
+
+    Args:
+      kind: a subclass of `Format`.
+
+    Raises:
+      InputError: it is not one.
+    """
+    fits = isinstance(kind, type) and issubclass(kind, Format)
+    require("formats.register: kind", kind, fits, "a subclass of jaxonnx.formats.Format")
+    FORMATS.insert(0, kind())
+    return kind
+
+
+def find(source: Any, **choices: str | None) -> tuple[Format, Any]:
+    """Find a network: its format, and what that reads.
+
+    Args:
+      source: as `load` takes it.
+      choices: the arguments of `load` that choose one of several networks, by name; None if they
+        are not passed.
+
+    Raises:
+      InputError: the source is of no format, or of one for which these are no arguments.
+      ModelError: there is no such file.
+    """
+    chosen = {name: value for name, value in choices.items() if value is not None}
+    for form in FORMATS:
+        if {form.choice}.issuperset(chosen):
+            place = form.find(source, chosen.get(form.choice))
+            if place is not None:
+                return form, place
+    for name, value in chosen.items():
+        forms = " or ".join(form.form for form in FORMATS if form.choice == name)
+        raise InputError(f"{name}={value!r} goes with {forms}, and the source is not such")
+    *forms, last = [form.form for form in FORMATS if form.form]
+    raise InputError(
+        f"a model is {', '.join(forms)} or {last}, not of type {type(source).__name__}"
+    )
+
+
+def read(source: Any) -> File:
+    """Read a model, as `load` does."""
+    form, place = find(source)
+    return form.read(place)
 
 
 _FOREIGN = {
@@ -73,155 +112,29 @@ def check_suffix(path: str | os.PathLike[str]) -> None:
       InputError: with the program that converts.
     """
     suffix = Path(path).suffix.lower()
-    if suffix in _FOREIGN:
+    if suffix in _FOREIGN and not any(form.suffix == suffix for form in FORMATS):
         raise InputError(
             f"'{path}': jaxonnx writes .onnx, .npz and .safetensors files, not {suffix}; "
             f"{_FOREIGN[suffix]}"
         )
 
 
-def save(path: str | os.PathLike[str], graph: Graph, weights: Weights, **options: bool) -> None:
+def save(path: str | os.PathLike[str], graph: Graph, weights: Weights, **options: bool) -> Format:
     """Write a model; if that fails, the file that was at `path` stays as it was.
 
+    Returns:
+      The format of the file.
+
     Raises:
-      InputError: options that the format does not have, or the suffix of a foreign one.
+      InputError: options that the format does not have, the suffix of a foreign one, or a folder.
     """
+    if is_folder(path):
+        raise InputError(f"'{os.fspath(path)}' is a folder: give the path of a file")
     check_suffix(path)
-    path, form = Path(path), of(path)
-    chosen = {name: True for name, wanted in options.items() if wanted}
-    if chosen and form is not _ONNX:
+    path = Path(path)
+    form = next((form for form in FORMATS if form.suffix == (path.suffix or None)), FORMATS[-1])
+    chosen = {name: True for name, is_set in options.items() if is_set}
+    if not chosen.keys() <= {*form.takes}:
         raise InputError(f"a {path.suffix} file has neither external data nor sparse initializers")
     form.write(path, graph, weights, **chosen)
-
-
-def _read_onnx(path: Path) -> ModelProto:
-    try:
-        return onnx.load(path, "protobuf", load_external_data=False)
-    except (DecodeError, ValueError) as error:
-        raise ModelError(f"'{path}' is not an ONNX file, or is truncated ({error})") from error
-
-
-def _write_onnx(
-    path: Path, graph: Graph, _: Weights, external_data: bool = False, sparse: bool = False
-) -> None:
-    proto = graph()
-    if sparse:
-        _import_packed().to_sparse_initializers(proto)
-    size = sum(len(t.raw_data) for t in proto.graph.initializer)
-    data: dict[str, Any] = {}
-    if external_data or size > LIMIT:
-        # Each content has a name of its own, so that the file at `path` finds its own data
-        # whenever the process is killed.
-        data = {"save_as_external_data": True, "size_threshold": 1024}
-        data["location"] = f"{path.name}.{_digest(proto)}.data"
-    before = _data_files(path)
-    with write_atomically(path) as written:
-        onnx.save_model(proto, written, **data)
-    for unused in before - {data.get("location")}:
-        (path.parent / unused).unlink(missing_ok=True)
-
-
-def _digest(proto: ModelProto) -> str:
-    digest = hashlib.blake2b(digest_size=8)
-    for graph in all_graphs(proto.graph):
-        for tensor in graph.initializer:
-            digest.update(len(tensor.raw_data).to_bytes(8))
-            digest.update(tensor.raw_data)
-    return digest.hexdigest()
-
-
-def _data_files(path: Path) -> set[str]:
-    """Return the data files that belong to the model at `path` alone, by their names."""
-    if not path.is_file():
-        return set()
-    pattern = re.compile(re.escape(path.name) + r"\.[0-9a-f]{16}\.data")
-    files = {other.name for other in path.parent.iterdir() if pattern.fullmatch(other.name)}
-    try:
-        graphs = [*all_graphs(_read_onnx(path).graph)]
-    except ModelError:
-        return files
-    entries = (e for g in graphs for tensor in g.initializer for e in tensor.external_data)
-    usual = f"{path.name}.data"  # what other exporters call it
-    return files | {usual for e in entries if (e.key, e.value) == ("location", usual)}
-
-
-def _read_npz(path: Path) -> dict[str, np.ndarray]:
-    failure = f"'{path}' is not an .npz file, or is damaged"
-    with _safe_read.wrap_errors(failure, ModelError), zipfile.ZipFile(path) as archive:
-        packed = f"{_import_packed().INDEX}.npy" in archive.namelist()
-    if packed:
-        return _import_packed().load_weights(path)
-    return _safe_read.arrays(path, failure, ModelError)
-
-
-def save_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write arrays of any names, where `np.savez` refuses "file"."""
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, array in arrays.items():
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                np.lib.format.write_array(member, array, allow_pickle=False)
-
-
-def read_weights(path: Path) -> dict[str, np.ndarray]:
-    """Return the arrays of a safetensors file by name."""
-    safetensors = _safetensors()
-    failure = f"'{path}' is not a safetensors file, or is damaged"
-    with _safe_read.wrap_errors(failure, ModelError, safetensors.SafetensorError):
-        return safetensors.numpy.load_file(path)
-
-
-def read_metadata(path: Path) -> dict[str, str]:
-    """Return the texts in a safetensors file."""
-    with open_safetensors(path) as file:
-        return file.metadata() or {}
-
-
-def open_safetensors(path: Path) -> Any:
-    """Open a safetensors file, to read its tensors one by one."""
-    return _safetensors().safe_open(path, framework="numpy")
-
-
-def _write_safetensors(path: Path, _: Graph, weights: Weights) -> None:
-    write_safetensors(path, weights())
-
-
-def write_safetensors(
-    path: Path, weights: Mapping[str, np.ndarray], about: Mapping[str, str] | None = None
-) -> None:
-    """Write arrays by name, and texts about them."""
-    safetensors = _safetensors()
-    # the package would write the memory of a transposed array in the order that it lies in
-    arrays = {name: np.require(w, requirements="C") for name, w in weights.items()}
-    try:
-        with write_atomically(path) as written:
-            safetensors.numpy.save_file(arrays, written, about and {**about})
-    except safetensors.SafetensorError as error:
-        raise InputError(f"safetensors cannot hold these weights: {error}") from error
-
-
-def _safetensors() -> ModuleType:
-    try:
-        import safetensors.numpy
-    except ImportError as error:
-        raise Error(
-            "safetensors files need safetensors: pip install 'jaxonnx[safetensors]'"
-        ) from error
-    return safetensors
-
-
-def _import_packed() -> ModuleType:
-    """Import the module for packed weights at its first use: it imports `jaxonnx.sparse`."""
-    from jaxonnx._io import packed
-
-    return packed
-
-
-_ONNX = Format(_read_onnx, None, _write_onnx)
-_FORMATS = {
-    ".npz": Format(
-        lambda path: _import_packed().load_packed(path),
-        _read_npz,
-        lambda path, graph, _: _import_packed().save_packed(graph(), path),
-    ),
-    ".safetensors": Format(None, read_weights, _write_safetensors),
-}
+    return form

@@ -1,22 +1,22 @@
-"""Reading a model: a checked ModelProto without its weights, and the weights as arrays."""
+"""A ModelProto as a `File`: checked, repaired, and without its weights, which become arrays."""
 
 import ctypes
-import difflib
 import os
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
-from google.protobuf.message import DecodeError, EncodeError
-from onnx import FunctionProto, GraphProto, ModelProto, TensorProto, helper, numpy_helper
+from google.protobuf.message import EncodeError
+from onnx import FunctionProto, GraphProto, ModelProto, TensorProto, numpy_helper
 
-from jaxonnx._io import checkpoints, external, formats, header, order
+from jaxonnx._io import external, order
 from jaxonnx._io.external import Folder
+from jaxonnx._io.protocol import ALONE, Companion, File
 from jaxonnx._io.protos import (
     all_graphs,
     all_nodes,
@@ -24,13 +24,10 @@ from jaxonnx._io.protos import (
     names_of_constants,
     tensor_of_constant,
 )
-from jaxonnx._io.records import SPARSITY, has
-from jaxonnx._io.save import in_file_types
-from jaxonnx._io.tensors import equal_bits, to_array, to_dense
-from jaxonnx._io.ties import sources, split_shared, update_tied
-from jaxonnx._io.training_checkpoints import is_training_checkpoint, read_training_checkpoint
-from jaxonnx._require import require_choice
-from jaxonnx.errors import InputError, ModelError
+from jaxonnx._io.tensors import to_array, to_dense
+from jaxonnx._io.ties import split_shared
+from jaxonnx._require import check_arguments, require
+from jaxonnx.errors import ModelError, UnsupportedError
 
 _DATA_FIELDS = (
     "raw_data",
@@ -47,55 +44,46 @@ _DATA_FIELDS = (
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
 
 
-def read(
-    source: str | os.PathLike[str] | bytes | ModelProto, checkpoint: str | None = None
-) -> tuple[ModelProto, dict[str, np.ndarray]]:
-    """Read a model; the caller's ModelProto is left as it is.
+_TRAINING = max(row[4] for row in onnx.helper.VERSION_TABLE if len(row) > 4)
+_NEWEST = {
+    "": onnx.defs.onnx_opset_version(),
+    "ai.onnx": onnx.defs.onnx_opset_version(),
+    "ai.onnx.ml": onnx.defs.onnx_ml_opset_version(),
+    "ai.onnx.preview.training": _TRAINING,
+}
+"""The newest opset that the installed `onnx` has of each of its domains."""
+_LARGEST = 2**31 - 1
 
-    Returns a ModelProto whose named tensors hold no data, and these tensors: every initializer,
-    every tensor of a Constant node and every Identity over one of these, by the name of the value
-    (in the main graph and in subgraphs; a name that several graphs define stays where it is).
-    Floating-point tensors of Constant nodes in functions have the name of the function before it.
-    External data is memory-mapped.
+
+def read_proto(
+    proto: ModelProto,
+    what: str = "the ModelProto",
+    *,
+    path: str | os.PathLike[str] | None = None,
+    companion: Companion = ALONE,
+) -> File:
+    """Make a `File` of a ModelProto.
+
+    Its tensors are every initializer, every tensor of a Constant node and every Identity over one
+    of these, by the name of the value (in the main graph and in subgraphs; a name that several
+    graphs define stays where it is). Floating-point tensors of Constant nodes in functions have the
+    name of the function before it. External data is memory-mapped.
 
     Args:
-      checkpoint: "newest" or "best", where the source is a folder of checkpoints.
+      proto: the model, which is changed.
+      what: its name in errors and warnings.
+      path: its file, beside which external data may lie; None if it has no such data.
+      companion: what lies beside it.
 
     Raises:
-      InputError: the source is of another type, or `checkpoint` is neither or goes with a file.
       ModelError: not an ONNX model, or its (external) data is missing, short or inconsistent.
-      SparsityError: a damaged packed file (.npz).
       UnsupportedError: the IR or an opset is newer than the installed `onnx` package knows.
     """
-    folders: Sequence[Folder] = ()
-    if isinstance(source, str | os.PathLike) and os.path.isdir(source):
-        return _checkpoint(source, "newest" if checkpoint is None else checkpoint)
-    if checkpoint is not None:
-        raise InputError(f"checkpoint={checkpoint!r} goes with a folder of checkpoints")
-    if isinstance(source, ModelProto):
-        proto = ModelProto()
-        proto.CopyFrom(source)
-        what = "the ModelProto"
-    elif isinstance(source, bytes | bytearray | memoryview):
-        what = "the bytes"
-        proto = _parse(bytes(source), what)
-    elif not isinstance(source, str | os.PathLike):
-        raise InputError(
-            "a model is a path, the bytes of a file or a ModelProto, not of type "
-            f"{type(source).__name__}"
-        )
-    else:
-        path = _check_exists(source, "an .onnx file")
-        what = f"'{path}'"
-        folders = external.folders(path)
-        if (read_graph := formats.of(path).graph) is None:
-            raise ModelError(
-                f"{what} has weights, but no graph: give it to the file of the graph, "
-                f"jaxonnx.load('net.onnx', weights={str(path)!r})"
-            )
-        proto = read_graph(path)
-    header.check(proto, what)
-    repair(proto, what)
+    check_arguments(read_proto, locals())
+    require("proto", proto, isinstance(proto, ModelProto), "a ModelProto")
+    folders = () if path is None else external.folders(Path(path))
+    _check_header(proto, what)
+    _repair(proto, what)
     tensors = _take_tensors(proto.graph, folders)
     if not proto.training_info:  # the graphs of an algorithm call the functions as they are
         for function in proto.functions:
@@ -108,145 +96,10 @@ def read(
             _inline(graph, folders)
     # Clearing fields keeps protobuf's arena; only a fresh message gives the memory back.
     try:
-        return ModelProto.FromString(proto.SerializeToString()), tensors
+        return File(ModelProto.FromString(proto.SerializeToString()), tensors, companion)
     except (EncodeError, ValueError) as error:
         text = f"{what} has more than 2 GB besides its initializers ({error})"
         raise ModelError(text) from error
-
-
-def _checkpoint(
-    folder: str | os.PathLike[str], which: str
-) -> tuple[ModelProto, dict[str, np.ndarray]]:
-    """Read the file that lies in a folder of checkpoints, with the tensors of one of them."""
-    require_choice("checkpoint", which, ("newest", "best"))
-    stored = checkpoints.read(folder, which)
-    file = Path(folder, checkpoints.MODEL)
-    if stored.adapters is not None:
-        raise ModelError(
-            f"'{folder}' has checkpoints of adapters: "
-            f"jaxonnx.Adapters.load({os.fspath(folder)!r}).apply(jaxonnx.load({str(file)!r}))"
-        )
-    proto, tensors = read(file)
-    for name in stored.tensors.keys() & tensors.keys():
-        if tensors[name].dtype == object:
-            raise ModelError(f"'{file}': '{name}' is a string, and has numbers in the checkpoints")
-    values = in_file_types(stored.tensors, tensors)
-    for info in proto.training_info:  # variables of the algorithm alone
-        for tensor in info.algorithm.initializer:
-            if tensor.name in values:
-                value = values[tensor.name].astype(to_array(tensor).dtype)
-                tensor.CopyFrom(numpy_helper.from_array(value, tensor.name))
-    tensors = update_tied(proto.graph, tensors, {n: v for n, v in values.items() if n in tensors})
-    if has(proto, SPARSITY):
-        from jaxonnx._io import packed
-
-        packed.keep_true(proto, tensors)
-    return proto, tensors
-
-
-def weights_of(
-    weights: str | os.PathLike[str] | Mapping[str, Any],
-) -> tuple[str, dict[str, np.ndarray]]:
-    """Return a label of these weights for messages, and their arrays by name.
-
-    Args:
-      weights: a file in any of the formats (of a file with a graph, its tensors), or arrays.
-    """
-    if isinstance(weights, Mapping):
-        return "the weights", {name: _numbers(name, value) for name, value in weights.items()}
-    if not isinstance(weights, str | os.PathLike):
-        raise InputError(
-            f"weights are a path, or arrays by name, not of type {type(weights).__name__}"
-        )
-    path = _check_exists(weights, "a file of weights")
-    if is_training_checkpoint(path):
-        checkpoint = read_training_checkpoint(path)
-        return f"'{path}'", {**checkpoint.frozen, **checkpoint.params}
-    read_weights = formats.of(path).weights
-    return f"'{path}'", read(path)[1] if read_weights is None else read_weights(path)
-
-
-def _numbers(name: str, value: Any) -> np.ndarray:
-    """Return a weight that a caller has passed as an array."""
-    with suppress(ValueError, TypeError):  # ragged lists, and what has no array
-        array = np.asarray(value)
-        if array.dtype.kind not in "OUSM":
-            return array
-    raise InputError(f"the weights have '{name}' of type {type(value).__name__}, not as numbers")
-
-
-def replace_weights(
-    graph: GraphProto,
-    tensors: dict[str, np.ndarray],
-    weights: str | os.PathLike[str] | Mapping[str, Any],
-) -> dict[str, np.ndarray]:
-    """Return `tensors` with other weights in the place of those of the same names.
-
-    Args:
-      weights: a file in any of the formats (of a file with a graph, its tensors), or arrays by
-        name. Tensors that it does not have stay as they are.
-
-    Raises:
-      InputError: a name that no tensor has, or another shape or type than the tensor's.
-      ModelError: the file is missing or damaged.
-    """
-    what, new = weights_of(weights)
-    of_training = isinstance(weights, str | os.PathLike) and is_training_checkpoint(weights)
-    if of_training:
-        _take_inputs(graph, tensors, new)
-    for name, value in new.items():
-        if name not in tensors:
-            near = difflib.get_close_matches(name, tensors, n=8) or sorted(tensors)
-            listed = ", ".join(near[:40]) + ", ..." * (len(near) > 40)
-            raise InputError(
-                f"{what} has '{name}', the model does not; its tensors are called {listed}"
-                if near
-                else f"{what} has '{name}', and the model has no weights that could be replaced"
-            )
-        old = tensors[name]
-        if (value.shape, value.dtype) != (old.shape, old.dtype):
-            raise InputError(
-                f"{what}: '{name}' is {value.dtype}{list(value.shape)}, the model's is "
-                f"{old.dtype}{list(old.shape)}"
-            )
-    # onnxruntime-training has the file's tensors alone, and evaluates its Identity nodes
-    result = update_tied(graph, tensors, new, all_copies=of_training)
-    left: dict[str, str] = {}
-    for name, of in sources(graph, tensors).items():
-        if name in new or result[name] is not tensors[name]:
-            continue
-        if of in left or (of in new and not equal_bits(new[of], tensors[of])):
-            left[name] = of
-    if left:
-        names = ", ".join(f"'{name}' (of '{of}')" for name, of in left.items())
-        warnings.warn(
-            f"{what}: these tensors, which the file stores as others because their first values "
-            f"are equal, are missing and keep the values of the file: {names}. Pass them as "
-            "well; where two are one tensor, its value under both names",
-            stacklevel=3,
-        )
-    return result
-
-
-def _take_inputs(
-    graph: GraphProto, tensors: dict[str, np.ndarray], new: Mapping[str, np.ndarray]
-) -> None:
-    """Make tensors of the inputs that have new values: artifacts have their weights as inputs."""
-    for value in [*graph.input]:
-        if value.name in new and value.name not in tensors:
-            kind = value.type.tensor_type
-            dims = [max(dim.dim_value, 0) for dim in kind.shape.dim]
-            graph.initializer.add(name=value.name, data_type=kind.elem_type, dims=dims)
-            graph.input.remove(value)
-            dtype = helper.tensor_dtype_to_np_dtype(kind.elem_type)
-            tensors[value.name] = np.broadcast_to(np.zeros((), dtype), dims)  # not allocated
-
-
-def _check_exists(path: str | os.PathLike[str], wanted: str) -> Path:
-    path = Path(path)
-    if not path.is_file():
-        raise ModelError(f"'{path}' is not a file; give the path of {wanted}")
-    return path
 
 
 def give_back_memory() -> None:
@@ -257,13 +110,6 @@ def give_back_memory() -> None:
     trim = getattr(ctypes.pythonapi, "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-def _parse(data: bytes, what: str) -> ModelProto:
-    try:
-        return onnx.load_model_from_string(data)
-    except DecodeError as error:
-        raise ModelError(f"{what} are not an ONNX model, or are truncated ({error})") from error
 
 
 def _take_tensors(main: GraphProto, folders: Sequence[Folder]) -> dict[str, np.ndarray]:
@@ -339,7 +185,7 @@ _CONTRIB = "com.microsoft"
 """The domain of onnxruntime's own operators, all of version 1."""
 
 
-def repair(proto: ModelProto, what: str) -> None:
+def _repair(proto: ModelProto, what: str) -> None:
     """Sort nodes, import com.microsoft and drop redefined Constants, in place.
 
     Args:
@@ -357,7 +203,7 @@ def repair(proto: ModelProto, what: str) -> None:
         for name in _drop_redefined_constants(graph)
     ]
     for text in texts:
-        warnings.warn(f"{what} {text}, as onnxruntime reads it", stacklevel=4)
+        warnings.warn(f"{what} {text}, as onnxruntime reads it", stacklevel=5)
     order.sort(proto.graph)
 
 
@@ -381,3 +227,73 @@ def _drop_redefined_constants(graph: GraphProto) -> list[str]:
     for place in sorted((i for places in several.values() for i in places[1:]), reverse=True):
         del graph.node[place]
     return [*several]
+
+
+# Check the header: versions and names.
+
+
+def _check_header(proto: ModelProto, what: str) -> None:
+    """Raise an error if a file is not a model, or one that the installed `onnx` does not know.
+
+    Raises:
+      ModelError: no graph, IR version or opset, an opset that cannot be, a name that is not UTF-8.
+      UnsupportedError: the IR or an opset is newer than the installed `onnx` package knows.
+    """
+    if not proto.HasField("graph") or not proto.ir_version:
+        raise ModelError(f"{what} is not an ONNX model: it has no graph or no IR version")
+    if proto.ir_version > onnx.IR_VERSION:
+        raise UnsupportedError(
+            f"{what} has IR version {proto.ir_version}, the installed onnx {onnx.__version__} "
+            f"knows {onnx.IR_VERSION}; upgrade onnx or convert the file"
+        )
+    if not proto.opset_import and proto.ir_version >= 3:
+        raise ModelError(f"{what} imports no operator set (opset_import is empty)")
+    for entry in chain(proto.opset_import, *(f.opset_import for f in proto.functions)):
+        newest = _NEWEST.get(entry.domain, _LARGEST)
+        domain = f" of {entry.domain}" if entry.domain not in ("", "ai.onnx") else ""
+        if not 0 <= entry.version <= _LARGEST:
+            raise ModelError(f"{what} imports opset {entry.version}{domain}, which cannot be")
+        if entry.version > newest:
+            raise UnsupportedError(
+                f"{what} uses opset {entry.version}{domain}, the installed onnx "
+                f"{onnx.__version__} knows {newest}; upgrade onnx"
+            )
+    names = _names(proto)
+    if {*map(type, names)} - {str}:  # protobuf gives a text that is not UTF-8 as bytes
+        name = next(name for name in names if not isinstance(name, str))
+        raise ModelError(
+            f"{what} has the name {name!r}, which is not UTF-8, as the specification demands; "
+            "rename it in the program that wrote the file"
+        )
+
+
+def _names(proto: ModelProto) -> list[Any]:
+    """List the names of values, nodes, operators and domains.
+
+    Attributes are not among them: those that an operator does not have are refused.
+    """
+    names: list[Any] = []
+    graphs = [proto.graph]
+    for info in proto.training_info:
+        graphs += [info.initialization, info.algorithm]
+        for entry in (*info.initialization_binding, *info.update_binding):
+            names += (entry.key, entry.value)
+    for function in proto.functions:
+        names += (function.name, function.domain, function.overload)
+        names += (*function.input, *function.output, *function.attribute)
+        names += [attribute.name for attribute in function.attribute_proto]
+    for owner in (proto, *proto.functions):
+        names += [entry.domain for entry in owner.opset_import]
+    for body in (*graphs, *proto.functions):
+        for node in all_nodes(body):
+            names += (node.name, node.op_type, node.domain, node.overload)
+            names += node.input
+            names += node.output
+    for graph in chain.from_iterable(map(all_graphs, graphs)):
+        names += [tensor.name for tensor in graph.initializer]
+        names += [sparse.values.name for sparse in graph.sparse_initializer]
+        for value in chain(graph.input, graph.output, graph.value_info):
+            names.append(value.name)
+            if value.type.HasField("tensor_type"):
+                names += [dim.dim_param for dim in value.type.tensor_type.shape.dim]
+    return names

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from onnx import helper
 
+from jaxonnx._io.protocol import Format
 from jaxonnx._require import check_arguments
 from jaxonnx._safe_read import wrap_errors
 from jaxonnx.errors import ModelError
@@ -45,12 +46,21 @@ class TrainingCheckpoint:
     properties: Mapping[str, int | float | str] = field(default_factory=dict)
 
 
-def is_training_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Check whether a file says that it is such a checkpoint."""
-    if not os.path.isfile(path):
-        return False
-    with open(path, "rb") as file:
-        return file.read(8)[4:] == _IDENTIFIER
+class TrainingCheckpointFormat(Format):
+    """A checkpoint of onnxruntime-training: the weights of a graph that has them as inputs."""
+
+    has_graph = False
+    replaces_inputs = True
+
+    def find(self, source: Any, choice: str | None) -> Path | None:
+        if not isinstance(source, str | os.PathLike) or not os.path.isfile(source):
+            return None
+        with open(source, "rb") as file:
+            return Path(source) if file.read(8)[4:] == _IDENTIFIER else None
+
+    def read_weights(self, place: Path) -> dict[str, np.ndarray]:
+        checkpoint = read_training_checkpoint(place)
+        return {**checkpoint.frozen, **checkpoint.params}
 
 
 def read_training_checkpoint(path: str | os.PathLike[str]) -> TrainingCheckpoint:

@@ -9,6 +9,7 @@ runtime. In the joined graph it is the same few nodes for both. Names of tensors
 encoder and the embedding have a prefix; those of the decoder stay.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,11 +19,13 @@ import onnx
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
 from onnx.external_data_helper import load_external_data_for_tensor
 
-from jaxonnx._io.encoder_decoder import Read
+from jaxonnx._io.folders import GENAI, ModelFolder
 from jaxonnx._io.order import reads
 from jaxonnx._io.parts import ancestors, extract_part, refuse_records, rename_values, value_names
+from jaxonnx._io.protocol import File
 from jaxonnx._io.protos import all_nodes
 from jaxonnx.errors import ModelError
+from jaxonnx.registry import lookup
 
 VISION, EMBEDDING = "vision_encoder.", "embedding."
 PIXELS, TOKENS, EMBEDS = "pixel_values", "input_ids", "inputs_embeds"
@@ -30,25 +33,95 @@ _MERGE = "merge_images."
 _MOVES = ("Identity", "Cast", "Reshape")
 """Operators behind which embeddings are the same, in another shape or type."""
 
-IsSame = Callable[[str, str, int, int], bool]
-"""Tells whether an operator (domain, name) means the same in two opsets."""
+
+class VisionLanguage(ModelFolder):
+    """A folder with a vision encoder, which is frozen by default, an embedding and a decoder."""
+
+    roles = ("vision", "embedding", "decoder")
+
+    @property
+    def image_token(self) -> int | None:
+        for source in (self.read_json(GENAI).get("model", {}), self.read_json("config.json")):
+            for name in ("image_token_id", "image_token_index"):
+                if isinstance(source.get(name), int):
+                    return source[name]
+        return None
+
+    @property
+    def task(self) -> str:
+        return "image-text-to-text"
+
+    def freezes(self, name: str) -> bool:
+        return name.startswith(VISION)
+
+    def join(self, files: Sequence[File]) -> File:
+        """Join the three files.
+
+        If they do not fit, a folder of onnxruntime-genai is that of the decoder, with a warning.
+        """
+        vision, embedding, decoder = files
+        tiles = bool(self.read_image_settings().get("crop_to_patches"))
+        try:
+            joined = _join_parts(vision, embedding, decoder, self.image_token, tiles)
+            return joined._replace(companion=self)
+        except ModelError as error:
+            if not self.read_json(GENAI):
+                raise
+            warnings.warn(
+                f"the decoder of '{self.path}' is loaded alone, to be trained on {EMBEDS}: {error}",
+                stacklevel=5,
+            )
+            return ModelFolder(self.path, self.files[-1:]).join(files[-1:])
+
+    def split(self, proto: ModelProto) -> Sequence[ModelProto]:
+        refuse_records(proto)
+        paths = [self.path / name for name in self.files]
+        headers = [onnx.load(path, load_external_data=False) for path in paths]
+        places = [v.name for v in headers[1].graph.input if v.name != TOKENS]
+        text = _find_text(headers[1].graph, places[0] if places else "")
+        nodes = [node for node in proto.graph.node if not _is_merging(node)]
+        back = ancestors(nodes, {v.name for v in proto.graph.output} - {EMBEDS}, {EMBEDS})
+        features = _find_features(headers[0].graph).name
+        owned = [
+            ancestors(nodes, {VISION + features}),
+            ancestors(nodes, {EMBEDDING + text}),
+            back,
+        ]
+        for name in value_names(proto.graph) - set().union(*owned):  # what nothing needs stays
+            part = 0 if name.startswith(VISION) else 1 if name.startswith(EMBEDDING) else 2
+            owned[part].add(name)
+        new = {v.name: v for v in proto.graph.input}
+        computed = {name for node in nodes for name in node.output} | _tensors(proto.graph)
+        parts = []
+        for prefix, header, names in zip((VISION, EMBEDDING, ""), headers, owned, strict=True):
+            hidden = {VISION + features} if prefix == VISION else {EMBEDS}
+            part = extract_part(proto, header, names & computed, hidden)
+            read = {n for node in part.graph.node for n in reads(node)}
+            theirs = {v.name: v if prefix else new.get(v.name, v) for v in header.graph.input}
+            others = [v for n, v in new.items() if n in read and n not in {TOKENS, PIXELS, *theirs}]
+            declared = [v for n, v in theirs.items() if prefix or n in new or n == EMBEDS]
+            part.graph.input.extend([*declared, *others])
+            part.graph.output.extend(proto.graph.output if not prefix else header.graph.output)
+            if prefix:
+                part.ir_version = header.ir_version
+                drop = partial(_drop_prefix, prefix)
+                rename_values(part.graph, drop, drop)
+            parts.append(part)
+        _restore(parts[1], headers[1], paths[1].parent)
+        parts[2].ClearField("metadata_props")
+        parts[2].metadata_props.extend(proto.metadata_props)
+        return parts[0], parts[1], parts[2]
 
 
-def join_parts(
-    vision: Read,
-    embedding: Read,
-    decoder: Read,
-    image_token: int | None,
-    tiles: bool,
-    is_same: IsSame,
-) -> Read:
-    """Return the three files as one graph.
+def _join_parts(
+    vision: File, embedding: File, decoder: File, image_token: int | None, tiles: bool
+) -> File:
+    """Return the three files as one.
 
     Args:
       vision, embedding, decoder: the files.
       image_token: the token that stands for a feature of an image, if it is known.
       tiles: whether `pixel_values` has several images, or tiles of them, for each row.
-      is_same: see `IsSame`.
 
     Raises:
       ModelError: the files do not fit each other.
@@ -58,17 +131,17 @@ def join_parts(
             "no configuration file names the token that stands for the features of images: "
             "'image_token_id' in genai_config.json (\"model\") or config.json"
         )
-    _check_inputs("the vision encoder", vision[0].graph, {PIXELS})
-    (decoder_embeds,) = _find(decoder[0].graph.input, EMBEDS, "the decoder has no input")
-    features = _find_features(vision[0].graph)
-    places = [v.name for v in embedding[0].graph.input if v.name != TOKENS]
-    _check_inputs("the embedding", embedding[0].graph, {TOKENS, *places[:1]})
-    text = _find_text(embedding[0].graph, places[0] if places else "")
+    _check_inputs("the vision encoder", vision.proto.graph, {PIXELS})
+    (decoder_embeds,) = _find(decoder.proto.graph.input, EMBEDS, "the decoder has no input")
+    features = _find_features(vision.proto.graph)
+    places = [v.name for v in embedding.proto.graph.input if v.name != TOKENS]
+    _check_inputs("the embedding", embedding.proto.graph, {TOKENS, *places[:1]})
+    text = _find_text(embedding.proto.graph, places[0] if places else "")
 
     result, tensors = ModelProto(), {}
-    result.CopyFrom(decoder[0])
+    result.CopyFrom(decoder.proto)
     fronts = []
-    for what, prefix, (proto, values), keep in (
+    for what, prefix, (proto, values, _), keep in (
         ("vision encoder", VISION, vision, set() if tiles else {PIXELS}),
         ("embedding", EMBEDDING, embedding, {TOKENS}),
     ):
@@ -78,7 +151,7 @@ def join_parts(
             _cut(front.graph, text)
         names = value_names(front.graph) - keep
         rename_values(front.graph, _adder(prefix, names), _adder(prefix))
-        _take_opsets(result, front, what, is_same)
+        _take_opsets(result, front, what)
         tensors |= {prefix + n: x for n, x in values.items() if n in names}
         fronts.append(front.graph)
 
@@ -92,7 +165,7 @@ def join_parts(
         nodes += _flatten_tiles(pixels)
     kinds = [v.type.tensor_type.elem_type for v in (tokens, features, decoder_embeds)]
     nodes += [*fronts[0].node, *fronts[1].node]
-    converts = text not in [v.name for v in embedding[0].graph.output]
+    converts = text not in [v.name for v in embedding.proto.graph.output]
     nodes += _merge(VISION + features.name, EMBEDDING + text, image_token, kinds, converts)
     values = [v for v in graph.input if v.name != EMBEDS]
     nodes += graph.node
@@ -103,56 +176,7 @@ def join_parts(
         for field in ("initializer", "sparse_initializer", "quantization_annotation", "value_info"):
             getattr(graph, field).extend(getattr(front, field))
     graph.value_info.append(decoder_embeds)
-    return result, decoder[1] | tensors
-
-
-def split_parts(
-    proto: ModelProto, paths: Sequence[Path]
-) -> tuple[ModelProto, ModelProto, ModelProto]:
-    """Return the files of a graph that `join_parts` made: vision encoder, embedding, decoder.
-
-    Args:
-      proto: the graph, changed or not, with the data of its tensors.
-      paths: the files that were joined.
-
-    Raises:
-      InputError: the graph has a record that is of several files.
-    """
-    refuse_records(proto)
-    headers = [onnx.load(path, load_external_data=False) for path in paths]
-    places = [v.name for v in headers[1].graph.input if v.name != TOKENS]
-    text = _find_text(headers[1].graph, places[0] if places else "")
-    nodes = [node for node in proto.graph.node if not _is_merging(node)]
-    back = ancestors(nodes, {v.name for v in proto.graph.output} - {EMBEDS}, {EMBEDS})
-    features = _find_features(headers[0].graph).name
-    owned = [
-        ancestors(nodes, {VISION + features}),
-        ancestors(nodes, {EMBEDDING + text}),
-        back,
-    ]
-    for name in value_names(proto.graph) - set().union(*owned):  # what nothing needs stays
-        owned[0 if name.startswith(VISION) else 1 if name.startswith(EMBEDDING) else 2].add(name)
-    new = {v.name: v for v in proto.graph.input}
-    computed = {name for node in nodes for name in node.output} | _tensors(proto.graph)
-    parts = []
-    for prefix, header, names in zip((VISION, EMBEDDING, ""), headers, owned, strict=True):
-        hidden = {VISION + features} if prefix == VISION else {EMBEDS}
-        part = extract_part(proto, header, names & computed, hidden)
-        read = {n for node in part.graph.node for n in reads(node)}
-        theirs = {v.name: v if prefix else new.get(v.name, v) for v in header.graph.input}
-        others = [v for n, v in new.items() if n in read and n not in {TOKENS, PIXELS, *theirs}]
-        declared = [v for n, v in theirs.items() if prefix or n in new or n == EMBEDS]
-        part.graph.input.extend([*declared, *others])
-        part.graph.output.extend(proto.graph.output if not prefix else header.graph.output)
-        if prefix:
-            part.ir_version = header.ir_version
-            drop = partial(_drop_prefix, prefix)
-            rename_values(part.graph, drop, drop)
-        parts.append(part)
-    _restore(parts[1], headers[1], paths[1].parent)
-    parts[2].ClearField("metadata_props")
-    parts[2].metadata_props.extend(proto.metadata_props)
-    return parts[0], parts[1], parts[2]
+    return File(result, decoder.tensors | tensors)
 
 
 def find_features(proto: ModelProto) -> str:
@@ -264,7 +288,7 @@ def _tensors(graph: GraphProto) -> set[str]:
     return {tensor.name for tensor in graph.initializer} | sparse
 
 
-def _take_opsets(result: ModelProto, front: ModelProto, what: str, is_same: IsSame) -> None:
+def _take_opsets(result: ModelProto, front: ModelProto, what: str) -> None:
     """Add functions and opsets of a file to the joined one, in place.
 
     Raises:
@@ -275,7 +299,8 @@ def _take_opsets(result: ModelProto, front: ModelProto, what: str, is_same: IsSa
     for node in all_nodes(front.graph):
         domain = "" if node.domain == "ai.onnx" else node.domain
         old, new = old_versions.get(domain), versions.get(domain)
-        if old and new and old != new and not is_same(domain, node.op_type, old, new):
+        operators = [lookup(domain, node.op_type, version) for version in (old, new) if version]
+        if operators[1:] and operators[0] is not operators[1]:
             raise ModelError(
                 f"the {what} has operators of version {old} of '{domain or 'ai.onnx'}', the "
                 f"decoder of version {new}, and {node.op_type} '{node.name}' differs between them; "

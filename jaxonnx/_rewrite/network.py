@@ -23,6 +23,7 @@ from jaxonnx._graph.values import Value, to_value
 from jaxonnx._graph.weight_names import Places
 from jaxonnx._io import records
 from jaxonnx._io.folders import ModelFolder
+from jaxonnx._io.protocol import ALONE, Companion
 from jaxonnx._io.save import in_file_types
 from jaxonnx._rewrite.head import Head
 from jaxonnx._rewrite.outputs import cut
@@ -51,8 +52,8 @@ class Network:
     """The layers that `with_head` put in the place of others."""
     new_rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """The rows of tokens that `with_tokens` added, by the embedding or output layer."""
-    folder: ModelFolder | None = None
-    """The folder of a language model that the file is in, if it was loaded from one."""
+    companion: Companion = ALONE
+    """What lies beside the file, and is saved with it."""
     source: ModelProto | None = field(default=None, repr=False)
     """`proto` as it was loaded, to see whether nodes were added or rewritten since."""
 
@@ -60,6 +61,11 @@ class Network:
     def head(self) -> tuple[str, ...]:
         """The names of the tensors of new heads (`with_head`), for `trainable` and `labels`."""
         return tuple(name for head in self.heads for name in head.tensors)
+
+    @property
+    def folder(self) -> ModelFolder | None:
+        """The folder of a language model that the file is in, if it was loaded from one."""
+        return self.companion.folder
 
     @property
     def graph(self) -> Graph:
@@ -241,8 +247,8 @@ def with_params(model: N, selection: Select) -> N:
     floats = {n: v for n, v in tensors.items() if jnp.issubdtype(v.dtype, jnp.floating)}
     # a running statistic is renewed, not trained, unless it is asked for by its name
     spared = running_statistics(model.graph)
-    if model.folder is not None:  # and so are numbers that are no weights of a vision encoder
-        spared |= {n for n in model.program.constants if model.folder.is_of_vision(n)}
+    # and so are numbers that are no weights of a vision encoder
+    spared |= {name for name in model.program.constants if model.companion.freezes(name)}
     chosen = select(selection, floats, "trainable", spared, places=model._places)
     constants = {n: v for n, v in model.program.constants.items() if n not in chosen}
     return replace(

@@ -18,8 +18,9 @@ from jaxonnx._atomic_write import write_atomically
 from jaxonnx._compare.written import Origin, check_written
 from jaxonnx._data.random_inputs import draw_inputs
 from jaxonnx._graph.values import Value, to_value
-from jaxonnx._io import formats
 from jaxonnx._io.build import unused_name
+from jaxonnx._io.files import LIMIT, save_npz
+from jaxonnx._io.formats import save
 from jaxonnx._require import check_arguments, require_choice
 from jaxonnx._step_files import web as _web
 from jaxonnx._step_files.load import FORMAT
@@ -286,10 +287,10 @@ class _Exporter:
             path = folder / files[name]
             if path.suffix == ".npz":
                 with write_atomically(path) as file:
-                    formats.save_npz(file, self.start())
+                    save_npz(file, self.start())
                 continue
             options = {"external_data": external_data and path.suffix == ".onnx"}
-            formats.save(path, partial(_same, proto), self.start, **options)
+            save(path, partial(_same, proto), self.start, **options)
         return {
             "format": FORMAT,
             "opset": self.opset,
@@ -312,7 +313,7 @@ class _Exporter:
 
         loss, finite = self.results
         proto = self._graph("step", update, [*self.next, loss, finite])
-        if proto.ByteSize() < formats.LIMIT:  # what ONNX infers shapes of
+        if proto.ByteSize() < LIMIT:  # what ONNX infers shapes of
             proto = split_into_blocks(proto)
         entry = {
             "batch": self._batch(proto),

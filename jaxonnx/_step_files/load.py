@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from onnx import ModelProto
 
-from jaxonnx._io.read import weights_of
+from jaxonnx._io.weights import read_weights
 from jaxonnx._require import check_arguments
 from jaxonnx._safe_read import wrap_errors
 from jaxonnx.errors import InputError
@@ -61,7 +61,7 @@ def import_step(
         raise InputError(f"'{path}' is not a manifest of export_step: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise InputError(f"'{path}' is not a manifest of export_step: it is not a {FORMAT!r}")
-    what, arrays = weights_of(_read_saved_state(Path(folder)) if state is None else state)
+    what, arrays, _ = read_weights(_read_saved_state(Path(folder)) if state is None else state)
     graph = manifest.get("weights")
     if graph is None:
         needed = [*_names(path, manifest, "params"), *_names(path, manifest, "statistics")]

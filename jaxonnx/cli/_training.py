@@ -19,7 +19,6 @@ from jaxonnx._atomic_write import check_writable
 from jaxonnx._data.batches import Batch, Source
 from jaxonnx._data.images import preparation as images
 from jaxonnx._graph.projections import ROLES
-from jaxonnx._io.folders import is_folder
 from jaxonnx._io.formats import check_suffix
 from jaxonnx._io.packed import packed_nbytes
 from jaxonnx.cli import _explain as explain
@@ -371,7 +370,7 @@ def _lora(options: argparse.Namespace) -> partial | None:
 
 def _has_folder(path: Path, model: Model) -> bool:
     """Check whether a model is saved as a folder, which has a card as well."""
-    return model.folder is not None and is_folder(path, model.folder)
+    return model.folder is not None and model.folder.accepts(path)
 
 
 def _save(result: Result, path: Path) -> None:

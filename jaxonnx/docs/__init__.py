@@ -19,6 +19,7 @@ MODULES = (
     "jaxonnx.training",
     "jaxonnx.losses",
     "jaxonnx.loggers",
+    "jaxonnx.formats",
     "jaxonnx.optim",
     "jaxonnx.sparse",
     "jaxonnx.flax",

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxonnx._atomic_write import write_atomically
-from jaxonnx._io.formats import read_metadata, read_weights, write_safetensors
+from jaxonnx._io.files import read_metadata, read_safetensors, write_safetensors
 from jaxonnx._safe_read import wrap_errors
 from jaxonnx.errors import Error, InputError, ModelError
 from jaxonnx.lora._peft_config import Settings, read_settings
@@ -321,7 +321,7 @@ def read_peft(folder: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], di
         config = json.loads(Path(folder, _CONFIG).read_text())
         if not isinstance(config, dict):
             raise ValueError(f"{_CONFIG} is not an object")
-    arrays = read_weights(Path(folder, _WEIGHTS))
+    arrays = read_safetensors(Path(folder, _WEIGHTS))
     half = ml_dtypes.bfloat16
     return {n: x.astype(np.float32) if x.dtype == half else x for n, x in arrays.items()}, config
 

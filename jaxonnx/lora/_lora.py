@@ -146,8 +146,8 @@ class LoRA:
         sizes = {name: place.sizes(meanings[name].shape) for name, place in places.items()}
         # a file has no place for adapters of packed experts (QMoE): only names choose these
         inseparable = {name for name in places if places[name].batch and meanings[name].storage}
-        folder = model.folder  # whose vision encoder stays as it is, unless it is named
-        frozen = {name for name in places if folder is not None and folder.is_of_vision(name)}
+        # a vision encoder stays as it is, unless it is named
+        frozen = {name for name in places if model.companion.freezes(name)}
         if self.where is None:
             chosen = {
                 name

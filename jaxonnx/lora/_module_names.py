@@ -93,7 +93,7 @@ def find_family(model: Model, config: Mapping[str, Any] = MappingProxyType({})) 
     read = model.folder.read_json if model.folder else lambda name: {}
     family = read("genai_config.json").get("model", {}).get("type")
     settings = {**config, **read("config.json")}
-    if model.folder and model.folder.vision:
+    if model.folder and model.folder.image_token is not None:
         settings = settings.get("text_config") or settings
     family = family or settings.get("model_type")
     records = (entry for node in model.proto.graph.node for entry in node.metadata_props)
@@ -129,7 +129,7 @@ def find_matrices(
     used = [*uses(model.graph, tensors)]
     fused = find_fused_projections(model.graph, meanings, used, tensors)
     modules = name_modules(rows, names, model.aliases)
-    if names is None and model.folder and model.folder.vision:
+    if names is None and model.folder and model.folder.image_token is not None:
         modules = {
             name: re.sub(r"^model\.(?=layers\.|embed_tokens$)", BESIDE_VISION, module)
             for name, module in modules.items()

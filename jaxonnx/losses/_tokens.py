@@ -73,7 +73,7 @@ def take_next_logits(model: Model, data: Any = None) -> Model:
 def label_tokens(model: Model, ignore_index: int | None) -> DeriveTargets:
     """Return a function that makes labels of the tokens, without those of images."""
     ignored = IGNORED if ignore_index is None else ignore_index
-    image = model.folder.image_token if model.folder and model.folder.vision else None
+    image = model.folder.image_token if model.folder else None
 
     def derive(inputs: Sequence[Any], values: Sequence[Value], what: str) -> Any:
         labels = next_tokens(inputs, values, ignored, what)

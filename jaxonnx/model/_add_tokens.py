@@ -58,7 +58,7 @@ def add_tokens(model: M, tokenizer: Tokenizer, tokens: Sequence[str], special: b
     folder = _resize_settings(tokenizer.folder, before, after)
     earlier = model.new_rows
     new_rows = {name: (*earlier.get(name, ()), *rows) for name in vocabulary.matrices}
-    return dataclasses.replace(net, folder=folder, new_rows={**earlier, **new_rows})
+    return dataclasses.replace(net, companion=folder, new_rows={**earlier, **new_rows})
 
 
 def _replace_tensors(

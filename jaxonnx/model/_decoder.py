@@ -78,7 +78,7 @@ class Decoder:
     @cached_property
     def _images(self) -> tuple[Value, ...]:
         """The input of images of a vision-language model, whose prompts are tokens."""
-        if self.model.folder is None or not self.model.folder.vision:
+        if self.model.folder is None or self.model.folder.image_token is None:
             return ()
         return tuple(value for value in self._inputs if value.name == PIXELS)
 

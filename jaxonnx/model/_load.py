@@ -23,21 +23,19 @@ from jaxonnx._graph.roles import running_statistics, split
 from jaxonnx._graph.select import Select, select
 from jaxonnx._graph.stored import check_zero_points
 from jaxonnx._graph.types import infer_types
-from jaxonnx._io.encoder_decoder import join_files
-from jaxonnx._io.folders import GENAI, ModelFolder, find_folder
-from jaxonnx._io.read import give_back_memory, read, replace_weights
+from jaxonnx._io.formats import find
+from jaxonnx._io.protocol import File
+from jaxonnx._io.read import give_back_memory
 from jaxonnx._io.tensors import equal_bits
 from jaxonnx._io.ties import find_duplicates, is_shared, replace_duplicates, sources
-from jaxonnx._io.vision_language import join_parts
+from jaxonnx._io.weights import replace_weights
 from jaxonnx._mesh.rules import Sharding
 from jaxonnx._mesh.shardings import model_shardings
 from jaxonnx._require import check_arguments, require_integer
 from jaxonnx._run.program import Program
-from jaxonnx._text import list_some
-from jaxonnx.errors import InputError, ModelError
+from jaxonnx.errors import InputError
 from jaxonnx.model._model import Model, Trainable
 from jaxonnx.quantization import dequantize_weights, recorded_views, restore_attention
-from jaxonnx.registry import lookup
 
 TRIM_LIMIT = 1 << 26
 """Bytes; reading weights above it leaves gaps in memory that are worth giving back."""
@@ -139,25 +137,36 @@ def load(
     check_arguments(load, locals() | {"source": ""})  # `read` refuses other sources
     if limit is not None:
         require_integer("limit", limit)
-    folder = find_folder(source, variant) if checkpoint is None else None
-    file = source if folder is None else folder.path / folder.file
-    proto, tensors = read(file, checkpoint)
-    if folder is not None and folder.encoder:
-        proto, tensors = join_files(read(folder.path / folder.encoder), (proto, tensors))
-    if folder is not None and folder.vision:
-        folder, (proto, tensors) = _join_parts(folder, (proto, tensors))
-    if restored := restore_attention(proto):
-        warnings.warn(
-            f"onnxruntime's quantizer replaced the Attention of '{list_some(restored, '')}' by a "
-            "QAttention with invalid attributes, which onnxruntime refuses: it is loaded, and "
-            "saved, as the original Attention of dequantized Q and K",
-            stacklevel=2,
-        )
+    form, place = find(source, variant=variant, checkpoint=checkpoint)
+    file = restore_attention(form.read(place))
+    original = file.proto
     if weights is not None:
-        tensors = replace_weights(proto.graph, tensors, weights)
-    origin = proto
+        file = replace_weights(file, weights)
     if dequantize:
-        proto, tensors = dequantize_weights(proto, tensors)
+        file = dequantize_weights(file)
+    graph, params, state, constants = _split_by_role(file, tied)
+    originals = {
+        name: file.tensors[name]
+        for name in (*params, *state)
+        if file.tensors[name].dtype != jax.dtypes.canonicalize_dtype(file.tensors[name].dtype)
+    }
+    file.tensors.clear()  # so that each array is freed as soon as it is copied
+    program = Program(graph, constants, recorded_views(file.proto), limit)
+    model = Model(
+        params, state, file.proto, program, originals, companion=file.companion, source=original
+    )
+    _place(model, mesh, sharding)
+    model = model if outputs is None else model.with_outputs(outputs)
+    model = model if batch is None else model.with_any_batch()
+    for warning in model.warnings:
+        if warning.startswith(("64-bit", "metadata_props")):
+            warnings.warn(warning, stacklevel=2)
+    return model if trainable is None else model.with_trainable(trainable)
+
+
+def _split_by_role(file: File, tied: Select | None) -> tuple[Graph, Any, Any, Any]:
+    """Bind the graph of a file, and tell what is learned: parameters, state and constants."""
+    proto, tensors, companion = file
     graph = bind(proto, proto.graph, tensors.keys())
     if names := _tied_names(graph, tensors, proto, tied):
         stored = {n: of for n, of in find_duplicates(proto.graph, tensors).items() if n in names}
@@ -169,59 +178,25 @@ def load(
     check_zero_points(graph, tensors)
     graph = pass_rounding(fuse_integer_products(graph, tensors), tensors)
     params, state, constants = split(graph, tensors, proto.graph)
-    if folder is not None:
-        state |= {name: params.pop(name) for name in [*params] if folder.is_of_vision(name)}
-    originals = {
-        name: tensors[name]
-        for name in (*params, *state)
-        if tensors[name].dtype != jax.dtypes.canonicalize_dtype(tensors[name].dtype)
-    }
-    tensors.clear()  # so that each array is freed as soon as it is copied
-    program = Program(graph, constants, recorded_views(proto), limit)
-    placement = {}
-    if mesh is not None:
-        placement = model_shardings(Model(params, state, proto, program, originals), mesh, sharding)
-    for group in (params, state):
+    state |= {name: params.pop(name) for name in [*params] if companion.freezes(name)}
+    return graph, params, state, constants
+
+
+def _place(model: Model, mesh: Mesh | Literal["all"] | None, sharding: Sharding | None) -> None:
+    """Move parameters and state to the devices, in place."""
+    # what a model caches would keep the arrays of the file
+    placement = {} if mesh is None else model_shardings(replace(model), mesh, sharding)
+    for group in (model.params, model.state):
         for name in group:
             group[name] = _to_device(group[name], placement.get(name))
-    if sum(value.nbytes for group in (params, state) for value in group.values()) > TRIM_LIMIT:
-        jax.block_until_ready((params, state))
+    values = [*model.params.values(), *model.state.values()]
+    if sum(value.nbytes for value in values) > TRIM_LIMIT:
+        jax.block_until_ready(values)
         gc.collect(0)  # JAX lets go of the arrays that it has copied when Python collects
         give_back_memory()
-    model = Model(params, state, proto, program, originals, folder=folder, source=origin)
-    model = model if outputs is None else model.with_outputs(outputs)
-    model = model if batch is None else model.with_any_batch()
-    for warning in model.warnings:
-        if warning.startswith(("64-bit", "metadata_props")):
-            warnings.warn(warning, stacklevel=2)
-    return model if trainable is None else model.with_trainable(trainable)
 
 
-def _join_parts(folder: ModelFolder, decoder: Any) -> tuple[ModelFolder, Any]:
-    """Join the files of a vision-language model to one.
-
-    If they do not fit, a folder of onnxruntime-genai is that of the decoder, with a warning.
-    """
-
-    def is_same(domain: str, name: str, old: int, new: int) -> bool:
-        return lookup(domain, name, old) is lookup(domain, name, new)
-
-    vision, embedding = (read(folder.path / name) for name in (folder.vision, folder.embedding))
-    tiles = bool(folder.read_image_settings().get("crop_to_patches"))
-    try:
-        return folder, join_parts(vision, embedding, decoder, folder.image_token, tiles, is_same)
-    except ModelError as error:
-        if not folder.read_json(GENAI):
-            raise
-        warnings.warn(
-            f"the decoder of '{folder.path}' is loaded alone, to be trained on inputs_embeds: "
-            f"{error}",
-            stacklevel=3,
-        )
-        return replace(folder, vision="", embedding=""), decoder
-
-
-def _to_device(value: np.ndarray, sharding: NamedSharding | None) -> jax.Array:
+def _to_device(value: Any, sharding: NamedSharding | None) -> jax.Array:
     """Copy an array to the devices, so that later writes to `value` do not reach it."""
     base = value.base
     while isinstance(base, np.ndarray):

@@ -20,7 +20,7 @@ from jaxonnx._compare.written import (
     warn_unproven,
 )
 from jaxonnx._data.images.preparation import preparation
-from jaxonnx._io import folders, formats
+from jaxonnx._io.formats import save as save_alone
 from jaxonnx._io.protos import all_graphs, all_nodes, tensor_of_constant
 from jaxonnx._io.save import to_onnx
 from jaxonnx._require import require_choice
@@ -172,16 +172,17 @@ def save(
 ) -> None:
     """Write the file of a model, as `Model.save` does."""
     proto = partial(to_proto, model, adapters, check=check)
-    if folders.is_folder(path, model.folder):
-        if model.folder is None or external_data or sparse:
+    if model.companion.accepts(path):
+        if external_data or sparse:
             raise InputError(
-                f"'{os.fspath(path)}' is a folder: give the path of a file"
-                + " for these options" * bool(model.folder)
+                f"'{os.fspath(path)}' has neither external_data nor sparse: give the path of an "
+                ".onnx file for these options"
             )
-        folders.save_folder(path, model.folder, proto, _find_new_classes(model))
+        model.companion.save(path, proto, _find_new_classes(model))
         return
-    formats.save(path, proto, partial(_merge, model), external_data=external_data, sparse=sparse)
-    if formats.of(path).graph is None or model.sparsity is not None:
+    options = {"external_data": external_data, "sparse": sparse}
+    form = save_alone(path, proto, partial(_merge, model), **options)
+    if not form.has_graph or model.sparsity is not None:
         return
     if message := describe_unrecorded(model):
         warnings.warn(f"'{os.fspath(path)}': {message}", stacklevel=3)

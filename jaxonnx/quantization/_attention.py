@@ -5,8 +5,12 @@ QAttention for that of ONNX (opset 23), too: Q and K are quantized, V stands in 
 bias, and the attributes stay those of ONNX. onnxruntime refuses that file.
 """
 
-from onnx import ModelProto, NodeProto, helper
+import warnings
 
+from onnx import NodeProto, helper
+
+from jaxonnx._io.protocol import File
+from jaxonnx._text import list_some
 from jaxonnx.errors import ModelError
 
 _REQUIRED = "num_heads"
@@ -15,15 +19,13 @@ _SINCE = 23
 """The opset that introduced the Attention of ONNX."""
 
 
-def restore_attention(proto: ModelProto) -> list[str]:
-    """Replace misquantized QAttention nodes in place: DequantizeLinear of Q and K, and Attention.
-
-    Returns:
-      The first outputs of these nodes.
+def restore_attention(file: File) -> File:
+    """Replace misquantized QAttention nodes, with a warning, by DequantizeLinear and Attention.
 
     Raises:
       ModelError: a node had a cache, half of which the quantizer dropped.
     """
+    proto = file.proto
     opset = next((o.version for o in proto.opset_import if o.domain in ("", "ai.onnx")), 0)
     nodes = [*proto.graph.node]
     restored = [node.output[0] for node in nodes if opset >= _SINCE and _is_misquantized(node)]
@@ -31,7 +33,13 @@ def restore_attention(proto: ModelProto) -> list[str]:
         del proto.graph.node[:]
         for node in nodes:
             proto.graph.node.extend(_restore(node) if _is_misquantized(node) else [node])
-    return restored
+        warnings.warn(
+            f"onnxruntime's quantizer replaced the Attention of '{list_some(restored, '')}' by a "
+            "QAttention with invalid attributes, which onnxruntime refuses: it is loaded, and "
+            "saved, as the original Attention of dequantized Q and K",
+            stacklevel=3,
+        )
+    return file
 
 
 def _is_misquantized(node: NodeProto) -> bool:

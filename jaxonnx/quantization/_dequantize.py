@@ -13,27 +13,22 @@ from jaxonnx._graph.ancestors import select_part
 from jaxonnx._graph.bind import Graph, bind
 from jaxonnx._graph.uses import weights
 from jaxonnx._io import records
+from jaxonnx._io.protocol import File
 from jaxonnx._run.scope import Context, run
 from jaxonnx._text import format_count
 from jaxonnx.errors import InputError
 from jaxonnx.quantization._record import declare
 
 
-def dequantize_weights(
-    proto: ModelProto, tensors: Mapping[str, np.ndarray]
-) -> tuple[ModelProto, dict[str, np.ndarray]]:
+def dequantize_weights(file: File) -> File:
     """Replace each DequantizeLinear of stored tensors with a floating-point tensor of its result.
 
-    Args:
-      proto: the file.
-      tensors: the values of its named tensors.
-
-    Returns:
-      The new file and the values of its tensors. A new tensor has the name of its node's result.
+    A new tensor has the name of its node's result.
 
     Raises:
       InputError: no DequantizeLinear reads only stored tensors.
     """
+    proto, tensors = file.proto, file.tensors
     graph = bind(proto, proto.graph, tensors.keys())
     nodes = [n for n in graph.nodes if n.op.dequantizes and tensors.keys() >= {*n.reads}]
     names = tuple(node.outputs[0] for node in nodes)
@@ -60,8 +55,8 @@ def dequantize_weights(
     result.graph.initializer.extend(declare(name, value) for name, value in new.items())
     records.put(result, records.QUANTIZATION, None)  # it speaks of tensors that are gone
     records.rename_sparse(result, {node.inputs[0]: node.outputs[0] for node in nodes})
-    read = {name: value for name, value in tensors.items() if name not in unused}
-    return result, read | new
+    kept = {name: value for name, value in tensors.items() if name not in unused}
+    return file._replace(proto=result, tensors=kept | new)
 
 
 def describe_integers(graph: Graph, tensors: Mapping[str, Any]) -> Iterator[str]:

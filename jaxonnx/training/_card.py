@@ -111,7 +111,7 @@ def _find_base(model: Model, folder: Path) -> str:
     The configuration of adapters names it, the hub's cache, or what transformers exported.
     """
     home = model.folder
-    names = [ModelFolder(folder, "").read_json(ADAPTERS).get("base_model_name_or_path")]
+    names = [ModelFolder(folder).read_json(ADAPTERS).get("base_model_name_or_path")]
     names += [home.repository, home.origin] if home else []
     return next((name for name in names if name and _REPOSITORY.fullmatch(name)), "")
 

@@ -8,8 +8,8 @@ from typing import Any
 from onnx import ModelProto
 
 from jaxonnx._compare.integers import find_integers
+from jaxonnx._io.formats import read
 from jaxonnx._io.protos import all_nodes, tensor_of_constant
-from jaxonnx._io.read import read
 from jaxonnx.model import Model
 
 _TRAINING = ("BatchNormalization", "Dropout")
@@ -21,7 +21,7 @@ def find_changes(before: str | Path | bytes | ModelProto, after: Any) -> list[st
 
     A tensor of a Constant node may have become an initializer of its name.
     """
-    (old, tensors), (new, saved) = read(before), read(after)
+    (old, tensors, _), (new, saved, _) = read(before), read(after)
     changes = []
     for name, array in tensors.items():
         other = saved.get(name)

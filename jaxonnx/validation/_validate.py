@@ -36,7 +36,7 @@ from jaxonnx._compare.written import (
 from jaxonnx._data.kinds import open_data
 from jaxonnx._data.random_inputs import draw_inputs
 from jaxonnx._graph.caches import find_caches
-from jaxonnx._io.read import read
+from jaxonnx._io.formats import read
 from jaxonnx._io.save import training_nodes
 from jaxonnx._require import check_arguments
 from jaxonnx._text import Rendered, format_count, list_some
@@ -217,7 +217,7 @@ class _Run:
         if training_nodes(self.model.proto.graph):  # which a call, and a saved file, do not
             file = self._folder / "inference.onnx"
             self.model.save(file, check=False)
-        if training_nodes(read(file)[0].graph):
+        if training_nodes(read(file).proto.graph):
             yield Check(name, None, "does not apply: the file runs nodes in training mode")
             return
         try:

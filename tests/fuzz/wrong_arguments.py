@@ -22,7 +22,7 @@ import numpy as np
 import optax
 
 import jaxonnx
-from jaxonnx import demo, docs, loggers, losses, optim, sparse, training
+from jaxonnx import demo, docs, formats, loggers, losses, optim, sparse, training
 from tests.support.paths import DATA
 from tests.support.tiny_networks import LABELS, examples, mlp
 
@@ -292,6 +292,10 @@ CALLS: dict[str, Call] = {
         lambda: training.restore_checkpoint, step=step, path="none"
     ),
     "jaxonnx.training.register_data": Call(lambda: training.register_data, kind=lambda: Nothing),
+    "jaxonnx.formats.register": Call(lambda: formats.register, kind=lambda: formats.Format),
+    "jaxonnx.formats.read_proto": Call(
+        lambda: formats.read_proto, proto=lambda: demo.mlp().to_onnx()
+    ),
     "jaxonnx.losses.register": Call(
         lambda: losses.register, name="of one's own", loss=lambda: losses.Loss(), also_called=""
     ),
@@ -416,6 +420,7 @@ PLOT = "draws into axes of matplotlib"
 TRACED = "mathematics of arrays, which JAX checks"
 SERVICE = "goes to a service, whose package or network is not there; tested with stand-ins"
 OF_PATTERNS = "is written for a pattern of one's own, and called by jaxonnx"
+OF_FORMATS = "is written for a format of one's own, and called by jaxonnx"
 OF_DATA = "is written for a kind of data of one's own, and called by jaxonnx"
 NOT_CALLED = {
     **dict.fromkeys(("jaxonnx.loggers.mlflow", "jaxonnx.loggers.wandb"), SERVICE),
@@ -427,6 +432,9 @@ NOT_CALLED = {
     "jaxonnx.training.Curves.plot": PLOT,
     "jaxonnx.training.PerClass.plot": PLOT,
     "jaxonnx.training.RateCurve.plot": PLOT,
+    "jaxonnx.formats.Companion": OF_FORMATS,
+    "jaxonnx.formats.File": OF_FORMATS,
+    "jaxonnx.formats.Format": OF_FORMATS,
     "jaxonnx.training.Data": OF_DATA,
     "jaxonnx.training.Reading": OF_DATA,
     "jaxonnx.training.State.replace": "that of dataclasses",

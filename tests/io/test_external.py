@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import jaxonnx
 from jaxonnx._io import external
-from jaxonnx._io.read import read
+from jaxonnx._io.formats import read
 
 W = np.arange(6, dtype=np.float32).reshape(3, 2) + 1
 B = np.array([1, -1], np.float32)
@@ -81,7 +81,7 @@ def either(request, monkeypatch):
 
 
 def check(path):
-    _, tensors = read(path)
+    _, tensors, _ = read(path)
     np.testing.assert_array_equal(tensors["w"], W)
     np.testing.assert_array_equal(tensors["b"], B)
 

@@ -38,7 +38,7 @@ def test_the_configuration_of_genai_names_the_decoder(tmp_path):
     folder = tmp_path / "genai"
     shutil.copytree(GENAI, folder)
     (folder / "embedding.onnx").write_bytes(b"")
-    assert jaxonnx.load(folder).folder.file == "model.onnx"
+    assert jaxonnx.load(folder).folder.files == ("model.onnx",)
     config = json.loads((folder / "genai_config.json").read_text())
     config["model"]["decoder"]["filename"] = "text.onnx"
     (folder / "genai_config.json").write_text(json.dumps(config))
@@ -49,8 +49,8 @@ def test_the_configuration_of_genai_names_the_decoder(tmp_path):
 def test_several_models_are_named(browser):
     with pytest.raises(jaxonnx.InputError, match=r"onnx/model.onnx, onnx/model_q4.onnx; choose"):
         jaxonnx.load(browser)
-    assert jaxonnx.load(browser, variant="q4").folder.file == "onnx/model_q4.onnx"
-    assert jaxonnx.load(browser, variant="fp32").folder.file == "onnx/model.onnx"
+    assert jaxonnx.load(browser, variant="q4").folder.files == ("onnx/model_q4.onnx",)
+    assert jaxonnx.load(browser, variant="fp32").folder.files == ("onnx/model.onnx",)
     with pytest.raises(jaxonnx.InputError, match=r"no variant .fp16.; it has onnx/model.onnx"):
         jaxonnx.load(browser, variant="fp16")
     with pytest.raises(jaxonnx.InputError, match="the source is not such"):
@@ -61,7 +61,7 @@ def test_a_merged_decoder_goes_before_its_parts(tmp_path):
     for name in ("decoder_model", "decoder_with_past_model", "decoder_model_merged"):
         shutil.copy(OPTIMUM / "model.onnx", tmp_path / f"{name}.onnx")
     shutil.copy(OPTIMUM / "config.json", tmp_path)
-    assert jaxonnx.load(tmp_path).folder.file == "decoder_model_merged.onnx"
+    assert jaxonnx.load(tmp_path).folder.files == ("decoder_model_merged.onnx",)
     (tmp_path / "decoder_model_merged.onnx").unlink()
     with pytest.raises(jaxonnx.InputError, match=r"decoder_model.onnx, decoder_with_past_model"):
         jaxonnx.load(tmp_path)
@@ -238,7 +238,7 @@ def test_a_name_of_the_hub_brings_one_variant(browser, tmp_path):
     source = """if True:
         import jaxonnx
         model = jaxonnx.load("us/tiny", variant="q4")
-        print(model.folder.file, sorted(p.name for p in model.folder.path.rglob("*.*")))
+        print(*model.folder.files, sorted(p.name for p in model.folder.path.rglob("*.*")))
         try:
             jaxonnx.load("us/none")
         except jaxonnx.InputError as error:

@@ -185,20 +185,6 @@ def test_without_the_package(tmp_path, monkeypatch):
         jaxonnx.load(net()).save(tmp_path / "a.safetensors")
 
 
-def test_another_format_is_one_entry(tmp_path, monkeypatch):
-    def read(path):
-        return {"w": np.fromfile(path, np.float32).reshape(8, 4)}
-
-    def write(path, _, weights):
-        weights()["w"].tofile(path)
-
-    monkeypatch.setitem(formats._FORMATS, ".f32", formats.Format(None, read, write))
-    model = jaxonnx.load(net())
-    model.save(tmp_path / "a.f32")
-    back = jaxonnx.load(net(), weights=tmp_path / "a.f32")
-    np.testing.assert_array_equal(back.params["w"], model.params["w"])
-
-
 def test_integers_are_weights_of_a_quantized_file_before_they_are_dequantized():
     nodes = [
         helper.make_node("DequantizeLinear", ["q", "scale"], ["w"]),

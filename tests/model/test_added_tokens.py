@@ -410,7 +410,7 @@ def test_tokens_that_cannot_be_added(tmp_path):
     adapted = jaxonnx.LoRA(rank=2, where=["layer"]).attach(model, jax.random.key(0))
     with pytest.raises(jaxonnx.InputError, match="the vocabulary of a model with adapters"):
         adapted.with_tokens(["x"])
-    images = replace(demo.model(), folder=model.folder)
+    images = replace(demo.model(), companion=model.companion)
     with pytest.raises(jaxonnx.InputError, match="no embedding: no Gather reads rows of a table"):
         images.with_tokens(["x"])
     (tmp_path / "old/tokenizer.json").unlink()

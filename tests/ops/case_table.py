@@ -13,7 +13,7 @@ from onnx import ModelProto, TypeProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from jaxonnx._graph.bind import bind
-from jaxonnx._io.read import read
+from jaxonnx._io.formats import read
 from jaxonnx._run.program import Program
 from jaxonnx.registry import Op, lookup
 
@@ -87,7 +87,7 @@ class Case:
 
     def function(self, version: int, inputs: Sequence[Any] | None = None) -> Callable[..., tuple]:
         """The node as a function of its inputs, evaluated by jaxonnx."""
-        proto, tensors = read(self.model(version, inputs))
+        proto, tensors, _ = read(self.model(version, inputs))
         program = Program(bind(proto, proto.graph, tensors.keys()), tensors)
 
         def call(*values: Any) -> tuple:

@@ -6,6 +6,7 @@ import onnx.parser
 import pytest
 
 import jaxonnx
+from jaxonnx import formats
 from jaxonnx.quantization import dequantize_weights
 from jaxonnx.views import Dropout
 from tests.support.paths import DATA
@@ -118,7 +119,7 @@ def test_dequantize_leaves_its_source():
     )
     proto, tensors = source.proto, source.tensors
     before = proto.SerializeToString(), {*tensors}
-    changed, values = dequantize_weights(proto, tensors)
+    changed, values, _ = dequantize_weights(formats.File(proto, tensors))
     assert (proto.SerializeToString(), {*tensors}) == before
     assert {t.name for t in changed.graph.initializer} == {*values} == {"w"}
     np.testing.assert_array_equal(values["w"], [[0.5, 1], [1.5, 2]])

@@ -63,7 +63,7 @@ class ImageReader:
           TrainingError: the folder does not say how images are read, or this does not fit.
         """
         folder = model.folder
-        if folder is None or not folder.vision or folder.image_token is None:
+        if folder is None or folder.image_token is None:
             return None
         (value,) = (v for v in model.inputs if v.name == PIXELS)
         assert value.shape is not None

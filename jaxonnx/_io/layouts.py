@@ -1,0 +1,240 @@
+"""Formats of language models: which files of a folder are the model.
+
+onnxruntime-genai    genai_config.json names the file of the decoder, and that of its encoder
+optimum              model.onnx, or decoder_model*.onnx, beside config.json
+transformers.js      onnx/model.onnx and variants of it, onnx/model_q4.onnx
+
+The last two have an encoder beside its decoder as encoder_model.onnx; `_io.encoder_decoder` joins
+them. The first and the last have vision-language models as three files (`_io.vision_language`).
+
+A name like "onnx-community/Qwen3-0.6B-ONNX" is a folder of the Hugging Face hub.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from fnmatch import fnmatch
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from jaxonnx._io.encoder_decoder import EncoderDecoder
+from jaxonnx._io.folders import (
+    CHAT_TEMPLATES,
+    DECODERS,
+    GENAI,
+    VARIANTS,
+    WEIGHTS,
+    ModelFolder,
+    list_data_files,
+    split_variant,
+)
+from jaxonnx._io.protocol import File, Format
+from jaxonnx._io.vision_language import VisionLanguage
+from jaxonnx.errors import InputError, ModelError
+
+_MARKS = (GENAI, "config.json", "tokenizer.json", "tokenizer_config.json")
+_ENCODER = "encoder_model"
+_PARTS = "vision_encoder", "embed_tokens"
+"""Files of transformers.js before the decoder of a vision-language model."""
+_HUB = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)+")
+
+
+class FolderFormat(Format):
+    """A format of the folders of language models."""
+
+    def read(self, place: ModelFolder) -> File:
+        return place.read()
+
+
+class DescribedFormat(FolderFormat):
+    """An .onnx file beside a configuration that describes it.
+
+    It is `config.json` of transformers, or the genai_config.json that names the file, in the folder
+    of the file or, for transformers.js, in the one above.
+    """
+
+    def find(self, source: Any, choice: str | None) -> ModelFolder | None:
+        if not isinstance(source, str | os.PathLike) or (path := Path(source)).suffix != ".onnx":
+            return None
+        for folder in (path.parent, *([path.parent.parent] if path.parent.name == "onnx" else [])):
+            name = path.relative_to(folder).as_posix()
+            with suppress(ModelError):  # another file by that name
+                config, genai = map(ModelFolder(folder).read_json, ("config.json", GENAI))
+                decoder = genai.get("model", {}).get("decoder", {})
+                if "model_type" in config or decoder.get("filename") == name:
+                    return ModelFolder(folder, (name,))
+        return None
+
+
+class GenaiFormat(FolderFormat):
+    """A folder of onnxruntime-genai, whose configuration names the files."""
+
+    def find(self, source: Any, choice: str | None) -> ModelFolder | None:
+        if not isinstance(source, str | os.PathLike) or not Path(source, GENAI).is_file():
+            return None
+        return self.choose(str(source), Path(source), _list_files(Path(source)))
+
+    def choose(self, what: str, path: Path, names: Collection[str]) -> ModelFolder | None:
+        """Choose the files that the configuration names; None if it names no decoder.
+
+        Args:
+          what: the folder, for errors.
+          path: the folder, which has the configuration.
+          names: its files.
+
+        Raises:
+          InputError: the folder does not have a file that the configuration names.
+        """
+        model = ModelFolder(path).read_json(GENAI).get("model", {})
+        for kind in (VisionLanguage, EncoderDecoder, ModelFolder):
+            files = tuple(model.get(role, {}).get("filename") for role in kind.roles)
+            if not all(files):
+                continue
+            if missing := [name for name in files if name not in names]:
+                raise InputError(
+                    f"'{what}': {GENAI} names '{missing[0]}', and the folder does not have it"
+                )
+            return kind(path, files)
+        return None
+
+
+class ExportedFormat(FolderFormat):
+    """A folder of optimum or transformers.js, whose files have the names of their exporters."""
+
+    form = "the folder of a language model"
+    choice = "variant"
+
+    def find(self, source: Any, choice: str | None) -> ModelFolder | None:
+        if not isinstance(source, str | os.PathLike) or not Path(source).is_dir():
+            return None
+        names = _list_files(Path(source))
+        marked = any(mark in names for mark in _MARKS) or any(n.startswith("onnx/") for n in names)
+        return self.choose(str(source), Path(source), names, choice) if marked else None
+
+    def choose(
+        self, what: str, path: Path, names: Collection[str], variant: str | None
+    ) -> ModelFolder:
+        """Choose the files of one model, and of one variant.
+
+        Args:
+          what: the folder, for errors.
+          path: the folder.
+          names: its files.
+
+        Raises:
+          InputError: there is none, or several could be meant: the message names them.
+        """
+        files = sorted(n for n in names if re.fullmatch(r"(onnx/)?[^/]+\.onnx", n))
+        stems, variants = ({n: split_variant(n)[i] for n in files} for i in (0, 1))
+        wanted = {"q8": "quantized"}.get(variant or "", variant)
+        candidates = [n for n in files if wanted in (None, variants[n])]
+        merged = [n for n in candidates if stems[n] == DECODERS[0]]
+        if merged:
+            candidates = [n for n in candidates if n in merged or stems[n] not in DECODERS]
+        if {DECODERS[0], *_PARTS} <= {*stems.values()}:
+            if len(merged) == 1:
+                return VisionLanguage(path, (*_choose_parts(stems, variants, wanted), *merged))
+            candidates = merged
+        if len(candidates) == 1:
+            return ModelFolder(path, (*candidates,))
+        rest = [n for n in candidates if stems[n] != DECODERS[2]]
+        roles = {stems[n]: n for n in rest}
+        if len(rest) == 2 and {*roles} in ({DECODERS[0], _ENCODER}, {DECODERS[1], _ENCODER}):
+            encoder = roles.pop(_ENCODER)
+            return EncoderDecoder(path, (encoder, *roles.values()))
+        if not files:
+            nested = sorted({str(PurePosixPath(n).parent) for n in names if n.endswith(".onnx")})
+            hint = f"; its folders {', '.join(nested)} have some" if nested else ""
+            raise InputError(f"'{what}' has no .onnx file, in itself or in 'onnx'{hint}")
+        if not candidates:
+            raise InputError(f"'{what}' has no variant {variant!r}; it has {', '.join(files)}")
+        several = sorted({variants[n] for n in candidates})
+        hint = f"variant= (one of {', '.join(map(repr, several))}), or " * (len(several) > 1)
+        raise InputError(
+            f"'{what}' has several models: {', '.join(candidates)}; choose one by {hint}the path "
+            "of the file"
+        )
+
+
+class HubFormat(FolderFormat):
+    """A folder of the Hugging Face hub, by the name of its repository."""
+
+    form = "the name of one on the Hugging Face hub"
+    choice = "variant"
+
+    def find(self, source: Any, choice: str | None) -> ModelFolder | None:
+        named = isinstance(source, str) and _HUB.fullmatch(source) and not os.path.exists(source)
+        if not named or Path(source).suffix in (".onnx", ".npz"):
+            return None
+        return _download(source, choice)
+
+
+def _list_files(path: Path) -> list[str]:
+    return [p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file()]
+
+
+def _choose_parts(
+    stems: Mapping[str, str], variants: Mapping[str, str], wanted: str | None
+) -> list[str]:
+    """Choose the files of `_PARTS`, in the variant of the decoder or else the most precise one."""
+    chosen = []
+    for part in _PARTS:
+        files = {variants[name]: name for name, stem in stems.items() if stem == part}
+        ordered = (wanted or "fp32", *VARIANTS)
+        chosen.append(next(files[variant] for variant in ordered if variant in files))
+    return chosen
+
+
+def _download(name: str, variant: str | None) -> ModelFolder:
+    """Bring a folder of the Hugging Face hub here, with one model and no other weights."""
+    try:
+        import huggingface_hub as hub
+    except ImportError as error:
+        raise InputError(
+            f"'{name}' does not exist; to read it from the Hugging Face hub: pip install "
+            "huggingface_hub"
+        ) from error
+    repository, inner = "/".join(name.split("/")[:2]), "/".join(name.split("/")[2:])
+    prefix = f"{inner}/" if inner else ""
+    # what a lack of the network raises is httpx's own, in its newer versions
+    failures = (OSError, getattr(sys.modules.get("httpx"), "HTTPError", OSError))
+    try:
+        names = [n for n in hub.list_repo_files(repository) if n.startswith(prefix)]
+        names = [n.removeprefix(prefix) for n in names]
+        wanted = [prefix + n for n in names if not n.endswith(WEIGHTS) and _is_part(n)]
+        path = Path(hub.snapshot_download(repository, allow_patterns=wanted), inner)
+        folder = _choose(name, path, names, variant)
+        files = folder.files
+        hub.snapshot_download(repository, allow_patterns=[f"{prefix}{file}*" for file in files])
+        patterns = [
+            str(PurePosixPath(prefix + file).parent / n)
+            for file in files
+            for n in list_data_files(path / file)
+            if not (path / file).parent.joinpath(n).exists()
+        ]
+        if patterns:
+            hub.snapshot_download(repository, allow_patterns=patterns)
+    except failures as error:
+        try:
+            path = Path(hub.snapshot_download(repository, local_files_only=True), inner)
+        except failures:
+            raise InputError(
+                f"'{name}' does not exist, and the Hugging Face hub did not return it: {error}"
+            ) from error
+        folder = _choose(name, path, _list_files(path), variant)
+    return folder
+
+
+def _choose(what: str, path: Path, names: Collection[str], variant: str | None) -> ModelFolder:
+    """Choose the files of a model, by the configuration of onnxruntime-genai or by their names."""
+    named = GenaiFormat().choose(what, path, names) if variant is None and GENAI in names else None
+    return named or ExportedFormat().choose(what, path, names, variant)
+
+
+def _is_part(name: str) -> bool:
+    """Check whether a file is configuration: no data of a model, and not of another folder."""
+    data = ".onnx." in name or ".onnx_data" in name or name.endswith(".data")
+    nested = "/" in name and not fnmatch(name, CHAT_TEMPLATES)
+    return not data and not nested
