@@ -86,7 +86,8 @@ def load(
           transformers.js; an encoder and its decoder become one model, and so do the three files
           of a vision-language model, whose vision encoder is frozen unless `trainable` names it;
         * the name of such a model on the Hugging Face hub, like "onnx-community/Qwen3-0.6B-ONNX",
-          if `huggingface_hub` is installed.
+          if `huggingface_hub` is installed;
+        * a source of any other format, once `jaxonnx.formats.register` has it.
       outputs: intermediate values to return instead of the outputs of the file, as in
         `Model.with_outputs`.
       batch: "any" makes the batch size of a file that was exported for one size variable, as in
@@ -134,7 +135,7 @@ def load(
         argument does not fit the model; the message names it.
       OSError: a file cannot be read.
     """
-    check_arguments(load, locals() | {"source": ""})  # `read` refuses other sources
+    check_arguments(load, locals() | {"source": ""})  # `find` refuses other sources
     if limit is not None:
         require_integer("limit", limit)
     form, place = find(source, variant=variant, checkpoint=checkpoint)
@@ -167,13 +168,7 @@ def load(
 def _split_by_role(file: File, tied: Select | None) -> tuple[Graph, Any, Any, Any]:
     """Bind the graph of a file, and tell what is learned: parameters, state and constants."""
     proto, tensors, companion = file
-    graph = bind(proto, proto.graph, tensors.keys())
-    if names := _tied_names(graph, tensors, proto, tied):
-        stored = {n: of for n, of in find_duplicates(proto.graph, tensors).items() if n in names}
-        replace_duplicates(proto.graph, stored, tensors)
-        for name in names:
-            del tensors[name]
-        graph = bind(proto, proto.graph, tensors.keys())
+    graph = _tie(bind(proto, proto.graph, tensors.keys()), file, tied)
     infer_types(graph, tensors)  # refuses those that differ
     check_zero_points(graph, tensors)
     graph = pass_rounding(fuse_integer_products(graph, tensors), tensors)
@@ -207,10 +202,9 @@ def _to_device(value: Any, sharding: NamedSharding | None) -> jax.Array:
     return (put if isinstance(base, bytes) else put_copies)(value, sharding)
 
 
-def _tied_names(
-    graph: Graph, tensors: Mapping[str, Any], proto: ModelProto, requested: Select | None
-) -> set[str]:
-    """Return the names of the tensors that stay tied to another, as `load(tied=)` says."""
+def _tie(graph: Graph, file: File, requested: Select | None) -> Graph:
+    """Make nodes of the tensors that stay tied to another one, in place, as `load(tied=)` says."""
+    proto, tensors, _ = file
     statistics = running_statistics(graph)
     copies = {} if proto.training_info else find_duplicates(proto.graph, tensors)
     pairs = copies | {
@@ -221,17 +215,21 @@ def _tied_names(
         and jnp.issubdtype(tensors[name].dtype, jnp.floating)
     }
     if requested is None:
-        shared = (n for n, of in pairs.items() if is_shared(tensors[n], tensors[of]))
-        return {*copies, *shared}
-    if isinstance(requested, str) and requested == "identity":
-        chosen = {*pairs} - {*copies}
+        names = {*copies, *(n for n, of in pairs.items() if is_shared(tensors[n], tensors[of]))}
+    elif isinstance(requested, str) and requested == "identity":
+        names = {*pairs} - {*copies}
     else:
         kind = "tensor that could be tied"
-        chosen = select(requested, {n: tensors[n] for n in pairs}, "tied", kind=kind)
-    for name in chosen:
-        if name not in copies and not equal_bits(tensors[name], tensors[pairs[name]]):
+        names = select(requested, {n: tensors[n] for n in pairs}, "tied", kind=kind)
+    for name in names - copies.keys():
+        if requested is not None and not equal_bits(tensors[name], tensors[pairs[name]]):
             raise InputError(
                 f"tied={name!r}: it has other values than '{pairs[name]}', so that one of them "
                 "would be lost; leave it out of tied="
             )
-    return chosen
+    if not names:
+        return graph
+    replace_duplicates(proto.graph, {n: of for n, of in copies.items() if n in names}, tensors)
+    for name in names:
+        del tensors[name]
+    return bind(proto, proto.graph, tensors.keys())

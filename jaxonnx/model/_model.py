@@ -811,7 +811,8 @@ class Model(Network, Rendered):
             sparse weights packed; `jaxonnx.load` reads it. .safetensors: parameters and state by
             name, for `jaxonnx.load(..., weights=path)`. A folder (one that exists, or with a slash
             at the end), for a model that was loaded from a folder: configuration and tokenizer are
-            copied, so that the same runtime reads it.
+            copied, so that the same runtime reads it. Other endings are those of formats that
+            `jaxonnx.formats.register` has.
           external_data: write the weights to a second file. Above 2 GB this is always done.
           sparse: write sparse weights as ONNX sparse initializers, which few runtimes read.
           adapters: how adapters of `jaxonnx.LoRA` are written. "merged": into the weights; weights

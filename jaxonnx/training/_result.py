@@ -107,7 +107,7 @@ class Result:
             if self.lora is None:
                 raise InputError("form='peft': the run has trained no adapters (lora=)")
             self.lora.save(f"{target}/", self.model, base_model=base_model, **options)
-        elif self.model.folder is not None:
+        elif self.model.companion.accepts(f"{target}/"):
             self.model.save(f"{target}/", **options)
         else:
             target.mkdir(parents=True, exist_ok=True)
