@@ -55,8 +55,8 @@ def dequantize_weights(file: File) -> File:
     result.graph.initializer.extend(declare(name, value) for name, value in new.items())
     records.put(result, records.QUANTIZATION, None)  # it speaks of tensors that are gone
     records.rename_sparse(result, {node.inputs[0]: node.outputs[0] for node in nodes})
-    kept = {name: value for name, value in tensors.items() if name not in unused}
-    return file._replace(proto=result, tensors=kept | new)
+    remaining = {name: value for name, value in tensors.items() if name not in unused}
+    return file._replace(proto=result, tensors=remaining | new)
 
 
 def describe_integers(graph: Graph, tensors: Mapping[str, Any]) -> Iterator[str]:
