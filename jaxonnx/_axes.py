@@ -30,7 +30,7 @@ class Matrix:
         Raises:
           KeyError, TypeError, ValueError: the fields are not those of a map.
         """
-        made = cls(
+        layout = cls(
             entry["output"],
             entry["input"],
             (*entry["kernel"],),
@@ -38,10 +38,10 @@ class Matrix:
             bool(entry["lookup"]),
             bool(entry.get("grouped", False)),  # older files lack it
         )
-        whole = all(type(axis) is int for axis in made.order)
-        if not whole or sorted(made.order) != [*range(len(made.order))]:
-            raise ValueError(f"the axes of a weight are not {[*made.order]}")
-        return made
+        whole = all(type(axis) is int for axis in layout.order)
+        if not whole or sorted(layout.order) != [*range(len(layout.order))]:
+            raise ValueError(f"the axes of a weight are not {[*layout.order]}")
+        return layout
 
     @property
     def order(self) -> tuple[int, ...]:

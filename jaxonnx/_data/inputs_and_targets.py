@@ -90,7 +90,7 @@ def as_pair(
     if len({*counts.values()}) > 1:
         lengths = ", ".join(f"{n} {count}" for n, count in counts.items())
         usual = Counter(counts.values()).most_common(1)[0][0]
-        odd = next(n for n, count in counts.items() if count != usual)
+        differing = next(n for n, count in counts.items() if count != usual)
         if states := _find_states(counts, dict(named)):
             names = ", ".join(name.removeprefix("input ") for name in states)
             raise TrainingError(
@@ -100,7 +100,7 @@ def as_pair(
             )
         raise TrainingError(
             f"{what} has different numbers of examples: {lengths}"
-            + (f"; {_without_examples(odd)}" if odd.startswith("input") else "")
+            + (f"; {_without_examples(differing)}" if differing.startswith("input") else "")
         )
     if not all(counts.values()):
         raise TrainingError(f"{what} has no examples")
@@ -114,11 +114,11 @@ def _find_states(counts: Mapping[str, int], arrays: Mapping[str, Any]) -> list[s
       counts: the lengths of inputs and targets by name, which differ.
     """
     for size in {*counts.values()}:
-        odd = [name for name, count in counts.items() if count != size]
-        shapes = [np.shape(arrays[n]) for n in odd if not isinstance(arrays[n], Ragged)]
-        of_inputs = all(name.startswith("input") for name in odd)
-        if of_inputs and len(shapes) == len(odd) and all(s[1:2] == (size,) for s in shapes):
-            return odd
+        differing = [name for name, count in counts.items() if count != size]
+        shapes = [np.shape(arrays[n]) for n in differing if not isinstance(arrays[n], Ragged)]
+        of_inputs = all(name.startswith("input") for name in differing)
+        if of_inputs and len(shapes) == len(differing) and all(s[1:2] == (size,) for s in shapes):
+            return differing
     return []
 
 
@@ -275,7 +275,7 @@ def _has_further_axis(array: Any, value: Value) -> bool:
     if shape is None or value.shape is None or value.whole or len(shape) != len(value.shape) + 1:
         return False
     sizes = zip(shape[1:], value.shape, strict=True)
-    return all(not isinstance(wanted, int) or wanted == size for size, wanted in sizes)
+    return all(not isinstance(declared, int) or declared == size for size, declared in sizes)
 
 
 KEY = "weight"

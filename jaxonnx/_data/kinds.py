@@ -165,9 +165,9 @@ class Data:
             return table
         if not isinstance(table, Mapping):
             raise self._refuse_names()
-        if odd := [name for name in self.names if name not in table]:
+        if unknown := [name for name in self.names if name not in table]:
             raise TrainingError(
-                f"columns has {', '.join(map(repr, odd))}, and {self.name} has the columns "
+                f"columns has {', '.join(map(repr, unknown))}, and {self.name} has the columns "
                 f"{', '.join(map(repr, table))}"
             )
         return {self.names.get(name, name): column for name, column in table.items()}
@@ -339,8 +339,8 @@ def read_arrays(data: Any, reading: Reading, what: str) -> Source:
     return Arrays(arrays, targets, size, seed, rows, **also)
 
 
-def size_of_batches(inputs: Sequence[Value], wanted: int | None) -> int:
-    """Return the batch size: that of the file if fixed, else `wanted`, else 32."""
+def size_of_batches(inputs: Sequence[Value], batch_size: int | None) -> int:
+    """Return the batch size: that of the file if fixed, else `batch_size`, else 32."""
     firsts = {value.shape[0] for value in inputs if value.shape and not value.whole}
     firsts = {size for size in firsts if isinstance(size, str)}
     fixed = [
@@ -351,10 +351,10 @@ def size_of_batches(inputs: Sequence[Value], wanted: int | None) -> int:
     ]
     size = next((size for size in fixed if isinstance(size, int)), None)
     if size is None:
-        return 32 if wanted is None else wanted
-    if wanted not in (None, size):
+        return 32 if batch_size is None else batch_size
+    if batch_size not in (None, size):
         raise TrainingError(
-            f"batch_size={wanted}, but the model's inputs are fixed to batches of {size}; "
+            f"batch_size={batch_size}, but the model's inputs are fixed to batches of {size}; "
             f"jaxonnx.load(path, batch='any') may open it{hint_at_image(inputs, size)}"
         )
     return size

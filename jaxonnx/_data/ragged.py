@@ -377,9 +377,9 @@ class Padding:
     def _check_names(self, targets: Any, values: Sequence[Value]) -> None:
         named = [*targets] if isinstance(targets, Mapping) else [*_TARGETS]
         names = [*(value.name for value in values), *named]
-        if odd := [name for name in self.pad if name not in names]:
+        if unknown := [name for name in self.pad if name not in names]:
             raise TrainingError(
-                f"pad has {', '.join(map(repr, odd))}; there are {', '.join(map(repr, names))}"
+                f"pad has {', '.join(map(repr, unknown))}; there are {', '.join(map(repr, names))}"
             )
 
     def _fills(self, columns: Any, values: Sequence[Value], what: str) -> list[Any]:

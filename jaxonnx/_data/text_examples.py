@@ -498,13 +498,13 @@ def pack_texts(
     Returns:
       For each row the tokens, the labels, and the results of `number`.
     """
-    rows, numbers, wanted = [], [], []
+    rows, numbers, targets = [], [], []
     for chosen in fit_rows([len(ids) for ids in tokens], capacity):
         rows.append(np.concatenate([tokens[i] for i in chosen]))
         numbers.append(number([len(tokens[i]) for i in chosen]))
         first = (np.concatenate([[ignored], labels[i][1:]]) for i in chosen)
-        wanted.append(np.concatenate([*first]))
-    return rows, wanted, numbers
+        targets.append(np.concatenate([*first]))
+    return rows, targets, numbers
 
 
 def fit_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:

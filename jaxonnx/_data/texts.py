@@ -176,10 +176,10 @@ def _check_answers(losses: Sequence[Any], data: Mapping[str, Rows], packs: bool)
         for name, rows in data.items() if each.answers is not None else ():
             shape = rows.find_shape(True)
             if shape is not None and each.answers not in shape.columns:
-                wanted = next(other for other in SHAPES if each.answers in other.columns)
+                accepted = next(other for other in SHAPES if each.answers in other.columns)
                 raise TrainingError(
                     f"{name} has rows with {', '.join(map(repr, rows.rename(rows.first)))}, and "
-                    f"the loss {each.name!r} takes rows like {wanted.example}"
+                    f"the loss {each.name!r} takes rows like {accepted.example}"
                 )
 
 
@@ -257,15 +257,15 @@ def _limit(model: Network, settings: TextSettings) -> int:
     most_of_tokenizer = model.folder.read_json("tokenizer_config.json").get("model_max_length")
     fixed = [v.shape[1] for v in model.inputs if v.name == tokens and len(v.shape or ()) > 1]  # type: ignore[index]
     most = min([n for n in (table, *fixed) if isinstance(n, int)], default=None)
-    wanted = settings.max_length
-    if wanted is None:  # RoBERTa's tables have positions that it does not use
+    limit = settings.max_length
+    if limit is None:  # RoBERTa's tables have positions that it does not use
         numbers = (LENGTH, most, most_of_tokenizer)
         return min(n for n in numbers if isinstance(n, int))
-    if most is not None and wanted > most:
+    if most is not None and limit > most:
         raise TrainingError(
-            f"preprocess: max_length is {wanted}, and the model has positions for {most} tokens"
+            f"preprocess: max_length is {limit}, and the model has positions for {most} tokens"
         )
-    return wanted
+    return limit
 
 
 def _widths(lengths: np.ndarray, limit: int) -> tuple[int, ...]:

@@ -267,8 +267,8 @@ def _write_weights(target: Path, arrays: Arrays, check: bool) -> Counter[str]:
         names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
         names = names if count > 1 else ["model.safetensors"]
         written = {*names, _INDEX} if count > 1 else {*names}
-        there = {path.name for path in target.iterdir() if _WEIGHTS.fullmatch(path.name)}
-        if others := sorted(there - written):
+        existing = {path.name for path in target.iterdir() if _WEIGHTS.fullmatch(path.name)}
+        if others := sorted(existing - written):
             raise InputError(
                 f"'{target}' has {list_some(others)}, which would be read instead or as well: "
                 "remove other weights, or choose another folder"

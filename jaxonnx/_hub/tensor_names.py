@@ -131,8 +131,8 @@ def _rename(name: str, family: str) -> str:
 
 def _check_name(name: str, meaning: Weight, key: str, names: Mapping[str, str]) -> None:
     """Raise an InputError if a name that is that of the file says nothing to transformers."""
-    odd = is_numbered(key) or meaning.storage or EXPORTED.search(name)
-    if odd and name not in names:
+    unusable = is_numbered(key) or meaning.storage or EXPORTED.search(name)
+    if unusable and name not in names:
         raise InputError(
             f"the name of '{name}' {[*meaning.shape]} in transformers is not known: pass "
             f"names={{'{name}': ...}}"

@@ -57,9 +57,9 @@ def mesh(options: argparse.Namespace) -> Any:
     axes = getattr(options, "mesh", None)
     if not isinstance(axes, Mapping):
         return axes
-    wanted, count = math.prod(axes.values()), jax.device_count()
-    if wanted > count:
-        raise InputError(f"--mesh has {wanted} devices, and there are {count}")
+    needed, count = math.prod(axes.values()), jax.device_count()
+    if needed > count:
+        raise InputError(f"--mesh has {needed} devices, and there are {count}")
     return partial(jax.make_mesh, (*axes.values(),), (*axes,))
 
 
@@ -173,19 +173,19 @@ def columns(path: Path, names: Sequence[str], model: Model) -> Columns:
     One input may be called "x", and masks may be missing. The targets are "y", or else all that are
     neither inputs nor "weight".
     """
-    wanted = {value.name: value.name for value in model.inputs}
-    if len(wanted) == 1 and wanted.keys().isdisjoint(names) and "x" in names:
-        wanted = dict.fromkeys(wanted, "x")
+    by_name = {value.name: value.name for value in model.inputs}
+    if len(by_name) == 1 and by_name.keys().isdisjoint(names) and "x" in names:
+        by_name = dict.fromkeys(by_name, "x")
     spare = derived_inputs(model.inputs)
-    for name, column in wanted.items():
+    for name, column in by_name.items():
         if column not in names and name not in spare:
             raise _lacks(path, names, column)
-    others = [name for name in names if name not in wanted.values()]
+    others = [name for name in names if name not in by_name.values()]
     weighed = KEY in others and len(others) > 1 and KEY not in target_names(model)
     weight = [KEY] if weighed else []
     targets = ["y"] if "y" in others else [name for name in others if name not in weight]
     return Columns(
-        {name: column for name, column in wanted.items() if column in names}, targets, weight
+        {name: column for name, column in by_name.items() if column in names}, targets, weight
     )
 
 
@@ -268,10 +268,10 @@ def arrange_pixels(images: np.ndarray, prepare: Preparation, where: Layout) -> n
       InputError: their shape does not fit the network.
     """
     pixels = images[..., None] if images.ndim == 3 else images
-    wanted = (*where.size, where.channels)
-    if pixels.ndim == 4 and pixels.shape[1:] != wanted:
+    expected = (*where.size, where.channels)
+    if pixels.ndim == 4 and pixels.shape[1:] != expected:
         pixels = pixels.transpose(0, 2, 3, 1)
-    if pixels.shape[1:] != wanted:
+    if pixels.shape[1:] != expected:
         raise InputError(
             f"pictures of shape {list(images.shape[1:])}, but the network takes {where.size[0]}x"
             f"{where.size[1]} with {where.channels} channel{'s' * (where.channels > 1)}"

@@ -63,11 +63,11 @@ def train(options: argparse.Namespace, sparsity: Mapping[str, Any] | None = None
     progress = False if options.json else None
     if not first:  # the files are those of one process
         settings.pop("on_log", None)
-    made = {name: explain.evaluate_calls(value) for name, value in settings.items()}
+    arguments = {name: explain.evaluate_calls(value) for name, value in settings.items()}
     if options.dry_run:
-        seen = preview(model, data, **{n: x for n, x in made.items() if n != "on_log"})
+        seen = preview(model, data, **{n: x for n, x in arguments.items() if n != "on_log"})
         return Report(asdict(seen), seen)
-    result = train(model, data, progress=progress, **made)
+    result = train(model, data, progress=progress, **arguments)
     history, trained = result.history, result.model
     stopped = bool(history.stopped) and not history.early
     if not first:
@@ -117,16 +117,16 @@ def export_step(options: argparse.Namespace) -> Report:
     for name in (*list_arguments(TrainArguments), "adapters", "resume_anyway"):
         vars(options).setdefault(name, None)  # those of training that this command does not have
     settings = _settings(options, model, path, None)
-    made = {name: explain.evaluate_calls(value) for name, value in settings.items()}
+    arguments = {name: explain.evaluate_calls(value) for name, value in settings.items()}
     data, _ = reading.data(path, model, options)
     model, examples = _examples(data, model, settings, options.batch_size)
     of_step = {"loss", "optimizer", *list_arguments(StepArguments)}
-    made = {name: value for name, value in made.items() if name in of_step}
-    made |= {"epochs": options.epochs or 1, "steps_per_epoch": examples.steps}
-    made |= collect_values(options, "export_step")
+    arguments = {name: value for name, value in arguments.items() if name in of_step}
+    arguments |= {"epochs": options.epochs or 1, "steps_per_epoch": examples.steps}
+    arguments |= collect_values(options, "export_step")
     batches = [*examples.batches(0)] if options.web else [next(examples.batches(0))]
     if options.web:
-        made |= {
+        arguments |= {
             "web": _join_batches(batches),
             "runtime": None if options.web is True else options.web,
         }
@@ -134,7 +134,7 @@ def export_step(options: argparse.Namespace) -> Report:
     if options.any_batch:
         (size,) = jax.export.symbolic_shape("batch")
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), batch)
-    manifest = export_step(model, options.output, batch, opset=options.opset, **made)
+    manifest = export_step(model, options.output, batch, opset=options.opset, **arguments)
     names = [part["file"] for name, part in manifest.items() if name in FILES]
     names += ["index.html", "manifest.json"] if options.web else ["manifest.json"]
     written = [options.output / name for name in names]
@@ -167,8 +167,8 @@ def _check_output(path: Path, model: Model) -> None:
     if not _has_folder(path, model):
         check_writable(path)
     else:  # the first folder that is there
-        there = next(p for p in (path, *path.absolute().parents) if p.exists())
-        check_writable(there / "config.json")
+        existing = next(p for p in (path, *path.absolute().parents) if p.exists())
+        check_writable(existing / "config.json")
 
 
 def _check_report(path: Path | None) -> None:
@@ -285,10 +285,10 @@ def _explained_reading(
     if path.suffix != ".jsonl":
         return explain.reading(name, path, columns, len(columns.inputs) == len(model.inputs))
     used = {*columns.inputs, *columns.targets, *columns.weight}
-    if odd := [column for column in table if column not in used]:
+    if unused := [column for column in table if column not in used]:
         raise InputError(
             f"--explain does not support '{path}', which has more than inputs and "
-            f"targets: {', '.join(odd)}"
+            f"targets: {', '.join(unused)}"
         )
     return [f"{name} = {explain.source(path)}"]
 
@@ -321,10 +321,10 @@ def _head(model: Model, options: argparse.Namespace) -> Any:
 
 def _class_weights(options: argparse.Namespace) -> str | dict[str, float]:
     """Return weights by class, or the word balanced."""
-    wanted = options.class_weights or []
-    if "balanced" in wanted and len(wanted) > 1:
+    entries = options.class_weights or []
+    if "balanced" in entries and len(entries) > 1:
         raise InputError("--class-weights takes balanced, or NAME=X for each class, not both")
-    return "balanced" if "balanced" in wanted else dict(wanted)
+    return "balanced" if "balanced" in entries else dict(entries)
 
 
 def _dropout(options: argparse.Namespace) -> float | dict[str, float] | None:

@@ -70,9 +70,9 @@ class Cell:
 def _lstm_partials(gates, h, c):
     i, o, f, new = jnp.split(gates, 4, -1)
     i, o, f, new = *map(jax.nn.sigmoid, (i, o, f)), jnp.tanh(new)
-    held = jnp.tanh(f * c + i * new)
-    of_gates = new * i * (1 - i), held * o * (1 - o), c * f * (1 - f), i * (1 - new * new)
-    return *of_gates, f, o * (1 - held * held)
+    tanh_c = jnp.tanh(f * c + i * new)
+    of_gates = new * i * (1 - i), tanh_c * o * (1 - o), c * f * (1 - f), i * (1 - new * new)
+    return *of_gates, f, o * (1 - tanh_c * tanh_c)
 
 
 def _lstm_move(partials, gates, h, c):

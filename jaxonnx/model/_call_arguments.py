@@ -74,9 +74,9 @@ def check_tensors(
         )
     for name, value in params.items():
         if name not in dtypes:
-            odd = list_some([f"'{other}'" for other in params if other not in dtypes], "")
+            unknown = list_some([f"'{other}'" for other in params if other not in dtypes], "")
             raise InputError(
-                f"params has {odd}, which the model lacks: pass "
+                f"params has {unknown}, which the model lacks: pass "
                 "{name: params[name] for name in model.params}"
             )
         if getattr(value, "dtype", dtypes[name]) != dtypes[name]:

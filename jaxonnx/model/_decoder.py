@@ -334,8 +334,8 @@ class Decoder:
         for row in rows:
             sizes = zip(row.shape, shape, rows[0].shape, strict=False)
             fits = len(row.shape) == len(shape) and all(
-                size == first and (size == wanted or not isinstance(wanted, int))
-                for size, wanted, first in sizes
+                size == first and (size == expected or not isinstance(expected, int))
+                for size, expected, first in sizes
             )
             if not fits or row.dtype.kind not in "fV":
                 raise InputError(

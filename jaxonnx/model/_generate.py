@@ -265,12 +265,12 @@ class Generator(Decoder):
           added: the number of tokens to compute; those behind the row count as tokens until others
             take their places, which no token before them sees.
         """
-        tokens, (held, start, length) = jnp.asarray(tokens), counts
+        tokens, (cached, start, length) = jnp.asarray(tokens), counts
         pads_left, size = side == "before", tokens.shape[1]
         for name, axis in self._growing_axes.items():
             value, room = past[name], size - pads_left
             if pads_left:
-                value = jnp.roll(value, held - start, axis)
+                value = jnp.roll(value, cached - start, axis)
                 value = jax.lax.slice_in_dim(value, max(value.shape[axis] - room, 0), None, 1, axis)
             else:
                 value = jax.lax.slice_in_dim(value, 0, min(room, value.shape[axis]), 1, axis)

@@ -292,14 +292,14 @@ class Checkpoints:
         fixed = self._frozen_checksums if same else self._checksums(about["fixed"])
         before, now = [*about["leaves"], *about["fixed"]], [*_leaves(tree), *fixed]
         if before != now:
-            odd = [
+            differing = [
                 f"{kind} {next((line for line in lines if line not in other), 'another order')}"
                 for kind, lines, other in (("it has", before, now), ("this one has", now, before))
             ]
             raise TrainingError(
                 f"the checkpoint in '{self.folder}' is of another run: its parameters, state or "
-                f"optimizer are not those of this one ({', '.join(odd)}); pass the same model, "
-                "trainable and optimizer, or another checkpoint_dir"
+                f"optimizer are not those of this one ({', '.join(differing)}); pass the same "
+                "model, trainable and optimizer, or another checkpoint_dir"
             )
         self._compare_data(about["settings"]["data"])
         before, now = about["settings"]["updates"], self._settings["updates"]

@@ -125,8 +125,8 @@ def find_rate(
     check_names("find_rate", TrainArguments, arguments)
     require_integer("steps", steps, 3, error=TrainingError)
     require("most", most, 0 < least < most < np.inf, f"above least={least}, above 0", TrainingError)
-    if odd := [name for name in _TAKEN if arguments.get(name) is not None]:
-        raise TrainingError(f"find_rate does not take {', '.join(odd)}: pass them to train")
+    if refused := [name for name in _TAKEN if arguments.get(name) is not None]:
+        raise TrainingError(f"find_rate does not take {', '.join(refused)}: pass them to train")
     chosen: dict[str, Any] = dict(arguments)
     name = chosen.pop("optimizer", None) or "adam"
     require_choice("optimizer", name, OPTIMIZERS, TrainingError)

@@ -145,8 +145,8 @@ def rate_of(memory: Any) -> jax.Array | None:
     """Return the learning rate of the last update, if the state of an optimizer has just one."""
     kind = optax.InjectStatefulHyperparamsState
     leaves = jax.tree.leaves(memory, is_leaf=lambda x: isinstance(x, kind))
-    held = [x.hyperparams for x in leaves if isinstance(x, kind)]
-    rates: list[Any] = [x["learning_rate"] for x in held if "learning_rate" in x]
+    hyperparameters = [x.hyperparams for x in leaves if isinstance(x, kind)]
+    rates: list[Any] = [x["learning_rate"] for x in hyperparameters if "learning_rate" in x]
     return rates[0] if len(rates) == 1 else None
 
 

@@ -37,10 +37,11 @@ def restore_checkpoint(step: Step, path: str | os.PathLike[str]) -> State:
             f"{where} has no optimizer moments: it was saved without include_optimizer_state; "
             "jaxonnx.load(model, weights=path) reads its parameters"
         )
-    if odd := next((name for name, x in saved.moments.items() if len(x) != 2), None):
+    if incomplete := next((name for name, x in saved.moments.items() if len(x) != 2), None):
         raise TrainingError(
-            f"{where} has {len(saved.moments[odd])} moments of '{odd}', and AdamW two: it is of "
-            "another optimizer; jaxonnx.load(model, weights=path) reads its parameters"
+            f"{where} has {len(saved.moments[incomplete])} moments of '{incomplete}', and AdamW "
+            "two: it is of another optimizer; jaxonnx.load(model, weights=path) reads its "
+            "parameters"
         )
     copies = sources(step.model.proto.graph, step.model.tensors)
     for name, x in step.params.items():

@@ -29,16 +29,16 @@ class Augment(NamedTuple):
     """The probability that an image is mirrored."""
 
     @classmethod
-    def of(cls, wanted: Any) -> Self:
+    def of(cls, setting: Any) -> Self:
         """Parse `preprocess={"augment": wanted}`: names, or a dict of numbers by name.
 
         Raises:
           TrainingError: a name other than "crop" and "flip", or a number out of range.
         """
-        if not isinstance(wanted, Mapping):
-            names = [wanted] if isinstance(wanted, str) else wanted or ()
-            wanted = {name: _DEFAULTS.get(name) for name in names}
-        for name, value in wanted.items():
+        if not isinstance(setting, Mapping):
+            names = [setting] if isinstance(setting, str) else setting or ()
+            setting = {name: _DEFAULTS.get(name) for name in names}
+        for name, value in setting.items():
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if name not in _DEFAULTS or not (number and 0 < value <= 1):
                 raise TrainingError(
@@ -46,7 +46,7 @@ class Augment(NamedTuple):
                     "picture has, and 'flip', how often a picture is mirrored; names, or a dict "
                     f"of numbers above 0, up to 1; not {name!r}: {value!r}"
                 )
-        return cls(**wanted)
+        return cls(**setting)
 
 
 def key_of(key: jax.Array, epoch: Any, number: Any) -> jax.Array:

@@ -53,14 +53,14 @@ class DecodedImages:
 
     def get(self, key: Any, make: Callable[[], tuple[np.ndarray, float]]) -> Any:
         """Return a cached image, or make it and cache it if there is room."""
-        held = self._held.get(key)
-        if held is None:
-            held = make()
+        entry = self._held.get(key)
+        if entry is None:
+            entry = make()
             with self._lock:
-                if held[0].nbytes <= self._free and key not in self._held:
-                    self._free -= held[0].nbytes
-                    self._held[key] = held
-        return held
+                if entry[0].nbytes <= self._free and key not in self._held:
+                    self._free -= entry[0].nbytes
+                    self._held[key] = entry
+        return entry
 
     def release(self) -> None:
         """Empty the cache, and cache nothing from now on."""
@@ -304,10 +304,10 @@ class PictureFiles(Data):
         reading.notes.append(data.folder.notes)
         if (validation := parts.get("validation")) is not None:
             classes, notes = _classes(validation.data)
-            if odd := classes.keys() - {*labels}:
+            if unlisted := classes.keys() - {*labels}:
                 raise TrainingError(
-                    f"validation '{validation.data}' has the classes {_names(sorted(odd))}, which "
-                    f"'{data.data}' does not have: {_names(labels)}"
+                    f"validation '{validation.data}' has the classes {_names(sorted(unlisted))}, "
+                    f"which '{data.data}' does not have: {_names(labels)}"
                 )
             validation.folder = _folder(validation.data, classes, settings, notes)
             reading.notes.append(validation.folder.notes)
@@ -432,9 +432,11 @@ def _classes(root: Any) -> tuple[dict[str, list[Path]], list[str]]:
             "folder is read for classification only; pass arrays for segmentation, pictures "
             "[n, channels, height, width] and masks [n, height, width]: data=(pictures, masks)"
         )
-    wanted = "pictures lie in one folder for each class, like photos/cat/1.jpg and photos/dog/2.jpg"
+    expected = (
+        "pictures lie in one folder for each class, like photos/cat/1.jpg and photos/dog/2.jpg"
+    )
     if not any(classes.values()):
-        raise TrainingError(f"the folder '{root}' has no classes of pictures: {wanted}")
+        raise TrainingError(f"the folder '{root}' has no classes of pictures: {expected}")
     if empty := [name for name, paths in classes.items() if not paths]:
         raise TrainingError(
             f"the folder '{root}' has no pictures of {_names(empty)}: add some, or remove the "
@@ -473,9 +475,9 @@ def _labels(
     """
     repeated = [name for name in classes if listed.count(name) > 1]
     if explicit and (not classes.keys() <= {*listed} or repeated):
-        odd = repeated or sorted(classes.keys() - {*listed})
+        mismatched = repeated or sorted(classes.keys() - {*listed})
         raise TrainingError(
-            f"labels must have each class of '{root}' once: {_names(odd)}; they are "
+            f"labels must have each class of '{root}' once: {_names(mismatched)}; they are "
             f"{_names(listed)}"
         )
     shape = model.outputs[0].shape or (None,)
@@ -522,8 +524,8 @@ def _preprocess(model: Network, preprocess: Mapping[str, Any], stacklevel: int =
         "workers": int,
     }
     is_dict = isinstance(preprocess, Mapping)
-    if odd := [n for n in preprocess if n not in kinds] if is_dict else [preprocess]:
-        wrong = _names(odd) if is_dict else preprocess
+    if unknown := [n for n in preprocess if n not in kinds] if is_dict else [preprocess]:
+        wrong = _names(unknown) if is_dict else preprocess
         raise TrainingError(f"preprocess is a dict of any of {', '.join(kinds)}; not {wrong}")
     settings = {}
     for name, value in preprocess.items():

@@ -69,16 +69,16 @@ class ImageReader:
         assert value.shape is not None
         assert value.dtype is not None
         processor = ImageProcessor.of(folder.read_image_settings(), str(folder.path))
-        wanted = (3, *processor.sides)
-        if value.shape[-3:] != wanted and all(isinstance(n, int) for n in value.shape[-3:]):
+        expected = (3, *processor.sides)
+        if value.shape[-3:] != expected and all(isinstance(n, int) for n in value.shape[-3:]):
             raise TrainingError(
-                f"'{folder.path}': preprocessor_config.json makes images {[*wanted]}, and the "
+                f"'{folder.path}': preprocessor_config.json makes images {[*expected]}, and the "
                 f"model takes {value}"
             )
         takes_tiles = len(value.shape) > 4
         marks = tokenizer.find_tokens(_MARKS) if takes_tiles else ([], [])
-        name, count = tokenizer.decode([folder.image_token]), _count_features(model, wanted)
-        limits = wanted, value.dtype, takes_tiles, folder.image_token, name, count, marks
+        name, count = tokenizer.decode([folder.image_token]), _count_features(model, expected)
+        limits = expected, value.dtype, takes_tiles, folder.image_token, name, count, marks
         return cls(processor, *limits)
 
     def find(
@@ -456,13 +456,13 @@ class ImageProcessor:
 
     def _crop(self, pixels: np.ndarray) -> np.ndarray:
         """Return the center of pixels [height, width, 3], with zeros around what is too small."""
-        for axis, wanted in enumerate(self.crop or ()):
-            lack = max(wanted - pixels.shape[axis], 0)
+        for axis, length in enumerate(self.crop or ()):
+            lack = max(length - pixels.shape[axis], 0)
             pads = [(0, 0)] * 3
             pads[axis] = (-(-lack // 2), lack // 2)
             pixels = np.pad(pixels, pads)
-            start = (pixels.shape[axis] - wanted) // 2
-            pixels = pixels.take(range(start, start + wanted), axis)
+            start = (pixels.shape[axis] - length) // 2
+            pixels = pixels.take(range(start, start + length), axis)
         return pixels
 
 

@@ -133,8 +133,8 @@ def _entry(entry: Any) -> dict[str, Any]:
     Raises:
       ValueError: a field is unknown or has another type.
     """
-    if odd := entry.keys() - {field.name for field in fields(Preparation)}:
-        raise ValueError(f"unknown: {', '.join(sorted(odd))}")
+    if unknown := entry.keys() - {field.name for field in fields(Preparation)}:
+        raise ValueError(f"unknown: {', '.join(sorted(unknown))}")
     lists = ("mean", "std", "labels", "size")
     settings = {name: tuple(value) if name in lists else value for name, value in entry.items()}
     for name, value in settings.items():
@@ -203,8 +203,8 @@ def layout(model: Network, size: tuple[int, int] | None = None) -> Layout:
         raise InputError(
             f"input {value} does not take images: it has neither one nor three channels"
         )
-    wanted = size or (None, None)
-    sizes: Any = tuple(s if isinstance(s, int) else w for s, w in zip(sides, wanted, strict=True))
+    fixed = size or (None, None)
+    sizes: Any = tuple(s if isinstance(s, int) else w for s, w in zip(sides, fixed, strict=True))
     if None in sizes:
         raise InputError(
             f"input {value} takes pictures of any size: say which (--size HxW; in Python "

@@ -55,15 +55,15 @@ def causal_conv_with_state(
         x = jnp.moveaxis(x.reshape(*shape[:2], -1), 1, 2)
     batch, channels, steps = x.shape
     taps = weight.shape[2]
-    held = (taps - 1) * dilation
+    length = (taps - 1) * dilation
     if weight.shape != (channels, 1, taps):
         raise NodeError(f"a weight of shape {weight.shape} does not fit {channels} channels")
-    before = jnp.zeros((batch, channels, held), x.dtype)
+    before = jnp.zeros((batch, channels, length), x.dtype)
     if past_state is not None:
         past = past_state[-1] if state_window else past_state
-        before = jnp.moveaxis(past.reshape(batch, held, -1), 1, 2) if channels_last else past
-    if before.shape != (batch, channels, held):
-        raise NodeError(f"a state of shape {before.shape} is not {(batch, channels, held)}")
+        before = jnp.moveaxis(past.reshape(batch, length, -1), 1, 2) if channels_last else past
+    if before.shape != (batch, channels, length):
+        raise NodeError(f"a state of shape {before.shape} is not {(batch, channels, length)}")
     whole = jnp.concatenate([before, x], axis=2)
     wide = whole.astype(jnp.promote_types(x.dtype, np.float32))
     y = jnp.zeros((), wide.dtype) if bias is None else bias[:, None].astype(wide.dtype)
@@ -73,9 +73,9 @@ def causal_conv_with_state(
 
     def state(count):
         """Return the state after `count` steps, zeros if there are none."""
-        last = whole[:, :, count : count + held] if count > 0 else jnp.zeros_like(before)
+        last = whole[:, :, count : count + length] if count > 0 else jnp.zeros_like(before)
         if channels_last:
-            last = jnp.moveaxis(last, 1, 2).reshape(batch, held, *shape[2:])
+            last = jnp.moveaxis(last, 1, 2).reshape(batch, length, *shape[2:])
         return last
 
     if channels_last:

@@ -113,8 +113,8 @@ def _slide_window(pasts, news, start, lengths, window):
       (steps that are evicted now are still read); the position of each of their rows, -1 for rows
       without a step; and the new caches.
     """
-    held, steps = pasts[0].shape[2], news[0].shape[2]
-    capacity = held or window
+    length, steps = pasts[0].shape[2], news[0].shape[2]
+    capacity = length or window
     if capacity < window:
         raise NodeError(f"a cache of {capacity} steps is too short for a window of {window}")
     check_size((*news[0].shape[:2], capacity + steps, news[0].shape[3]), news[0].dtype)
@@ -122,7 +122,7 @@ def _slide_window(pasts, news, start, lengths, window):
     before = _count_resident(start, capacity, window)[:, None]
     after = _count_resident(lengths, capacity, window)[:, None]
     start, lengths = start[:, None], lengths[:, None]
-    old, new, places = (np.arange(n) for n in (held, steps, capacity))
+    old, new, places = (np.arange(n) for n in (length, steps, capacity))
     positions = jnp.concatenate(
         [
             jnp.where(old < before, start - before + old, -1),
@@ -132,8 +132,8 @@ def _slide_window(pasts, news, start, lengths, window):
     )
     # the step of each row of the new caches, and from it the row of [past, new] to read it from
     place = lengths - after + places
-    place = jnp.where(place < start, place - start + before, place - start + held)
-    place = jnp.clip(place, 0, held + steps - 1)[:, None, :, None]
+    place = jnp.where(place < start, place - start + before, place - start + length)
+    place = jnp.clip(place, 0, length + steps - 1)[:, None, :, None]
     # what a cache holds beyond its steps is not specified, and may be NaN
     pasts = [jnp.where((old < before)[:, None, :, None], past, 0) for past in pasts]
     rows = [jnp.concatenate(pair, axis=2) for pair in zip(pasts, news, strict=True)]
