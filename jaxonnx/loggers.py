@@ -97,7 +97,7 @@ def mlflow(experiment: str, *, folder: str | os.PathLike[str] | None = None) -> 
     are sent with each checkpoint and at the end of each epoch.
 
     Args:
-      experiment: its name; it is made if there is none.
+      experiment: its name; created if missing.
       folder: as in `wandb`.
 
     Raises:

@@ -4,8 +4,8 @@
     python -m benchmarks.speed.lowerings --fit
 
 Above 1 the rule pays on this CPU. Columns: forward, gradient for x, gradient for w (convolutions),
-or forward, forward and backward (the rest). Both are jitted, with channels last and kernels first,
-and with an allocator that keeps its pages; the fast one is compiled as jaxonnx compiles. `--fit`
+or forward, forward and backward (the rest). Both are compiled as jaxonnx compiles, with channels
+last and kernels first, and with an allocator that keeps its pages. `--fit`
 tries other bounds of the rules instead, on shapes to both sides of them, and says where another
 would gain more than 10 %.
 """
@@ -81,9 +81,8 @@ GRUS = {"GRU": (64, 32, 128, 256), "GRU, few units": (64, 32, 64, 64)}
 
 def ratio(plain, fast, arguments, *, rounds: bool = False) -> float:
     """Return the median time of `plain` over that of `fast`, in interleaved rounds."""
-    jitted = jax.jit(plain), lowering.jit(fast, rounds=rounds)
-    lowered = jitted[0].lower(*arguments), jitted[1].lower(jitted[1].trace(*arguments))
-    systems = [program.compile() for program in lowered]
+    jitted = [lowering.jit(form, rounds=rounds) for form in (plain, fast)]
+    systems = [form.lower(form.trace(*arguments)).compile() for form in jitted]
     times = ([], [])
     for _ in range(ROUNDS + 1):
         for system, record in zip(systems, times, strict=True):

@@ -24,7 +24,7 @@ def push_to_hub(
 
     Args:
       folder: all of its files are uploaded, but hidden ones.
-      repo: the repository, "user/name"; it is made if there is none.
+      repo: the repository, "user/name"; created if missing.
       private: whether a repository that is made is private.
       message: of the commit.
 

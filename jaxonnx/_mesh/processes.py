@@ -158,7 +158,7 @@ class Processes:
         return model.replace(params=params, state=state)
 
     def agree(self, here: bool) -> bool:
-        """Return whether `here` is true in all processes; all must call this."""
+        """Check whether `here` is true in all processes; all must call this."""
         if not self.several:
             return here
         return bool(multihost_utils.process_allgather(np.array(here)).all())

@@ -95,7 +95,7 @@ class Program:
         return replace(self, views=tuple(v for v in self.views if not isinstance(v, kinds)))
 
     def find(self, kind: type[V]) -> V | None:
-        """Return the last view of a kind; None if there is none."""
+        """Return the last view of a kind, or None."""
         return next((view for view in reversed(self.views) if isinstance(view, kind)), None)
 
     def replace_file(self, graph: Graph, constants: Mapping[str, Any]) -> Program:

@@ -35,7 +35,7 @@ class Norm(NamedTuple):
     momentum: float
 
     def settles(self, steps: int) -> bool:
-        """Return whether a running average can have settled after so many steps."""
+        """Check whether a running average can have settled after so many steps."""
         return steps * (1 - self.momentum) >= _HORIZON
 
 

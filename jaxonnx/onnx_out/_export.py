@@ -394,7 +394,7 @@ def _struct(leaf: Any, path: Any) -> jax.ShapeDtypeStruct:
 
 
 def _names(chosen: Sequence[str] | None, default: list[str], what: str) -> list[str]:
-    """Return the chosen names, or the default ones if there are none, checked.
+    """Check the chosen names; return them, or the defaults.
 
     Raises:
       InputError: their number is wrong, or a name occurs twice.

@@ -285,7 +285,7 @@ def target_names(model: Model) -> set[str]:
 
 
 def stays_finite(old: Any, new: Any, small: bool = False) -> jax.Array:
-    """Return whether every number that was finite still is; others may be infinite by design.
+    """Check whether every number that was finite still is; others may be infinite by design.
 
     Args:
       small: look at small arrays only, and at the smallest one in any case. A test of large ones
@@ -308,7 +308,7 @@ def _new_nonfinite(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def finite(tree: Any) -> jax.Array:
-    """Return whether every number is finite; sums are quicker than tests of each number."""
+    """Check whether every number is finite; sums are quicker than tests of each number."""
     sums = [
         jnp.sum(x, dtype=jnp.promote_types(x.dtype, jnp.float32))
         for (x,) in _join_small([(x,) for x in jax.tree.leaves(tree)])

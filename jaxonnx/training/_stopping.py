@@ -155,7 +155,7 @@ class Monitor:
         """The number of rows after it."""
 
     def record(self, rows: list[dict[str, Any]]) -> bool:
-        """Return whether the last of these rows is the best; NaN never is."""
+        """Check whether the last of these rows is the best; NaN never is."""
         self.best = self._counted = None
         for row in rows:
             self._since += 1

@@ -14,7 +14,7 @@ from jaxonnx.registry import op
 
 
 def translate(x, keys, values, default, *, last: bool):
-    """Look up each x among `keys`: its entry of `values`, or `default` where there is none.
+    """Look up each x among `keys`: its entry of `values`, or `default`.
 
     NaN equals NaN. Of equal keys the last or the first counts. Strings have no compiled form.
     """

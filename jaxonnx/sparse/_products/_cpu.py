@@ -74,7 +74,7 @@ def variants() -> list[str]:
 
 
 def has(dtype: Any) -> bool:
-    """Return whether the kernel has products of a type."""
+    """Check whether the kernel has products of a type."""
     return jnp.dtype(dtype).name in _DTYPES
 
 

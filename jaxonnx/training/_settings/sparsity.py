@@ -170,7 +170,7 @@ def _share_out(options: dict[str, Any], epochs: int | None) -> dict[str, Any]:
 def _are_sparse(
     products: Any, weights: list[jax.Array], settings: Settings, storage: WeightLayout
 ) -> bool:
-    """Return whether products are sparse, for which the kernel is made ready, or refuse that."""
+    """Check whether products are sparse, for which the kernel is made ready, or refuse that."""
     from jaxonnx import sparse
 
     require_choice("products", products, ("dense", "sparse", "cusparselt"), TrainingError)
@@ -222,7 +222,7 @@ def _options(method: str) -> list[str]:
 
 
 def is_sparse(memory: Any) -> bool:
-    """Return whether the state of an optimizer is that of `sparsify`."""
+    """Check whether the state of an optimizer is that of `sparsify`."""
     return bool(_phases(memory))
 
 
