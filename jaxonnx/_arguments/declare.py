@@ -90,15 +90,21 @@ class _Group(NamedTuple):
     """Those in its own body."""
 
 
+_DECLARES = re.compile(r"class \w+Arguments\(|[A-Z_]+ = ")
+"""The start of a statement that declares arguments, or a constant for them."""
+
+
 @functools.cache
 def _read_groups() -> dict[str, _Group]:
     """Return the classes of declarations by name, from their source.
 
-    Importing the modules would take JAX, which the command line does without to show its help.
+    Importing the modules would take JAX, which the command line does without to show its help. Of
+    each module only constants and classes with a name that ends in "Arguments" are parsed.
     """
     groups = {}
     for path in (path for folder in FOLDERS for path in sorted(folder.glob("*.py"))):
-        body = ast.parse(path.read_text("utf-8")).body
+        statements = re.split(r"\n(?=[^\s)\]}])", path.read_text("utf-8"))
+        body = ast.parse("\n".join(filter(_DECLARES.match, statements))).body
         constants = {
             node.targets[0].id: node.value
             for node in body

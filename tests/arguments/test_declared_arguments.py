@@ -1,5 +1,7 @@
 """What the declarations of arguments say of values is checked by `train`, `step` and `evaluate`."""
 
+import inspect
+
 import numpy as np
 import pytest
 
@@ -67,3 +69,9 @@ def test_an_argument_at_its_default_needs_no_other():
         mlp(), examples(), loss=LABELS, progress=False, mesh="all", **defaults, **data
     )
     assert len(result.history.losses) > 0
+
+
+def test_signatures_have_the_arguments_that_type_checkers_see():
+    declared = {*inspect.signature(jaxonnx.train).parameters} - {"model", "data"}
+    assert declared == {*TrainArguments.__annotations__}
+    assert {*StepArguments.__annotations__} <= {*inspect.signature(step).parameters}
