@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import onnx
 from onnx import FunctionProto, GraphProto, ModelProto
 
-from jaxonnx._io.folders import ModelFolder
+from jaxonnx._io.folders import ModelFolder, ancestors, extract_part, refuse_records
 from jaxonnx._io.order import reads
-from jaxonnx._io.parts import ancestors, extract_part, refuse_records, rename_values, value_names
 from jaxonnx._io.protocol import File
+from jaxonnx._io.protos import rename_values, value_names
 from jaxonnx.errors import ModelError
 
 PREFIX = "encoder."

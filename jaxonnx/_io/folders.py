@@ -8,20 +8,22 @@ import re
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
 import onnx
-from onnx import ModelProto
+from onnx import ModelProto, NodeProto
 
 from jaxonnx import _safe_read
 from jaxonnx._atomic_write import write_atomically
 from jaxonnx._io.files import LIMIT, OnnxFormat
+from jaxonnx._io.order import reads
 from jaxonnx._io.protocol import Companion, File, Graph, check_exists
-from jaxonnx._io.protos import all_graphs
-from jaxonnx.errors import ModelError
+from jaxonnx._io.protos import all_graphs, all_nodes
+from jaxonnx._io.records import QUANTIZATION, SPARSITY
+from jaxonnx.errors import InputError, ModelError
 
 GENAI = "genai_config.json"
 CHAT_TEMPLATES = "additional_chat_templates/*.jinja"
@@ -243,3 +245,51 @@ def _walk(folder: Path) -> Iterator[str]:
         name = path.relative_to(folder)
         if path.is_file() and not any(part.startswith(".") for part in name.parts):
             yield name.as_posix()
+
+
+# Parts of a graph that are files of their own.
+
+
+def refuse_records(proto: ModelProto) -> None:
+    """Raise an InputError if a graph that is to be several files has a record of its weights."""
+    if records := {SPARSITY, QUANTIZATION} & {entry.key for entry in proto.metadata_props}:
+        raise InputError(
+            f"the record {min(records)!r} is of all files of a folder: save the model as one file, "
+            "with a path that ends in .onnx"
+        )
+
+
+def ancestors(
+    nodes: Iterable[NodeProto], names: Set[str], without: Set[str] = frozenset()
+) -> set[str]:
+    """Return `names` and their ancestors, without following those in `without`."""
+    values = {*names}
+    for node in reversed([*nodes]):
+        if not values.isdisjoint(node.output):
+            values |= reads(node) - {*without}
+    return values
+
+
+def extract_part(
+    proto: ModelProto, header: ModelProto, names: Set[str], joined: Set[str]
+) -> ModelProto:
+    """Extract the nodes that compute these values into a model of their own."""
+    result, graph = ModelProto(), proto.graph
+    result.CopyFrom(header)
+    result.ClearField("graph")
+    result.graph.name, result.graph.doc_string = header.graph.name, header.graph.doc_string
+    result.ir_version = max(header.ir_version, proto.ir_version)
+    target = result.graph
+    target.node.extend(node for node in graph.node if not names.isdisjoint(node.output))
+    inputs = joined | {value.name for value in graph.input}
+    target.value_info.extend(v for v in graph.value_info if v.name in names - inputs)
+    target.initializer.extend(tensor for tensor in graph.initializer if tensor.name in names)
+    sparse = (tensor for tensor in graph.sparse_initializer if tensor.values.name in names)
+    target.sparse_initializer.extend(sparse)
+    notes = (note for note in graph.quantization_annotation if note.tensor_name in names)
+    target.quantization_annotation.extend(notes)
+    versions = {entry.domain: entry.version for entry in proto.opset_import}
+    imported = {entry.domain for entry in result.opset_import}
+    for domain in sorted({node.domain for node in all_nodes(target)} & versions.keys() - imported):
+        result.opset_import.add(domain=domain, version=versions[domain])
+    return result

@@ -1,8 +1,8 @@
-"""Walks over graphs, and the tensors of Constant nodes."""
+"""Walks over graphs, the names of their values, and the tensors of Constant nodes."""
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto
@@ -112,3 +112,32 @@ def names_of_constants(function: FunctionProto) -> Iterator[tuple[str, str]]:
     for node in function.node:
         if tensor_of_constant(node) is not None and node.output:
             yield node.output[0], f"{path}/{node.output[0]}"
+
+
+def value_names(main: GraphProto) -> set[str]:
+    """Return all names of values in a graph and its subgraphs."""
+    names: set[str] = set()
+    for graph in all_graphs(main):
+        names |= {value.name for value in (*graph.input, *graph.output, *graph.initializer)}
+        names |= {sparse.values.name for sparse in graph.sparse_initializer}
+        names.update(name for node in graph.node for name in (*node.input, *node.output))
+    return names - {""}
+
+
+def rename_values(
+    main: GraphProto, new: Callable[[str], str], of_node: Callable[[str], str] = str
+) -> None:
+    """Give all values and nodes of a graph and its subgraphs other names, in place."""
+    for graph in all_graphs(main):
+        for value in (*graph.input, *graph.output, *graph.value_info, *graph.initializer):
+            value.name = new(value.name)
+        for sparse in graph.sparse_initializer:
+            sparse.values.name = new(sparse.values.name)
+        for note in graph.quantization_annotation:
+            note.tensor_name = new(note.tensor_name)
+            for entry in note.quant_parameter_tensor_names:
+                entry.value = new(entry.value)
+        for node in graph.node:
+            node.name = of_node(node.name)
+            node.input[:] = [new(name) for name in node.input]
+            node.output[:] = [new(name) for name in node.output]

@@ -1,6 +1,5 @@
 """A ModelProto as a `File`: checked, repaired, and without its weights, which become arrays."""
 
-import ctypes
 import os
 import warnings
 from collections import Counter, defaultdict
@@ -100,16 +99,6 @@ def read_proto(
     except (EncodeError, ValueError) as error:
         text = f"{what} has more than 2 GB besides its initializers ({error})"
         raise ModelError(text) from error
-
-
-def give_back_memory() -> None:
-    """Return freed memory to the system.
-
-    glibc would keep half the size of a large model, in the gaps that reading it left.
-    """
-    trim = getattr(ctypes.pythonapi, "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def _take_tensors(main: GraphProto, folders: Sequence[Folder]) -> dict[str, np.ndarray]:

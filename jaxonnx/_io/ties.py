@@ -26,8 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto, StringStringEntryProto, helper, numpy_helper
 
-from jaxonnx._io.parts import value_names
-from jaxonnx._io.protos import UNNAMED, all_graphs, all_nodes, modules
+from jaxonnx._io.protos import UNNAMED, all_graphs, all_nodes, modules, value_names
 from jaxonnx._io.tensors import equal_bits
 from jaxonnx.registry import Op, lookup
 

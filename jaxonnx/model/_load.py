@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import warnings
@@ -25,7 +26,6 @@ from jaxonnx._graph.stored import check_zero_points
 from jaxonnx._graph.types import infer_types
 from jaxonnx._io.formats import find
 from jaxonnx._io.protocol import File
-from jaxonnx._io.read import give_back_memory
 from jaxonnx._io.tensors import equal_bits
 from jaxonnx._io.ties import find_duplicates, is_shared, replace_duplicates, sources
 from jaxonnx._io.weights import replace_weights
@@ -188,7 +188,10 @@ def _place(model: Model, mesh: Mesh | Literal["all"] | None, sharding: Sharding 
     if sum(value.nbytes for value in values) > TRIM_LIMIT:
         jax.block_until_ready(values)
         gc.collect(0)  # JAX lets go of the arrays that it has copied when Python collects
-        give_back_memory()
+        # glibc would keep half the size of a large model, in the gaps that reading it left
+        trim = getattr(ctypes.pythonapi, "malloc_trim", None)
+        if trim is not None:
+            trim(0)
 
 
 def _to_device(value: Any, sharding: NamedSharding | None) -> jax.Array:
