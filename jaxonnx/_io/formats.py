@@ -72,7 +72,7 @@ def find(source: Any, **choices: str | None) -> tuple[Format, Any]:
                 return form, place
     for name, value in chosen.items():
         forms = " or ".join(form.form for form in FORMATS if form.choice == name)
-        raise InputError(f"{name}={value!r} goes with {forms}, and the source is not such")
+        raise InputError(f"{name}={value!r} goes with {forms}; the source is of another kind")
     *forms, last = [form.form for form in FORMATS if form.form]
     raise InputError(
         f"a model is {', '.join(forms)} or {last}, not of type {type(source).__name__}"

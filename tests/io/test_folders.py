@@ -53,7 +53,7 @@ def test_several_models_are_named(browser):
     assert jaxonnx.load(browser, variant="fp32").folder.files == ("onnx/model.onnx",)
     with pytest.raises(jaxonnx.InputError, match=r"no variant .fp16.; it has onnx/model.onnx"):
         jaxonnx.load(browser, variant="fp16")
-    with pytest.raises(jaxonnx.InputError, match="the source is not such"):
+    with pytest.raises(jaxonnx.InputError, match="the source is of another kind"):
         jaxonnx.load(browser / "onnx" / "model.onnx", variant="q4")
 
 
