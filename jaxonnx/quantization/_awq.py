@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxonnx._graph.bind import Graph, Node
-from jaxonnx._graph.uses import Use, uses
+from jaxonnx._graph.uses import Use, uses, uses_by_tensor
 from jaxonnx._rewrite.network import Network
 from jaxonnx.quantization._layer_inputs import Products, as_rows, find_products, from_rows, visit
 from jaxonnx.quantization._ranges import Parameters, spread_scale, weight_parameters
@@ -56,10 +56,13 @@ def scale_inputs(
     scales: dict[str, Parameters] = {}
     tensors = model.tensors
     by_place = {(id(u.node), u.position): u for u in uses(model.graph, tensors)}
+    by_name = uses_by_tensor(model.graph, tensors)
     for group, inputs in visit(model, find_products(model, sites), examples, dict(tensors)):
         weights = {n: np.asarray(values.get(n, tensors[n])) for n in group.weights}
         hessian = inputs.hessian
         divided = find_divided(model.graph, model.params, group, by_place, len(inputs.magnitude))
+        if any(_is_read_elsewhere(by_name[name], group) for name in group.weights):
+            divided = None
         if divided is not None and all(schemes[n].weights != "fp8" for n in weights):
             s = choose_scales(weights, sites, hessian, inputs.magnitude, schemes)
             hessian = hessian / np.outer(s, s)
@@ -76,6 +79,13 @@ def scale_inputs(
             values |= weights
         scales |= {n: fit_scales(w, sites[n], schemes[n], hessian) for n, w in weights.items()}
     return {name: x.astype(np.float32) for name, x in values.items()}, scales
+
+
+def _is_read_elsewhere(read: Sequence[Use], group: Products) -> bool:
+    """Check whether a weight has other readers than a group, as one that is the embedding, too."""
+    inputs = {name for use in read for name in use.node.inputs}
+    last = {id(use.node) for use in read if inputs.isdisjoint(use.node.outputs)}
+    return not last <= {id(use.node) for use in group.uses}
 
 
 def choose_scales(

@@ -56,6 +56,44 @@ def perceptron():
     )
 
 
+SHARED = {
+    "table": """g (int64[n] i) => (float[n, 40] y) {
+        h = Gather(table, i)
+        a = LayerNormalization(h, scale, shift)
+        t = Transpose<perm = [1, 0]>(table)
+        y = MatMul(a, t)
+    }""",
+    "twice": """g (int64[n] i) => (float[n, 64] y) {
+        h = Gather(rows, i)
+        a = LayerNormalization(h, scale, shift)
+        b = MatMul(a, square)
+        c = LayerNormalization(b, scale2, shift)
+        y = MatMul(c, square)
+    }""",
+}
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_awq_scales_no_weight_that_another_node_reads(case):
+    """An output layer that is the embedding, and a matrix of two products, in 8 bits."""
+    tensors = {
+        "table": matrix(40, 64),
+        "rows": matrix(40, 64),
+        "square": matrix(64, 64),
+        "scale": np.exp(RANDOM.normal(size=64) * 2),
+        "scale2": np.exp(RANDOM.normal(size=64) * 2),
+        "shift": RANDOM.normal(size=64),
+    }
+    model = network(SHARED[case], **{n: x for n, x in tensors.items() if n in SHARED[case]})
+    ids = np.arange(40)
+    scheme = Quantization(weights="int8", activations=None)
+    wrong = [
+        error(model, jaxonnx.quantize(model, ids, scheme, batch_size=40, method=m), ids)
+        for m in (None, "awq")
+    ]
+    assert wrong[1] < 2 * wrong[0]
+
+
 def error(model, quantized, x):
     return np.square(np.asarray(model(x)) - np.asarray(quantized(x))).mean()
 
