@@ -155,8 +155,10 @@ def _read_preference(row: Mapping[str, Any], names: Names) -> Texts:
     if all(isinstance(x, str) for x in answers):
         return _to_texts("" if prompt is None else prompt, answers, names)
     chosen, rejected = (to_messages(x, names) for x in answers)
+    if isinstance(prompt, str) and chosen and chosen[0]["role"] == "assistant":
+        prompt = [{"role": "user", "content": prompt}]
     if isinstance(prompt, str | None):  # whole conversations, which begin with the prompt
-        pairs = zip(chosen, rejected, strict=False)
+        pairs = zip(chosen[:-1], rejected[:-1], strict=False)
         count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         return Texts(chosen[:count], (chosen[count:], rejected[count:]))
     return Texts(to_messages(prompt, names), (chosen, rejected))

@@ -125,9 +125,12 @@ def test_pairs_of_answers_follow_one_another(model):
         {"prompt": chat("a"), "chosen": "yes", "rejected": "no"},
         {"prompt": chat("a"), "chosen": chat("a", "yes")[1:], "rejected": chat("a", "no")[1:]},
         {"prompt": "a", "chosen": chat("a", "yes"), "rejected": chat("a", "no")},
+        {"prompt": "a", "chosen": chat("a", "yes")[1:], "rejected": chat("a", "no")[1:]},
         {"chosen": chat("a", "yes"), "rejected": chat("a", "no"), "messages": chat("a", "yes")},
     ):
         assert read(model, [row], group=2)[0] == expected
+    same = {"chosen": chat("a", "yes"), "rejected": chat("a", "yes")}
+    assert read(model, [same], group=2)[0] == read(model, [{"messages": chat("a", "yes")}] * 2)[0]
     texts = {"prompt": "a ", "chosen": "list", "rejected": "tuple"}
     completions = [{"prompt": "a ", "completion": x} for x in ("list", "tuple")]
     assert read(model, [texts], group=2)[0] == read(model, completions)[0]
