@@ -9,7 +9,8 @@ from __future__ import annotations
 import datetime
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -25,6 +26,8 @@ NAME = "chat_template"
 _START, _END, MARK = "\ue0f0", "\ue0f1", "\ue0f2"
 """Marks around the text of a template's `generation` block, and one for a place in a message:
 private-use characters of Unicode."""
+_KEYS = "role", "content", "tool_calls", "function_call", "tool_call_id"
+"""The keys of OpenAI's messages, of which many templates leave some out."""
 _PROBE = "jaxonnx_probe"
 """An argument of a call, or the text of a message, by which a rendered chat shows how its template
 writes these."""
@@ -73,6 +76,8 @@ class _Template(NamedTuple):
     compiled: Any
     variables: frozenset[str]
     """The variables that it reads."""
+    words: frozenset[str]
+    """All words of its text."""
     tests_content: bool
     """Whether it tests the content of messages for None, which other templates would print."""
 
@@ -199,7 +204,9 @@ class ChatTemplates:
                 f"the chat template of '{self.folder.path}' is not valid ({error})"
             ) from error
         variables = frozenset(meta.find_undeclared_variables(parsed))
-        return _Template(compiled, variables, "content" in _find_names_tested_for_none(parsed))
+        words = frozenset(re.findall(r"\w+", text))
+        tests_content = "content" in _find_names_tested_for_none(parsed)
+        return _Template(compiled, variables, words, tests_content)
 
     def find_unread(self, variables: Mapping[str, Any]) -> list[str]:
         """Return the variables that the template for a chat with them does not read.
@@ -208,6 +215,24 @@ class ChatTemplates:
         """
         read = (self._choose(variables).variables | {NAME}) - {"messages", "add_generation_prompt"}
         return [name for name, x in variables.items() if x is not None and name not in read]
+
+    def find_unread_keys(self, chat: Chat, exempt: Collection[str]) -> list[str]:
+        """Return the keys of messages, apart from `exempt`, that do not change what is written."""
+        words = self._choose(chat.variables).words
+        words |= {*REASONING} if words & {*REASONING} else {*REASONING[1:]}
+        ignored = {*_KEYS, *words, *exempt}
+        keys = dict.fromkeys(
+            key
+            for m in chat.messages
+            for key, x in m.items()
+            if x is not None and key not in ignored
+        )
+
+        def drop(key: str) -> Chat:
+            messages = [{k: x for k, x in m.items() if k != key} for m in chat.messages]
+            return replace(chat, messages=messages)
+
+        return [key for key in keys if self.render(drop(key)) == self.render(chat)]
 
     def render(self, chat: Chat, more: bool = False) -> str:
         """Write a chat by its template, with marks around the text of `generation` blocks.

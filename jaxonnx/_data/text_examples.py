@@ -105,6 +105,7 @@ class Reader:
       open: how many have no end token in the template.
       unwritten: the number of chats with calls of tools that the template does not write.
       unread: the columns that nothing reads.
+      unread_keys: the keys of messages that nothing reads.
       dropped: the number of examples, parts of texts that are split among them, of which the loss
         counts no token: of a decoder the first one never counts.
       answer: that of the last row that says of its answer whether it is desirable.
@@ -128,6 +129,7 @@ class Reader:
     open: int = 0
     unwritten: int = 0
     unread: dict[str, None] = field(default_factory=dict)
+    unread_keys: dict[str, None] = field(default_factory=dict)
     dropped: int = 0
     answer: Any = None
     packed: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
@@ -313,8 +315,11 @@ class Reader:
                 "'assistant'}} renames a role, and preprocess={'loss': 'all'} learns all of them"
             )
         variables = self._read_variables(where, row)
-        chat, writes_calls = self.tokenizer.templates.fit_calls(Chat(messages, variables, where))
+        templates = self.tokenizer.templates
+        chat, writes_calls = templates.fit_calls(Chat(messages, variables, where))
         self.unwritten += not writes_calls
+        keys = templates.find_unread_keys(chat, {KEY, *self.unread_keys})
+        self.unread_keys |= dict.fromkeys(keys)
         chats = self.tokenizer.write_chats(chat, ignored if counts_all else learned)
         if counts_all and len(chats) > 1:
             raise TrainingError(
@@ -429,6 +434,11 @@ class Reader:
             ),
             (self.dropped, f"examples left out, of which the loss counts no token: {self.dropped}"),
             (self.unread, f"columns that nothing reads: {', '.join(map(repr, self.unread))}"),
+            (
+                self.unread_keys,
+                f"keys of messages that nothing reads: {', '.join(map(repr, self.unread_keys))}; "
+                'a message that is not to be learned has "weight" 0',
+            ),
             (
                 self.others,
                 f"messages of the assistant in examples of their own: {self.others.total()}, with "

@@ -312,6 +312,25 @@ def test_messages_of_weight_zero_do_not_count(folder, template):
         read(path, {"messages": [CHAT[0], bad]})
 
 
+def test_keys_of_messages_that_nothing_reads_are_named(folder):
+    """Marks of axolotl and others that a message is not to be learned are none here."""
+    plain = "{% for m in messages %}{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}"
+    chat = [CHAT[0], {**CHAT[1], "train": False, "name": "b"}]
+    rows, notes = read(folder(plain), *[{"messages": chat}] * 2)
+    assert rows == read(folder(plain), *[{"messages": CHAT[:2]}] * 2)[0]
+    assert notes == [
+        "keys of messages that nothing reads: 'train', 'name'; a message that is not to be learned "
+        'has "weight" 0'
+    ]
+    printing = "{% for m in messages %}{{ m.role }} {{ m | tojson }}<|im_end|>{% endfor %}"
+    assert read(folder(printing), {"messages": chat})[1] == []
+    thoughts = [CHAT[0], {**CHAT[1], "thinking": "x"}]
+    (note,) = read(folder(plain), {"messages": thoughts})[1]
+    assert note.startswith("keys of messages that nothing reads: 'reasoning_content';")
+    reading = plain.replace("content }}", "content }}{{ m.thinking or '' }}")
+    assert read(folder(reading), {"messages": thoughts})[1] == []
+
+
 def test_a_prompt_beside_messages_is_not_read(folder):
     """As in a data set with "prompt", its first message, and "messages"."""
     rows, notes = read(folder(), {"messages": CHAT, "prompt": "abc", "text": "abc"})
