@@ -300,7 +300,8 @@ class Stream(Source):
             weights = None
             if self.labels:
                 names = [value.name for value in self.values]
-                batch, weights = split_weights(batch, names, self.target_names)
+                derived = self.padding.needs.derive is not None
+                batch, weights = split_weights(batch, names, self.target_names, derived)
             pair = as_pair(batch, self.values, what, self.labels, self.padding)
             if any(value.whole for value in self.values):
                 yield self._batch_as_it_is(pair, weights, what, latest)

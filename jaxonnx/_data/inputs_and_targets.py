@@ -282,16 +282,19 @@ KEY = "weight"
 """The name of the weights in a dict."""
 
 
-def split_weights(data: Any, inputs: Collection[str], targets: Collection[str]) -> tuple[Any, Any]:
+def split_weights(
+    data: Any, inputs: Collection[str], targets: Collection[str], derived: bool = False
+) -> tuple[Any, Any]:
     """Split the weights of examples off data.
 
     They are the third of three arrays (x, y, weights), or the entry `KEY` of a dict that also has
-    targets.
+    targets or needs none.
 
     Args:
       data: as the user passes it.
       inputs: the names of the model's inputs.
       targets: the names of targets; if `KEY` is one of them, it is not weights.
+      derived: whether targets may be missing, as the loss makes them of the inputs.
 
     Returns:
       The data without weights, and the weights or None.
@@ -300,7 +303,7 @@ def split_weights(data: Any, inputs: Collection[str], targets: Collection[str]) 
         return (data[0], data[1]), data[2]
     if isinstance(data, Mapping) and KEY in data and KEY not in {*inputs, *targets}:
         rest = {name: value for name, value in data.items() if name != KEY}
-        if rest.keys() - {*inputs}:
+        if derived or rest.keys() - {*inputs}:
             return rest, data[KEY]
     return data, None
 

@@ -320,7 +320,8 @@ def read_arrays(data: Any, reading: Reading, what: str) -> Source:
     batch_size, seed, weights = reading.batch_size, reading.seed, None
     if labels:
         names = [value.name for value in values]
-        data, weights = split_weights(data, names, reading.target_names)
+        derived = padding.needs.derive is not None
+        data, weights = split_weights(data, names, reading.target_names, derived)
     arrays, targets = as_pair(data, values, what, labels, padding)
     rows = np.arange(count_examples(arrays, targets, values))
     if all(value.whole for value in values):  # a graph: its targets keep their order

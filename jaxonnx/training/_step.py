@@ -259,7 +259,8 @@ def as_batch(batch: Any, model: Model, derive_targets: Callable[[Any], Any] | No
     if isinstance(batch, Batch):
         return batch
     names = [value.name for value in model.inputs]
-    batch, weight = split_weights(batch, names, target_names(model))
+    derived = derive_targets is not None
+    batch, weight = split_weights(batch, names, target_names(model), derived)
     started, _ = start_at_zeros(model, batch)
     if started is not model:
         states = ", ".join(name for name in names if name not in {v.name for v in started.inputs})

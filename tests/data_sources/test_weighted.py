@@ -265,3 +265,24 @@ def test_refused(case):
     settings, message = REFUSED[case]
     with pytest.raises(jaxonnx.TrainingError, match=message):
         train(**{"data": (X, Y)} | settings)
+
+
+PAIRS = np.random.default_rng(5).normal(size=(12, 8)).astype(np.float32)
+PAIR_WEIGHTS = np.repeat([1.0, 3.0, 0.0, 0.5, 1.0, 2.0], 2).astype(np.float32)
+
+
+@pytest.mark.parametrize("form", ["dict", "batches", "step"])
+def test_data_without_targets_has_weights(form):
+    """Of a loss that takes no targets, "weight" is none: the mean of weighted values by hand."""
+    model, loss = jaxonnx.load(mlp()), jaxonnx.losses.in_batch_negatives(scale=2.0)
+    name = model.inputs[0].name
+    values = np.asarray(loss(np.asarray(model(PAIRS)), None, PAIR_WEIGHTS))
+    expected = (values * PAIR_WEIGHTS).sum() / PAIR_WEIGHTS.sum()
+    data = {name: PAIRS, "weight": PAIR_WEIGHTS}
+    if form == "step":
+        step = jaxonnx.training.step(model, loss, optax.sgd(0.0))
+        _, (found, _) = step.update(step.init(), data)
+    else:
+        data, size = (data, {"batch_size": 12}) if form == "dict" else ([data], {})
+        found = evaluate(model, data, loss=loss, **size)["loss"]
+    assert found == pytest.approx(expected, rel=1e-5)
