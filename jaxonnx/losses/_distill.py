@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxonnx._data.batches import Batch
-from jaxonnx._data.ragged import with_derived
 from jaxonnx._require import check_arguments, require, require_integer
 from jaxonnx.errors import TrainingError
-from jaxonnx.losses._loss import DeriveTargets, Loss
+from jaxonnx.losses._loss import DeriveTargets, Loss, pack_like, take_inputs
 from jaxonnx.losses._tokens import label_tokens, take_next_logits
 from jaxonnx.model import Model, as_model
 
@@ -42,8 +41,8 @@ class Distillation(Loss):
         """
         if self.teacher is None:
             return None
-        teacher = self.prepare(as_model(self.teacher))
-        names = [value.name for value in model.inputs]
+        what = "distill: the teacher"
+        teacher = pack_like(self.prepare(as_model(self.teacher)), model, what)
         if len(teacher.outputs) != 1:
             raise TrainingError(
                 f"distill: the teacher has {len(teacher.outputs)} outputs: choose that of the "
@@ -58,18 +57,10 @@ class Distillation(Loss):
             return self.shorten(teacher.apply(params, *inputs, state=state))
 
         def add(batch: Batch) -> Any:
-            named = dict(zip(names, batch.inputs, strict=True))
-            inputs = [named.get(value.name) for value in teacher.inputs]
-            if len(inputs) == len(names) == 1:
-                inputs = batch.inputs
-            if all(x is None for x in inputs):
-                raise TrainingError(
-                    f"distill: the teacher takes {', '.join(v.name for v in teacher.inputs)}, and "
-                    f"the student {', '.join(names)}: they need inputs of the same names"
-                )
+            inputs = take_inputs(batch.inputs, model, teacher, what)
             if len(classes) == len(sizes) == 2:  # the shapes of the greatest logits do not tell
                 _check_classes(*classes)
-            logits = compute(teacher.params, teacher.state, with_derived(inputs, teacher.inputs))
+            logits = compute(teacher.params, teacher.state, inputs)
             return logits, batch.targets
 
         return add
@@ -84,7 +75,20 @@ class Distillation(Loss):
         scores = jax.nn.log_softmax(logits.astype(jnp.float32) / self.temperature)
         return jax.lax.top_k(scores, self.top)
 
+    @property
+    def denominator(self) -> str | None:
+        return None
+
+    def totals(self, outputs: Any, targets: Any, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+        values, counts = self._add_up(outputs, targets)
+        return jnp.where(weight > 0, values * weight, 0).sum(), (counts * weight).sum()
+
     def __call__(self, outputs: jax.Array, targets: Any) -> jax.Array:
+        values, counts = self._add_up(outputs, targets)
+        return values / jnp.maximum(counts, 1)
+
+    def _add_up(self, outputs: jax.Array, targets: Any) -> tuple[jax.Array, jax.Array]:
+        """Return the sum of each example's places that count, and their number, both (N,)."""
         teacher, labels = targets if isinstance(targets, tuple | list) else (targets, None)
         if not (hasattr(teacher, "astype") or isinstance(teacher, tuple | list)):
             raise TrainingError(
@@ -93,7 +97,8 @@ class Distillation(Loss):
             )
         values = self.temperature**2 * self._diverge(outputs, teacher)
         if labels is None:
-            return values.reshape(len(values), -1).mean(1)
+            values = values.reshape(len(values), -1)
+            return values.sum(1), jnp.full(len(values), values.shape[1], values.dtype)
         if self.next_token:
             last = jnp.full_like(labels[:, :1], self.ignore_index)
             labels = jnp.concatenate([labels[:, 1:], last], axis=1)
@@ -101,8 +106,7 @@ class Distillation(Loss):
         scores = jax.nn.log_softmax(outputs.astype(jnp.float32))
         chosen = jnp.take_along_axis(scores, jnp.where(counts, labels, 0)[..., None], -1)[..., 0]
         values = jnp.where(counts, self.soft * values - (1 - self.soft) * chosen, 0)
-        values, counts = (x.reshape(len(x), -1).sum(1) for x in (values, counts))
-        return values / jnp.maximum(counts, 1)
+        return tuple(x.reshape(len(x), -1).sum(1) for x in (values, counts))
 
     def _diverge(self, outputs: jax.Array, teacher: Any) -> jax.Array:
         """Return KL(teacher || student) at each place, of the classes that the teacher has."""
@@ -140,7 +144,8 @@ def distill(
     """Return the loss of a model that learns the outputs of another one.
 
     It is `temperature ** 2` times the divergence KL(teacher || student) of the softmaxes of logits
-    (N, ..., classes) divided by the temperature, one mean for each example. Hinton, Vinyals and
+    (N, ..., classes) divided by the temperature, called one mean for each example. `train` and
+    `evaluate` take the mean over all places that count, as of `causal_lm`. Hinton, Vinyals and
     Dean, "Distilling the Knowledge in a Neural Network", 2015 (arXiv:1503.02531).
 
     With `teacher`, `train` evaluates that model on each batch, and data has labels as usual.

@@ -10,12 +10,14 @@ import numpy as np
 
 from jaxonnx._data.batches import Batch
 from jaxonnx._data.inputs_and_targets import count_examples, is_zero_or_one
-from jaxonnx._data.ragged import IGNORED
+from jaxonnx._data.ragged import IGNORED, with_derived
+from jaxonnx._data.texts import take_packed_rows
 from jaxonnx._graph.values import Value
 from jaxonnx._require import check_arguments, require
 from jaxonnx._text import format_count
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model, hide_caches
+from jaxonnx.views import PackedRows
 
 _SHOWN = 8
 
@@ -71,6 +73,9 @@ class Loss:
     """The column that rows of texts must have, for a loss that compares answers."""
     stride: int = 1
     """Of so many rows the first is learned; the others serve for comparison."""
+    compares_with_start: bool = False
+    """Whether `second` evaluates the model as it is before the training, which `evaluate` does not
+    know."""
 
     # tokens
     of_tokens: bool = False
@@ -238,6 +243,52 @@ def register(name: str, loss: Loss, *, also_called: str = "") -> None:
     check_arguments(register, locals(), TrainingError)
     require("register: loss", loss, isinstance(loss, Loss), "a Loss", TrainingError)
     REGISTERED[name], ALSO_CALLED[name] = loss, also_called
+
+
+def pack_like(second: Model, model: Model, what: str) -> Model:
+    """Return a second model that takes several texts in a row if the one that is trained does.
+
+    Args:
+      what: the second model, for the error.
+
+    Raises:
+      TrainingError: its file cannot tell the texts of a row apart, or not by the same input.
+    """
+    packing = model.program.find(PackedRows)
+    if packing is None:
+        return second
+    packed = take_packed_rows(second)
+    other = packed.program.find(PackedRows)
+    assert other is not None
+    if (other.input, other.form) != (packing.input, packing.form):
+        raise TrainingError(
+            f"{what} tells the texts of a row apart by the {other.form} in '{other.input}', and "
+            f"the model by the {packing.form} in '{packing.input}': leave "
+            "preprocess={'pack': True} out"
+        )
+    return packed
+
+
+def take_inputs(inputs: Sequence[Any], model: Model, second: Model, what: str) -> Sequence[Any]:
+    """Return the inputs of a second model among those of the one that is trained, by their names.
+
+    Args:
+      what: the second model, for the error.
+
+    Raises:
+      TrainingError: the models have no input in common.
+    """
+    names = [value.name for value in model.inputs]
+    named = dict(zip(names, inputs, strict=True))
+    chosen = [named.get(value.name) for value in second.inputs]
+    if len(chosen) == len(names) == 1:
+        chosen = [*inputs]
+    if all(x is None for x in chosen):
+        raise TrainingError(
+            f"{what} takes {', '.join(v.name for v in second.inputs)}, and the model "
+            f"{', '.join(names)}: they need inputs of the same names"
+        )
+    return with_derived(chosen, second.inputs)
 
 
 def _no_targets(inputs: Sequence[Any], values: Sequence[Value], what: str) -> np.ndarray:

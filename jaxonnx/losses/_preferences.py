@@ -16,9 +16,14 @@ from jaxonnx._data.rows import JUDGEMENT
 from jaxonnx._require import check_arguments, require
 from jaxonnx.errors import TrainingError
 from jaxonnx.losses._groups import GroupLoss
-from jaxonnx.losses._loss import DeriveTargets, register
+from jaxonnx.losses._loss import DeriveTargets, register, take_inputs
 from jaxonnx.losses._tokens import label_tokens, take_next_logits
-from jaxonnx.model import Model
+from jaxonnx.model import Model, as_model
+
+_REFERENCES = (
+    "where nothing is trained, the argument reference=MODEL of the loss computes the latter by the "
+    "model that it compares with"
+)
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -28,11 +33,17 @@ class PreferenceLoss(GroupLoss):
     group: int = 2
     ignore_index: int | None = -100
     """The label of tokens that do not count."""
-    reference: bool = False
-    """Whether it takes log-likelihoods by the model before the training, as `train` adds them."""
+    takes_reference: bool = False
+    """Whether it takes log-likelihoods by another model, as `train` adds them."""
+    reference: Any = None
+    """That model; by default the one before the training."""
     takes = "pairs of answers, chosen and rejected"
     answers: ClassVar[str | None] = "chosen"
     of_tokens = next_token = True
+
+    @property
+    def compares_with_start(self) -> bool:  # type: ignore[override]
+        return self.takes_reference and self.reference is None
 
     def caption(self, targets: Any) -> Sequence[str]:
         return ["chosen", "rejected"]
@@ -45,13 +56,14 @@ class PreferenceLoss(GroupLoss):
 
     def second(self, model: Model) -> Callable[[Batch], Any] | None:
         """Return a function that adds the log-likelihoods of rows by the model to their labels."""
-        if not self.reference:
+        if not self.takes_reference:
             return None
         ignored = -100 if self.ignore_index is None else self.ignore_index
+        other = model if self.reference is None else self.prepare(as_model(self.reference))
 
         @jax.jit
         def compute(params, state, inputs, labels):
-            logits = model.apply(params, *inputs, state=state)
+            logits = other.apply(params, *inputs, state=state)
             return log_likelihoods(logits, labels, ignored)
 
         def add(batch: Batch) -> Any:
@@ -59,7 +71,8 @@ class PreferenceLoss(GroupLoss):
             targets = targets if isinstance(targets, Mapping) else {"labels": targets}
             if "reference" in targets:  # the user computed them
                 return targets
-            reference = compute(model.params, model.state, batch.inputs, targets["labels"])
+            inputs = take_inputs(batch.inputs, model, other, f"{self.name}: the reference")
+            reference = compute(other.params, other.state, inputs, targets["labels"])
             return {**targets, "reference": reference}
 
         return add
@@ -77,7 +90,7 @@ class JudgedLoss(PreferenceLoss):
         return ["desirable" if x > 0 else "undesirable" for x in np.asarray(targets[JUDGEMENT])]
 
 
-def dpo(*, beta: float = 0.1, ignore_index: int = -100) -> PreferenceLoss:
+def dpo(*, beta: float = 0.1, reference: Any = None, ignore_index: int = -100) -> PreferenceLoss:
     """Return the loss of direct preference optimization, of pairs of answers to one prompt.
 
     The rows of a batch come in pairs: each answer that was chosen, and behind it the one that was
@@ -99,6 +112,8 @@ def dpo(*, beta: float = 0.1, ignore_index: int = -100) -> PreferenceLoss:
 
     Args:
       beta: above 0; the smaller, the further the model may go from the reference.
+      reference: the model that r compares with, a Model or anything that `jaxonnx.load` accepts; by
+        default the one before the training. `evaluate` needs it.
 
     Raises:
       TrainingError: `beta` is not; or a batch has an odd number of rows, or other targets.
@@ -108,7 +123,9 @@ def dpo(*, beta: float = 0.1, ignore_index: int = -100) -> PreferenceLoss:
 
     def margin(outputs: jax.Array, targets: Any) -> jax.Array:
         if not isinstance(targets, dict) or targets.keys() != {"labels", "reference"}:
-            raise TrainingError("dpo takes targets in a dict of 'labels' and 'reference'")
+            raise TrainingError(
+                f"dpo takes targets in a dict of 'labels' and 'reference'; {_REFERENCES}"
+            )
         scores = log_likelihoods(outputs, targets["labels"], ignore_index)
         chosen, rejected = _split_pairs("dpo", scores - targets["reference"])
         return jnp.repeat(beta * (chosen - rejected), 2)
@@ -119,10 +136,8 @@ def dpo(*, beta: float = 0.1, ignore_index: int = -100) -> PreferenceLoss:
     def loss(outputs: jax.Array, targets: Any, weight: Any) -> jax.Array:
         return -jax.nn.log_sigmoid(margin(outputs, targets))
 
-    metrics = accuracy, margin
-    return PreferenceLoss(
-        name="dpo", function=loss, metrics=metrics, ignore_index=ignore_index, reference=True
-    )
+    settings: Any = {"ignore_index": ignore_index, "takes_reference": True, "reference": reference}
+    return PreferenceLoss(name="dpo", function=loss, metrics=(accuracy, margin), **settings)
 
 
 def kto(
@@ -130,6 +145,7 @@ def kto(
     beta: float = 0.1,
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
+    reference: Any = None,
     ignore_index: int = -100,
 ) -> PreferenceLoss:
     """Return the loss of Kahneman-Tversky optimization, of answers with a judgement each.
@@ -152,6 +168,8 @@ def kto(
     Args:
       beta: above 0; the smaller, the further the model may go from the reference.
       desirable_weight, undesirable_weight: w, at least 0.
+      reference: the model that r compares with, a Model or anything that `jaxonnx.load` accepts; by
+        default the one before the training. `evaluate` needs it.
 
     Raises:
       TrainingError: an argument is out of its range; or a batch has an odd number of rows, or other
@@ -166,7 +184,7 @@ def kto(
         if not isinstance(targets, dict) or targets.keys() != {"labels", "label", "reference"}:
             raise TrainingError(
                 "kto takes rows with 'prompt', 'completion' and 'label' (true or false), or targets"
-                " in a dict of 'labels', 'label' and 'reference'"
+                f" in a dict of 'labels', 'label' and 'reference'; {_REFERENCES}"
             )
         scores = log_likelihoods(outputs, targets["labels"], ignore_index) - targets["reference"]
         answers, mismatched = _split_pairs("kto", scores)
@@ -177,7 +195,8 @@ def kto(
         values = jax.nn.sigmoid(beta * jnp.where(desirable, above, -above))
         return jnp.repeat(jnp.where(desirable, *weights) * (1 - values), 2)
 
-    return JudgedLoss(name="kto", function=loss, ignore_index=ignore_index, reference=True)
+    settings: Any = {"ignore_index": ignore_index, "takes_reference": True, "reference": reference}
+    return JudgedLoss(name="kto", function=loss, **settings)
 
 
 def orpo(*, beta: float = 0.1, ignore_index: int = -100) -> PreferenceLoss:

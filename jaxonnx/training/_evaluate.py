@@ -21,7 +21,7 @@ from jaxonnx.model import Model, as_model
 from jaxonnx.training import _objective as objective
 from jaxonnx.training._data import OpenedData, fit_to_evaluation, read_data
 from jaxonnx.training._defaults import choose_loss
-from jaxonnx.training._loss_needs import draw_batches
+from jaxonnx.training._loss_needs import complete_batches
 from jaxonnx.training._settings import Settings
 
 
@@ -84,7 +84,7 @@ def evaluate(
     loss = settings.loss
     net = fit_to_evaluation(net, settings, opened.data.first_batch)
     net, examples, *_ = read_data(net, settings, opened, training=False)
-    _, examples = draw_batches(net, loss, [None, examples], settings.seed)
+    _, examples = complete_batches(net, loss, [None, examples], settings.seed, trains=False)
     goal = objective.find(net, loss, metrics)
     return evaluate_objective(goal, examples, images.preparation(net).labels, progress)
 

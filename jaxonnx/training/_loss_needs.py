@@ -60,16 +60,27 @@ def find_derivation(model: Model, losses: Sequence[Loss]) -> Any:
     return made[0] if made and len(made) == len(losses) else None
 
 
-def ask_second_model(model: Model, loss: Any, sources: Sequence[Any]) -> list[Any]:
-    """Return sources whose targets have what the loss takes of a second model.
-
-    It is evaluated in inference mode, batch by batch, so that no table of all logits is kept.
+def complete_batches(
+    model: Model, loss: Any, sources: Sequence[Any], seed: int, trains: bool = True
+) -> list[Any]:
+    """Return sources whose batches have all that a loss takes.
 
     Args:
       model: as it is before the training.
       sources: that of training, that of validation; or None.
+      seed: of the run.
+      trains: whether `model` is trained; else no loss compares others with it.
     """
-    add = find_only(loss).second(model)
+    return _draw_batches(model, loss, _ask_second_model(model, loss, sources, trains), seed)
+
+
+def _ask_second_model(model: Model, loss: Any, sources: Sequence[Any], trains: bool) -> list[Any]:
+    """Return sources whose targets have what the loss takes of a second model.
+
+    It is evaluated in inference mode, batch by batch, so that no table of all logits is kept.
+    """
+    only = find_only(loss)
+    add = only.second(model) if trains or not only.compares_with_start else None
     if add is None:
         return [*sources]
 
@@ -79,15 +90,11 @@ def ask_second_model(model: Model, loss: Any, sources: Sequence[Any]) -> list[An
     return [source and Augmented(source, change, jax.random.key(0)) for source in sources]
 
 
-def draw_batches(model: Model, loss: Any, sources: Sequence[Any], seed: int) -> list[Any]:
+def _draw_batches(model: Model, loss: Any, sources: Sequence[Any], seed: int) -> list[Any]:
     """Return sources whose batches a loss changes at random, as `masked_lm` hides tokens.
 
     What is drawn depends on the seed, the epoch and the number of a batch: a resumed run draws the
     same, and validation data is always changed alike.
-
-    Args:
-      sources: as in `ask_second_model`.
-      seed: of the run.
     """
     draw = find_only(loss).draw(model)
     if draw is None:

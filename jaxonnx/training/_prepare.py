@@ -13,7 +13,7 @@ from jaxonnx.training._build_step import build_step
 from jaxonnx.training._continuations import as_messages
 from jaxonnx.training._data import ReadData, fit_to_data, open_data, read_data
 from jaxonnx.training._defaults import choose_loss
-from jaxonnx.training._loss_needs import ask_second_model, draw_batches
+from jaxonnx.training._loss_needs import complete_batches
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._settings.head import with_heads
 from jaxonnx.training._step import Step
@@ -65,7 +65,7 @@ def prepare_run(
         held_out=read.held_out,
     )
     changed = augment_examples(read.examples, settings.augment, settings.seed)
-    sources = ask_second_model(read.model, settings.loss, [changed, read.held_out])
-    sources = draw_batches(read.model, settings.loss, sources, settings.seed)
+    sources = [changed, read.held_out]
+    sources = complete_batches(read.model, settings.loss, sources, settings.seed)
     notes = [*opened.notes, *chosen, *notes]
     return Prepared(step, sources, settings, notes, read, opened.data.title)

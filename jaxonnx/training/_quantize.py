@@ -33,7 +33,7 @@ from jaxonnx.quantization import (
 from jaxonnx.training import _objective as objective
 from jaxonnx.training._data import fit_to_evaluation, open_data, read_data
 from jaxonnx.training._evaluate import evaluate_objective
-from jaxonnx.training._loss_needs import prepare_model
+from jaxonnx.training._loss_needs import complete_batches, prepare_model
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._stopping import find_direction
 from jaxonnx.views import FixedInputs
@@ -136,7 +136,7 @@ def quantize(
             seen = held_out and [batch.inputs for batch in held_out.batches(0)]
             evaluate = output_error(whole, seen or examples)
         else:
-            evaluate = make_evaluation(metric, held_out)
+            evaluate = make_evaluation(metric, held_out, whole)
         bound = Bound(rule.max_loss, evaluate, str(metric or "the outputs"))
     quantized = insert_rounding(whole, rule, examples, method, bound=bound, check=check)
     if check and (reason := compare_quantized(quantized, rule)):
@@ -175,13 +175,20 @@ def _free_states(model: Model, before: Model) -> Model:
     return replace(model, program=replace(model.program, views=views))
 
 
-def make_evaluation(metric: Any, examples: Any) -> Callable[[Model], float]:
+def make_evaluation(metric: Any, examples: Any, before: Model) -> Callable[[Model], float]:
     """Return a function that evaluates a metric or loss of a model, where greater is worse.
 
     Models that differ in their tensors only are compiled once. Recurrent states that the examples
     lack start at zeros.
+
+    Args:
+      before: the model in floating point, with which a loss may compare.
     """
     goals: dict[int, tuple[Any, Any]] = {}
+    if is_loss(metric):
+        batch = next(examples.batches(0))
+        start, _ = start_at_zeros(before, (batch.inputs, batch.targets))
+        _, examples = complete_batches(prepare_model(start, metric), metric, [None, examples], 0)
 
     def evaluate(model: Model) -> float:
         program = model.program

@@ -269,7 +269,7 @@ def test_a_teacher_of_tokens():
     logs = [jax.nn.log_softmax(net(IDS, np.ones_like(IDS))) for net in (teacher, model)]
     each = (jnp.exp(logs[0]) * (logs[0] - logs[1])).sum(-1)[:, :-1]
     counts = LABELS[:, 1:] >= 0
-    wanted = ((each * counts).sum(1) / counts.sum(1)).mean()
+    wanted = (each * counts).sum() / counts.sum()
     assert result.history.losses[0] == pytest.approx(float(wanted), rel=1e-4)
 
 
@@ -285,3 +285,54 @@ def test_what_does_not_fit():
         train(loss=losses.distill(teacher=other, top=2))
     with pytest.raises(jaxonnx.TrainingError, match="they need inputs of the same names"):
         train(text(), PAIRS, loss=losses.distill(teacher=mlp(), next_token=True))
+
+
+@pytest.mark.parametrize("loss", ["dpo", "kto"])
+def test_an_evaluation_compares_with_a_model(loss):
+    """By the values of a table of references."""
+    before = jaxonnx.load(text())
+    after = before.replace(params={name: 1.3 * x for name, x in before.params.items()})
+    judged = {"label": np.repeat([1, 0], 8)} if loss == "kto" else {}
+    make, data = getattr(losses, loss), {"input_ids": IDS, "labels": LABELS, **judged}
+    table = {**data, "reference": scores(before)[0].astype(np.float32)}
+    expected = jaxonnx.evaluate(after, table, loss=make(), batch_size=16)
+    assert expected["loss"] != pytest.approx(np.log(2) if loss == "dpo" else 0.5, rel=1e-3)
+    found = jaxonnx.evaluate(after, data, loss=make(reference=before), batch_size=16)
+    assert found == {name: pytest.approx(x, rel=1e-4) for name, x in expected.items()}
+    with pytest.raises(jaxonnx.TrainingError, match=f"{loss} takes .*; where nothing is trained"):
+        jaxonnx.evaluate(after, data, loss=make())
+
+
+def test_teachers_are_asked_in_evaluations_and_bounds():
+    """`evaluate`, and the metric of `quantize`."""
+    pytest.importorskip("tokenizers")
+    model = jaxonnx.load(GENAI)
+    teacher = model.replace(params={name: 1.5 * x for name, x in model.params.items()})
+    loss = losses.distill(teacher=teacher, next_token=True)
+    rows = [{"text": "a list"}, {"text": "a tuple is"}] * 2
+    run = jaxonnx.train(
+        model, rows, loss=loss, optimizer=optax.sgd(0.0), validation=rows, batch_size=4
+    )
+    expected = run.history.epochs[-1]["validation_loss"]
+    assert jaxonnx.evaluate(model, rows, loss=loss)["loss"] == pytest.approx(expected, rel=1e-4)
+    bounded = jaxonnx.quantize(model, rows, "int8", max_loss=1.0, metric=loss, validation=rows)
+    assert bounded.sensitivity.trials[-1].loss < 1
+
+
+@pytest.mark.parametrize("top", [None, 8])
+def test_teachers_of_packed_texts(top):
+    """The step is that of separate rows, whose tokens count alike."""
+    pytest.importorskip("tokenizers")
+    model = jaxonnx.load(GENAI)
+    teacher = model.replace(params={name: 1.5 * x for name, x in model.params.items()})
+    loss = losses.distill(teacher=teacher, next_token=True, soft=0.5, top=top)
+    texts = ("a list", "a tuple is immutable", "of", "the dict has keys", "x")
+    rows = [{"prompt": "one ", "completion": text} for text in texts]
+    settings = {"loss": loss, "optimizer": optax.sgd(1.0), "seed": 0}
+    alone = jaxonnx.train(model, rows, batch_size=5, **settings)
+    pack = {"pack": True, "max_length": 40}
+    for options in ({"batch_size": 4}, {"batch_size": 1, "accumulate": 4}):
+        packed = jaxonnx.train(model, rows, preprocess=pack, **options, **settings)
+        for name, x in model.params.items():
+            expected, found = (x - run.model.params[name] for run in (alone, packed))
+            np.testing.assert_allclose(found, expected, atol=2e-5 * np.abs(expected).max())

@@ -10,7 +10,7 @@ import pytest
 
 import jaxonnx
 from jaxonnx import losses
-from jaxonnx.training._loss_needs import draw_batches
+from jaxonnx.training._loss_needs import complete_batches
 from tests.support.paths import DATA
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -60,7 +60,7 @@ def hide(folder, purpose=0, epoch=0, seed=0, **settings):
     sources = [None, None]
     sources[purpose] = Batches()
     loss = losses.masked_lm(**settings)
-    changed = draw_batches(jaxonnx.load(folder), loss, sources, seed)[purpose]
+    changed = complete_batches(jaxonnx.load(folder), loss, sources, seed)[purpose]
     (batch,) = changed.batches(epoch)
     np.testing.assert_array_equal(batch.inputs[1], TOKENS)
     return batch.inputs[0], batch.targets
@@ -183,7 +183,7 @@ def test_texts_train_and_the_loss_is_the_cross_entropy_of_hidden_tokens(folder):
     labels = np.where(data["input_ids"] > 0, data["input_ids"], -100)
     batch = jaxonnx.training.Batch((data["input_ids"],) * 3, labels, np.ones(8))
     source = type("One", (Batches,), {"batches": lambda self, epoch, start=0: iter([batch])})()
-    (hidden,) = draw_batches(model, plain, [None, source], 0)[1].batches(0)
+    (hidden,) = complete_batches(model, plain, [None, source], 0)[1].batches(0)
     mask = np.ones((8, 16), np.int64)
     logits = model(jnp.asarray(hidden.inputs[0]), mask, 0 * mask)
     each = optax.softmax_cross_entropy_with_integer_labels(logits, np.maximum(hidden.targets, 0))

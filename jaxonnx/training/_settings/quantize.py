@@ -111,7 +111,7 @@ def _round(
     if settings.max_loss is not None:
         if arguments.loss is None:
             raise InputError("quantize: max_loss needs loss=, which it limits the change of")
-        evaluate = make_evaluation(arguments.loss, held_out or source)
+        evaluate = make_evaluation(arguments.loss, held_out or source, model)
         bound = Bound(settings.max_loss, evaluate, "the loss")
     model = insert_rounding(
         model, settings, examples, keep_norms=True, bound=bound, check=arguments.check
