@@ -106,7 +106,8 @@ class Distillation(Loss):
         scores = jax.nn.log_softmax(outputs.astype(jnp.float32))
         chosen = jnp.take_along_axis(scores, jnp.where(counts, labels, 0)[..., None], -1)[..., 0]
         values = jnp.where(counts, self.soft * values - (1 - self.soft) * chosen, 0)
-        return tuple(x.reshape(len(x), -1).sum(1) for x in (values, counts))
+        values, counts = (x.reshape(len(x), -1).sum(1) for x in (values, counts))
+        return values, counts
 
     def _diverge(self, outputs: jax.Array, teacher: Any) -> jax.Array:
         """Return KL(teacher || student) at each place, of the classes that the teacher has."""

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from onnx import ModelProto
-from onnx.helper import make_value_info
+from onnx import ModelProto, TensorProto
+from onnx.helper import make_node, make_value_info
 from onnx.numpy_helper import to_array
 
 from jaxonnx._compare.written import Origin, Run, check_written, make_origin
@@ -20,7 +20,8 @@ from jaxonnx._graph.caches import find_caches
 from jaxonnx._graph.roles import running_statistics, split
 from jaxonnx._graph.select import Select
 from jaxonnx._graph.values import Value, list_values, matching, to_value
-from jaxonnx._io.build import unused_name
+from jaxonnx._io.build import names as all_names
+from jaxonnx._io.build import onnx_type, unused_name
 from jaxonnx._io.protos import opset_of
 from jaxonnx._rewrite.batch import free_batch
 from jaxonnx._rewrite.head import Classes, replace_head
@@ -154,6 +155,10 @@ def append_jax(model: M, function: Callable, outputs: Sequence[str] | None, chec
     return new if model.program.find(EmptyCaches) is None else without_cache(new)
 
 
+_WIDE = {TensorProto.INT64, TensorProto.UINT64, TensorProto.DOUBLE}
+"""Types that have 32 bits in JAX unless its 64-bit types are on."""
+
+
 def append_function(
     proto: ModelProto,
     graph: Graph,
@@ -185,7 +190,16 @@ def append_function(
     result.CopyFrom(proto)
     del result.training_info[:]
     unconsumed = [value for value in proto.graph.output if value.name not in consumed]
-    written = append(result.graph, function, examples, list(consumed), outputs, opset)
+    used, read = {*all_names(result.graph)}, []
+    declared = {value.name: value.type.tensor_type.elem_type for value in proto.graph.output}
+    for name, example in zip(consumed, examples, strict=True):
+        if declared[name] in _WIDE and declared[name] != onnx_type(example.dtype):
+            cast = unused_name(f"{name}_{example.dtype}", used)
+            node = make_node("Cast", [name], [cast], name=cast, to=onnx_type(example.dtype))
+            result.graph.node.append(node)
+            name = cast
+        read.append(name)
+    written = append(result.graph, function, examples, read, outputs, opset)
     del result.graph.output[:]
     result.graph.output.extend([*written.outputs, *unconsumed])
     new = {x.name: to_array(x) for x in result.graph.initializer[len(proto.graph.initializer) :]}

@@ -566,6 +566,17 @@ def test_what_is_not_needed_is_not_written():
     assert sorted(map(sorted, branches)) == [["Cos", "Identity", "Sin"], ["Exp", "Identity"]]
 
 
+@pytest.mark.parametrize("kind", ["int64", "double"])
+def test_then_computes_with_types_of_64_bits_as_jax_does(kind):
+    """A mean over a mask of int64, say; the file's values have 64 bits, and JAX's have 32."""
+    text = f"""<ir_version: 8, opset_import: ["": 17]>
+    g ({kind}[n, 3] mask) => ({kind}[n, 3] m) {{ m = Identity(mask) }}"""
+    model = jaxonnx.load(onnx.parser.parse_model(text))
+    counts = model.then(lambda m: 1 / jnp.maximum(m.sum(1), 1).astype(jnp.float32))
+    mask = np.array([[1, 1, 0], [0, 0, 0]], np.float64 if kind == "double" else np.int64)
+    close(run(counts.to_onnx(), mask), np.array([0.5, 1], np.float32))
+
+
 def test_then_knows_the_sizes_of_what_it_continues():
     text = """<ir_version: 8, opset_import: ["": 17]>
     g (float[batch, 4] x) => (float[n, 2] y) <int64[2] s = {-1, 2}> { y = Reshape(x, s) }"""
