@@ -90,9 +90,10 @@ def data(path: Path, model: Model, options: argparse.Namespace) -> tuple[Any, bo
     if values is None:
         return path, False
     model = fix(model.without_cache(), options)
-    chosen = columns(path, [*values], model)
     loss = find(options.loss) if getattr(options, "loss", None) else None
-    if not chosen.targets and (loss is None or loss.derive(model) is None):
+    derived = loss is not None and loss.derive(model) is not None
+    chosen = columns(path, [*values], model, derived)
+    if not chosen.targets and not derived:
         raise _lacks(path, values, "the targets, as 'y'")
     inputs = {name: values[column] for name, column in chosen.inputs.items()}
     targets = {name: values[name] for name in chosen.targets}
@@ -167,11 +168,14 @@ def open_file(path: Path, names: Any = None) -> Data:
     return open_data(path, names=dict(names or ()))
 
 
-def columns(path: Path, names: Sequence[str], model: Model) -> Columns:
+def columns(path: Path, names: Sequence[str], model: Model, derived: bool = False) -> Columns:
     """Assign the columns of a file to the inputs, the targets and the weights.
 
     One input may be called "x", and masks may be missing. The targets are "y", or else all that are
     neither inputs nor "weight".
+
+    Args:
+      derived: whether the loss needs no targets.
     """
     by_name = {value.name: value.name for value in model.inputs}
     if len(by_name) == 1 and by_name.keys().isdisjoint(names) and "x" in names:
@@ -181,7 +185,7 @@ def columns(path: Path, names: Sequence[str], model: Model) -> Columns:
         if column not in names and name not in spare:
             raise _lacks(path, names, column)
     others = [name for name in names if name not in by_name.values()]
-    weighed = KEY in others and len(others) > 1 and KEY not in target_names(model)
+    weighed = KEY in others and (derived or len(others) > 1) and KEY not in target_names(model)
     weight = [KEY] if weighed else []
     targets = ["y"] if "y" in others else [name for name in others if name not in weight]
     return Columns(

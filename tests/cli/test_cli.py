@@ -771,6 +771,18 @@ def test_weights_of_examples_and_of_classes(small, capsys):
     assert "not both" in capsys.readouterr().err
 
 
+def test_weights_need_no_targets(small, capsys):
+    """The loss of tokens makes targets of them: of four rows the first counts."""
+    onnx.save(tiny_networks.text(), "text.onnx")
+    ids = np.array([[1, 2, 3], [4, 5, 6], [3, 3, 1], [6, 5, 2]])
+    losses = []
+    for rows, columns in ((4, {"weight": np.array([1.0, 0, 0, 0])}), (1, {})):
+        np.savez("tokens.npz", input_ids=ids[:rows], **columns)
+        assert command("evaluate text.onnx tokens.npz --loss causal_lm --json") == 0
+        losses.append(result(capsys)["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
 @pytest.mark.deep
 def test_texts_of_unequal_length(small, capsys):
     onnx.save(tiny_networks.text(), "text.onnx")
