@@ -223,7 +223,8 @@ def _with_elements(kind: _Kind | None, *names: str) -> _Kind | None:
         if not allows(x) or isinstance(x, Iterator):  # which would be used up
             return allows(x)
         if isinstance(x, Mapping):
-            return all(map(fits_key, x)) and all(map(fits, x.values()))
+            is_dict = text == "a dict"
+            return is_dict and all(map(fits_key, x)) and all(map(fits, x.values()))
         return all(map(fits, x))
 
     return f"{text} of {plural}", allows_all

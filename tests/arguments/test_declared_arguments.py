@@ -24,6 +24,7 @@ WRONG = [
     *(("schedule", x) for x in (3, "steep", ["cosine"])),
     *(("statistics", x) for x in (3, "moving", {})),
     *(("check", x) for x in (3, "yes", None)),
+    *(("on_log", x) for x in (3, "log.csv", {}, {"a": print}, [print, 3])),
     *(("columns", x) for x in (3, {1: "x"}, {"x": 1})),
     *(("batching", x) for x in (3, {"x": 1}, ["x"])),
     *(("monitor", x) for x in (3, ("loss", 1), ("loss",))),

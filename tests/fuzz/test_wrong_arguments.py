@@ -42,7 +42,6 @@ CHOICES = {
     "apply(params)": lambda value: demo.mlp().apply(value, X),
     "apply(state=)": lambda value: demo.mlp().apply({}, X, state=value),
     "apply_train(params)": lambda value: demo.mlp().apply_train(value, {}, None, X),
-    "LoRA(init=)": lambda value: jaxonnx.LoRA(init=value),
     "quantize(scheme=)": lambda value: jaxonnx.quantize(demo.mlp(), X, value),
     "quantize(method=)": lambda value: jaxonnx.quantize(demo.mlp(), X, method=value),
     "sparse.record": lambda value: jaxonnx.sparse.record(value),
@@ -93,7 +92,7 @@ def test_types_are_named_in_errors():
         jaxonnx.InputError, match="batches must be an integer of at least 1, got -1"
     ):
         jaxonnx.quantize(model, X, batches=-1)
-    methods = "method must be 'round', 'gptq', 'awq' or None, got 'floor'"
+    methods = "method must be 'gptq', 'awq' or None, got 'floor'"
     with pytest.raises(jaxonnx.InputError, match=methods):
         jaxonnx.quantize(model, X, method="floor")
     with pytest.raises(jaxonnx.InputError, match="transposable must be True or False"):

@@ -69,9 +69,9 @@ class Settings(_VALUES):
     @property
     def hooks(self) -> tuple[Hook, ...]:
         """The functions of `on_log`, as a list."""
-        several = isinstance(self.on_log, list | tuple)
-        hooks: Any = self.on_log if several else () if self.on_log is None else [self.on_log]
-        return tuple(hooks)
+        if self.on_log is None:
+            return ()
+        return (self.on_log,) if callable(self.on_log) else tuple(self.on_log)
 
     @property
     def resumable(self) -> dict[str, Any]:
