@@ -460,7 +460,7 @@ def _is_text(prompt: Any) -> bool:
 
 
 def _list_prompts(prompts: Any, rank: int) -> tuple[bool, list[Any]]:
-    """Return all prompts as a list, and whether there is a single one.
+    """Return True for a single prompt, and the prompts as a list.
 
     Args:
       rank: the number of axes of an array that is a prompt.
