@@ -619,6 +619,9 @@ class Model(Network, Rendered):
         Calls are a `jax.vmap` over a new first axis of all inputs and outputs. `save` writes the
         original file for one example. `jaxonnx.train`, `evaluate` and `predict` call this if the
         data have one axis more than the inputs.
+
+        Raises:
+          InputError: the model has no inputs, because all of them have fixed values.
         """
         return transforms.with_batch_axis(self)
 

@@ -75,6 +75,11 @@ def with_whole_inputs(model: M, names: Collection[str]) -> M:
 
 def with_batch_axis(model: M) -> M:
     """Return the model of `Model.with_batch_axis`."""
+    if not model.inputs:
+        raise InputError(
+            "with_batch_axis: the model has no input that could have an axis of examples: call it "
+            "before with_fixed_inputs"
+        )
     used = {str(n) for value in (*model.inputs, *model.outputs) for n in value.shape or ()}
     return enter(model, BatchAxis(unused_name("batch", used)))
 

@@ -133,6 +133,19 @@ def test_one_graph_is_one_batch_whose_weights_choose_nodes():
             jaxonnx.train(model, (inputs, one["y"]), batching=wrong, **LABELS)
 
 
+def test_a_model_whose_inputs_are_all_fixed_has_no_batch_axis():
+    model = jaxonnx.load(
+        onnx.parser.parse_model(
+            '<ir_version: 8, opset_import: ["" : 17]> g (float[3] x) => (float[3] y) { y = Neg(x) }'
+        )
+    )
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    fixed = model.with_fixed_inputs({"x": x[0]})
+    with pytest.raises(jaxonnx.InputError, match="no input that could have an axis of examples"):
+        fixed.with_batch_axis()
+    np.testing.assert_array_equal(model.with_batch_axis().with_fixed_inputs({"x": x})(), -x)
+
+
 def test_a_new_batch_axis_has_a_name_of_its_own():
     """Not that of an axis of the example, whose size is another."""
     proto = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 17]>
