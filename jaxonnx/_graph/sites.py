@@ -324,8 +324,8 @@ def _mirror(kernels: np.ndarray) -> bool:
         flipped = np.flip(kernels, axis)
         other = [*range(1, kernels.ndim)]
         even = np.abs(kernels - flipped).max(tuple(other))
-        odd = np.abs(kernels + flipped).max(tuple(other))
-        if not (np.minimum(even, odd) <= near).all():
+        antisymmetric = np.abs(kernels + flipped).max(tuple(other))
+        if not (np.minimum(even, antisymmetric) <= near).all():
             return False
     return True
 

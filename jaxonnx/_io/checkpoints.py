@@ -167,8 +167,8 @@ def _read(orbax: Any, path: Path) -> Checkpoint:
 
     about = verify_checksum(restore_item(orbax.JsonCheckpointHandler(), "about"))
     # in the host's memory, on however many devices they were
-    wanted = [orbax.RestoreArgs(restore_type=np.ndarray)] * len(about["crc"])
-    args = orbax.args.PyTreeRestore(restore_args=wanted)
+    restore_args = [orbax.RestoreArgs(restore_type=np.ndarray)] * len(about["crc"])
+    args = orbax.args.PyTreeRestore(restore_args=restore_args)
     leaves = [*map(np.asarray, restore_item(orbax.PyTreeCheckpointHandler(), "leaves", args=args))]
     check(leaves, about["crc"])
     tensors = {name: leaves[i] for name, i in about["tensors"].items()}

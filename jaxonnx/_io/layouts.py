@@ -128,14 +128,14 @@ class ExportedFormat(FolderFormat):
         """
         files = sorted(n for n in names if re.fullmatch(r"(onnx/)?[^/]+\.onnx", n))
         stems, variants = ({n: split_variant(n)[i] for n in files} for i in (0, 1))
-        wanted = {"q8": "quantized"}.get(variant or "", variant)
-        candidates = [n for n in files if wanted in (None, variants[n])]
+        choice = {"q8": "quantized"}.get(variant or "", variant)
+        candidates = [n for n in files if choice in (None, variants[n])]
         merged = [n for n in candidates if stems[n] == DECODERS[0]]
         if merged:
             candidates = [n for n in candidates if n in merged or stems[n] not in DECODERS]
         if {DECODERS[0], *_PARTS} <= {*stems.values()}:
             if len(merged) == 1:
-                return VisionLanguage(path, (*_choose_parts(stems, variants, wanted), *merged))
+                return VisionLanguage(path, (*_choose_parts(stems, variants, choice), *merged))
             candidates = merged
         if len(candidates) == 1:
             return ModelFolder(path, (*candidates,))
@@ -176,13 +176,13 @@ def _list_files(path: Path) -> list[str]:
 
 
 def _choose_parts(
-    stems: Mapping[str, str], variants: Mapping[str, str], wanted: str | None
+    stems: Mapping[str, str], variants: Mapping[str, str], choice: str | None
 ) -> list[str]:
     """Choose the files of `_PARTS`, in the variant of the decoder or else the most precise one."""
     chosen = []
     for part in _PARTS:
         files = {variants[name]: name for name, stem in stems.items() if stem == part}
-        ordered = (wanted or "fp32", *VARIANTS)
+        ordered = (choice or "fp32", *VARIANTS)
         chosen.append(next(files[variant] for variant in ordered if variant in files))
     return chosen
 
@@ -203,8 +203,8 @@ def _download(name: str, variant: str | None) -> ModelFolder:
     try:
         names = [n for n in hub.list_repo_files(repository) if n.startswith(prefix)]
         names = [n.removeprefix(prefix) for n in names]
-        wanted = [prefix + n for n in names if not n.endswith(WEIGHTS) and _is_part(n)]
-        path = Path(hub.snapshot_download(repository, allow_patterns=wanted), inner)
+        needed = [prefix + n for n in names if not n.endswith(WEIGHTS) and _is_part(n)]
+        path = Path(hub.snapshot_download(repository, allow_patterns=needed), inner)
         folder = _choose(name, path, names, variant)
         files = folder.files
         hub.snapshot_download(repository, allow_patterns=[f"{prefix}{file}*" for file in files])

@@ -259,8 +259,8 @@ def _cut(graph: GraphProto, text: str) -> None:
 
 def _restore(part: ModelProto, header: ModelProto, folder: Path) -> None:
     """Add to an embedding, in place, what `_cut` removed from its file."""
-    made = {name for node in part.graph.node for name in node.output}
-    extra = [node for node in header.graph.node if made.isdisjoint(node.output)]
+    produced = {name for node in part.graph.node for name in node.output}
+    extra = [node for node in header.graph.node if produced.isdisjoint(node.output)]
     needed = {name for node in extra for name in reads(node)}
     needed -= {tensor.name for tensor in part.graph.initializer}
     part.graph.node.extend(extra)
@@ -356,7 +356,7 @@ def _merge(
         tensor = helper.make_tensor("", kind, [len(values)], values)
         return add("Constant", [], output, value=tensor)
 
-    of_tokens, of_features, wanted = kinds
+    of_tokens, of_features, expected = kinds
     last, first, second = (constant(f"at_{i % 3}", [i]) for i in (-1, 0, 1))
     is_image = add("Equal", [TOKENS, constant("token", [image_token], of_tokens)], "is_image")
     counts = add("Cast", [is_image], "counts", to=TensorProto.INT64)
@@ -369,10 +369,10 @@ def _merge(
     shape = add("Concat", [rows, last, size], "shape", axis=0)
     apart = add("Reshape", [features, shape], "features")
     chosen = add("GatherND", [apart, place], "chosen", batch_dims=1)
-    if of_features != wanted:
-        chosen = add("Cast", [chosen], "converted", to=wanted)
+    if of_features != expected:
+        chosen = add("Cast", [chosen], "converted", to=expected)
     if converts:
-        text = add("Cast", [text], "text", to=wanted)
+        text = add("Cast", [text], "text", to=expected)
     mask = add("Unsqueeze", [is_image, last], "mask")
     add("Where", [mask, chosen, text], EMBEDS)
     return nodes

@@ -203,8 +203,8 @@ class Generator(Decoder):
         start = min(start, size - 1 - added)
         if session is not None and start > 0 and added < padded and size <= self.positions:
             tokens, _ = _pad(rows, size, False)
-            held = len(session.tokens), start, width
-            new, carry = resume(*more, tokens, session.past, held, added=added)
+            of_session = len(session.tokens), start, width
+            new, carry = resume(*more, tokens, session.past, of_session, added=added)
         else:
             tokens, counts = _pad(rows, padded, side == "before")
             new, encoded, carry = begin(*more, tokens, counts, size=size)

@@ -167,15 +167,15 @@ def _open_batch(model: Model, settings: Settings) -> tuple[Model, list[str]]:
     if len(firsts) != 1 or settings.batching or has_own_algorithm(model, settings):
         return model, []
     (size,) = firsts
-    wanted = settings.batch_size
-    if wanted == size or (wanted is None and size > 1):
+    chosen = settings.batch_size
+    if chosen == size or (chosen is None and size > 1):
         return model, []
     try:
         opened = with_any_batch(model, prove=True)
     except InputError as error:
-        if wanted is not None:
+        if chosen is not None:
             raise TrainingError(
-                f"batch_size={wanted}, but the model's inputs are fixed to batches of {size}, and "
+                f"batch_size={chosen}, but the model's inputs are fixed to batches of {size}, and "
                 f"that cannot be opened: {error}"
             ) from error
         warnings.warn(

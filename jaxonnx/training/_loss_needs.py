@@ -56,8 +56,8 @@ def find_needs(model: Model, loss: Any) -> tuple[Needs, dict[str, Any]]:
 def find_derivation(model: Model, losses: Sequence[Loss]) -> Any:
     """Return a function that makes targets of inputs, or None if the data must have some."""
     alone = len(losses) == 1
-    made = [loss.derive(model) for loss in losses if alone or not loss.takes_targets]
-    return made[0] if made and len(made) == len(losses) else None
+    derivations = [loss.derive(model) for loss in losses if alone or not loss.takes_targets]
+    return derivations[0] if derivations and len(derivations) == len(losses) else None
 
 
 def complete_batches(

@@ -152,13 +152,13 @@ class Objective:
             row[name] = float(value) if measure.metric.number else value
         return row
 
-    def with_metrics(self, wanted: Any) -> Objective:
-        """Return the objective with the argument `metrics` of `train`.
+    def with_metrics(self, chosen: Any) -> Objective:
+        """Return the objective with metrics, the argument of `train`.
 
         Raises:
           TrainingError: names or outputs that there are not.
         """
-        return replace(self, measures=_measures(self.model, self.names, self.terms, wanted))
+        return replace(self, measures=_measures(self.model, self.names, self.terms, chosen))
 
     def columns(self, validated: bool) -> list[str]:
         """Return the names of the metrics that `monitor` can have."""
@@ -187,8 +187,8 @@ class Objective:
     def fit(self, shapes: Any, targets: Any, weight: Any) -> None:
         """Refuse targets that do not fit the outputs, and weights that a loss cannot weigh."""
         terms = [term for term in self.terms if term.loss.takes_targets]
-        wanted = [part.output for part in (*terms, *self.measures.values()) if part.output]
-        for output in wanted if isinstance(targets, Mapping) or len({*wanted}) > 1 else ():
+        outputs = [part.output for part in (*terms, *self.measures.values()) if part.output]
+        for output in outputs if isinstance(targets, Mapping) or len({*outputs}) > 1 else ():
             if not isinstance(targets, Mapping) or output not in targets:
                 names = [*targets] if isinstance(targets, Mapping) else "an array"
                 raise TrainingError(
@@ -251,13 +251,13 @@ def _select_targets(targets: Any, output: str | None) -> Any:
     return targets[output] if output is not None and isinstance(targets, Mapping) else targets
 
 
-def find(model: Model, loss: Any, wanted: Any) -> Objective:
-    """Return the objective of `train`'s arguments `loss` and `metrics`; metrics alone, without.
+def find(model: Model, loss: Any, chosen: Any) -> Objective:
+    """Return the objective of `train`'s arguments `loss` and `chosen`; metrics alone, without.
 
     Raises:
       TrainingError: names, weights or outputs that there are not.
     """
-    return find_losses(model, loss).with_metrics(wanted)
+    return find_losses(model, loss).with_metrics(chosen)
 
 
 def find_losses(model: Model, loss: Any) -> Objective:
@@ -317,14 +317,14 @@ def _with_weight(output: str, argument: Any) -> tuple[Any, float]:
 
 
 def _measures(
-    model: Model, names: tuple[str, ...], terms: tuple[Term, ...], wanted: Any
+    model: Model, names: tuple[str, ...], terms: tuple[Term, ...], chosen: Any
 ) -> dict[str, Measure]:
     """Return metrics by the name that the history has for them."""
     losses_of = {term.output: term.loss for term in terms}
-    if isinstance(wanted, Mapping):
-        listed = [(o, m) for o, ms in _of_outputs("metrics", wanted, names) for m in _list(ms)]
-    elif wanted is not None:
-        listed = [(None, metric) for metric in _list(wanted)]
+    if isinstance(chosen, Mapping):
+        listed = [(o, m) for o, ms in _of_outputs("metrics", chosen, names) for m in _list(ms)]
+    elif chosen is not None:
+        listed = [(None, metric) for metric in _list(chosen)]
     else:
         listed = [(t.output, metric) for t in terms for metric in t.loss.metrics]
     measures: dict[str, Measure] = {}
@@ -361,12 +361,12 @@ def _fits(node: Node, loss: Loss, shape: tuple | None) -> bool:
         return False
     if node.op.name == "Sigmoid":
         return True
-    wanted = -1 if loss.class_axis is None else loss.class_axis
+    class_axis = -1 if loss.class_axis is None else loss.class_axis
     axis = node.attributes.get("axis", -1 if node.op.since >= 13 else 1)
     if shape is None:
-        return axis == wanted and node.op.since >= 13
+        return axis == class_axis and node.op.since >= 13
     rank = len(shape)
     last = rank - 1
     # before opset 13 all axes from `axis` on were one
     same_meaning = node.op.since >= 13 or axis % rank == last
-    return axis % rank == wanted % rank and same_meaning
+    return axis % rank == class_axis % rank and same_meaning

@@ -120,12 +120,12 @@ def train(
         explain_memory_errors(settings),
         Interrupt() as interrupt,
     ):
-        made = prepare_run(model, data, settings)
+        plan = prepare_run(model, data, settings)
         trained, history = run(
-            made.step, made.sources[0], made.sources[1], made.settings, interrupt, processes
+            plan.step, plan.sources[0], plan.sources[1], plan.settings, interrupt, processes
         )
-        history.notes += made.notes
+        history.notes += plan.notes
         if history.stopped and not history.early:
             warnings.warn(history.stopped, stacklevel=2)
-        about = describe_data(made.title, made.data.examples)
-        return to_result(made.step, processes.gather(trained), history, made.data.held_out, about)
+        about = describe_data(plan.title, plan.data.examples)
+        return to_result(plan.step, processes.gather(trained), history, plan.data.held_out, about)

@@ -61,12 +61,12 @@ def weigh_classes(plan: Plan) -> None:
 
 
 def class_weights_by_index(
-    wanted: Any, labels: Sequence[str], data: Any = None, losses: Sequence[Loss] = ()
+    weights: Any, labels: Sequence[str], data: Any = None, losses: Sequence[Loss] = ()
 ) -> dict[int, float]:
     """Return weights by the number of the class.
 
     Args:
-      wanted: the argument `class_weights` of `train`.
+      weights: the argument `class_weights` of `train`.
       labels: the names of the classes, where they are known.
       data: to balance.
       losses: what the targets are for: labels that they ignore do not count.
@@ -74,15 +74,15 @@ def class_weights_by_index(
     Raises:
       TrainingError: there is no such class, or nothing to balance.
     """
-    if is_one_of(wanted, ("balanced",)):
+    if is_one_of(weights, ("balanced",)):
         return _balance(data, losses)
-    fits = isinstance(wanted, Mapping) and all(map(_is_weight, wanted.values()))
+    fits = isinstance(weights, Mapping) and all(map(_is_weight, weights.values()))
     expected = (
         "'balanced', or a dict from classes (their names, or numbers from 0 on) to finite weights "
         "of at least 0"
     )
-    require("class_weights", wanted, fits, expected, TrainingError)
-    return {_number(name, labels): float(weight) for name, weight in wanted.items()}
+    require("class_weights", weights, fits, expected, TrainingError)
+    return {_number(name, labels): float(weight) for name, weight in weights.items()}
 
 
 def _number(name: Any, labels: Sequence[str]) -> int:

@@ -151,23 +151,23 @@ def _check_types(model: Model, scheme: str | Quantization) -> list[str]:
       InputError: the scheme names other types.
     """
     stored_in = stored_types(model.proto, model.tensors)
-    wanted = Quantization.of(scheme)
+    expected = Quantization.of(scheme)
     weights, activations = (sorted(kinds) for kinds in (stored_in.weights, stored_in.activations))
-    same = wanted.weights in weights
+    same = expected.weights in weights
     if isinstance(scheme, Quantization):
         dequantized = {x for node in model.graph.nodes if node.op.dequantizes for x in node.outputs}
         readers = {n.op.name for x in dequantized for n in model.graph.readers.get(x, ())}
         # recurrences read activations in floating point under every scheme
-        fits = wanted.activations in (activations or [None])
+        fits = expected.activations in (activations or [None])
         same = same and (fits or (not activations and readers <= {"GRU", "LSTM", "RNN"}))
-        same = same and (wanted.block is None or stored_in.blocks == {wanted.block})
+        same = same and (expected.block is None or stored_in.blocks == {expected.block})
     if not same:
         blocks = [f"in blocks of {n}" for n in sorted(stored_in.blocks) if n]
         stored = " and ".join(weights or ["nothing"])
-        asked = f" in blocks of {wanted.block}" if wanted.block else ""
+        blocks_of_scheme = f" in blocks of {expected.block}" if expected.block else ""
         raise InputError(
-            f"quantize= names weights of {wanted.weights}{asked} and activations of "
-            f"{wanted.activations or 'floating point'}, but the file is quantized already, "
+            f"quantize= names weights of {expected.weights}{blocks_of_scheme} and activations of "
+            f"{expected.activations or 'floating point'}, but the file is quantized already, "
             f"to weights of {' '.join([stored, *blocks])} and activations of "
             f"{' and '.join(activations) or 'floating point'}: name these to train it at its own "
             "scales, or quantize the file in floating point that it was made of"
