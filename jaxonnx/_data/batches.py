@@ -439,6 +439,32 @@ class Padded(Examples):
         return next(x.shape[1] for column, x in pairs if isinstance(column, Ragged))
 
 
+def iterate_inputs(batches: Iterable[Batch], values: Sequence[Value]) -> Iterator[tuple[Any, ...]]:
+    """Iterate the inputs of batches, without the examples of weight 0 that fill them up.
+
+    Batches whose size the file fixes stay as they are.
+
+    Args:
+      batches: of examples.
+      values: the inputs of the model.
+    """
+    shapes = {v.name: v.shape or (None,) for v in values if v.shape != () and not v.whole}
+    sizes = {shape[0] for shape in shapes.values() if not isinstance(shape[0], int)}
+    # the axis of examples may come later: recurrent states are [layers, batch, size]
+    axes = {
+        name: next((i for i, size in enumerate(shape) if size in sizes), None)
+        for name, shape in shapes.items()
+    }
+    for batch in batches:
+        counted = np.flatnonzero(np.asarray(batch.weight))
+        if 0 < len(counted) < len(batch.weight) and None not in axes.values():
+            where = [(slice(None),) * (axes.get(v.name) or 0) for v in values]
+            pairs = zip(batch.inputs, values, where, strict=True)
+            yield tuple(x[(*i, counted)] if v.name in axes else x for x, v, i in pairs)
+        else:
+            yield tuple(batch.inputs)
+
+
 T = TypeVar("T")
 
 

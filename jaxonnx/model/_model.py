@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from onnx import ModelProto
 from rich.console import Group
 
+from jaxonnx._data.batches import iterate_inputs
 from jaxonnx._data.inputs_and_targets import lacks_batch_axis
 from jaxonnx._data.kinds import open_data
 from jaxonnx._data.ragged import Padding
@@ -454,7 +455,7 @@ class Model(Network, Rendered):
         net, _ = start_at_zeros(self, inputs_alone(self, opened.first_batch))
         options: Any = {"batch_size": batch_size, "preprocess": preprocess}
         examples = read_inputs(net, opened, padding=Padding.of(pad, length_buckets), **options)
-        batches = (batch.inputs for batch in islice(examples.batches(0), MOST))
+        batches = iterate_inputs(islice(examples.batches(0), MOST), net.inputs)
         state = recompute(net.with_statistics("batch"), batches, rng)
         return self.replace(state=state)
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from onnx import ModelProto
 
 from jaxonnx._compare.written import compare_written, make_origin
-from jaxonnx._data.batches import Source
+from jaxonnx._data.batches import Source, iterate_inputs
 from jaxonnx._data.kinds import open_data
 from jaxonnx._require import check_arguments, require_integer
 from jaxonnx._rewrite.network import leave, refuse_change
@@ -83,7 +83,7 @@ def sensitivity(
     require_integer("batches", batches)
     net = as_model(model)
     net, source = read_examples(net, data, batch_size, preprocess)
-    examples = [batch.inputs for batch in islice(source.batches(0), batches)]
+    examples = [*iterate_inputs(islice(source.batches(0), batches), net.inputs)]
     schemes = {kind: None if ":" in kind else Quantization.of(kind) for kind in types}
     if not activations:  # the errors are those of files whose weights alone are rounded
         schemes = {k: s and replace(s, activations=None) for k, s in schemes.items()}

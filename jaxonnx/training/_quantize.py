@@ -11,7 +11,7 @@ from typing import Any, Literal
 from onnx import ModelProto
 
 from jaxonnx._compare.written import warn_unproven
-from jaxonnx._data.batches import Source
+from jaxonnx._data.batches import Source, iterate_inputs
 from jaxonnx._require import check_arguments, require_integer
 from jaxonnx.errors import InputError
 from jaxonnx.losses import is_loss
@@ -129,11 +129,11 @@ def quantize(
         )
     else:
         whole, source, held_out = _read_labeled(net, data, validation, metric, options)
-    examples = [batch.inputs for batch in islice(source.batches(0), batches)]
+    examples = [*iterate_inputs(islice(source.batches(0), batches), whole.inputs)]
     bound = None
     if rule.max_loss is not None:
         if metric is None:
-            seen = held_out and [batch.inputs for batch in held_out.batches(0)]
+            seen = held_out and [*iterate_inputs(held_out.batches(0), whole.inputs)]
             evaluate = output_error(whole, seen or examples)
         else:
             evaluate = make_evaluation(metric, held_out, whole)

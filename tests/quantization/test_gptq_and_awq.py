@@ -8,7 +8,7 @@ import pytest
 from onnx import helper, numpy_helper
 
 import jaxonnx
-from jaxonnx import Quantization
+from jaxonnx import Quantization, demo
 from tests.quantization.test_decoders import FOUR_BITS, GENAI, TEXTS, TOKENS, logits_of_onnxruntime
 from tests.support.sessions import outputs_everywhere
 
@@ -279,3 +279,21 @@ def test_decoders_with_texts(method, weights, tmp_path):
     types = {helper.tensor_dtype_to_np_dtype(t.data_type).name
              for t in saved.proto.graph.initializer}  # fmt: skip
     assert weights in types
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_what_fills_up_the_last_batch_does_not_count(method):
+    """Forty examples in batches of 32 are quantized as in batches of eight."""
+    x, scheme = demo.digits()[0][0][:40], Quantization(weights="int4")
+    one, two = (
+        jaxonnx.quantize(demo.mlp(), x, scheme, batch_size=size, method=method, check=False)
+        for size in (32, 8)
+    )
+    expected = {t.name: numpy_helper.to_array(t) for t in two.to_onnx().graph.initializer}
+    for tensor in one.to_onnx().graph.initializer:
+        np.testing.assert_array_equal(numpy_helper.to_array(tensor), expected[tensor.name])
+    errors = [
+        jaxonnx.sensitivity(demo.mlp(), x, ("int4",), batch_size=size, batches=5).errors
+        for size in (32, 8)
+    ]
+    assert errors[0]["body_weight"] == pytest.approx(errors[1]["body_weight"], rel=1e-5)

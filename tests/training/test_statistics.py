@@ -156,3 +156,13 @@ def test_one_number_for_each_channel_is_warned_of():
 def test_a_step_has_no_data_to_compute_them_from():
     with pytest.raises(jaxonnx.TrainingError, match="recompute_statistics"):
         step(network(), LABELS, optax.sgd(0.1), statistics="recompute")
+
+
+def test_what_fills_up_the_last_batch_does_not_count():
+    """The moments of the first layer are those of all examples, whatever the size of batches."""
+    model = jaxonnx.load(network())
+    x = np.random.default_rng(1).normal(size=(40, 4)).astype(np.float32)
+    state = model.recompute_statistics(x, batch_size=32).state
+    first = x @ np.asarray(model.params["w1"])
+    np.testing.assert_allclose(state["m1"], first.mean(0), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(state["v1"], first.var(0), rtol=1e-4)

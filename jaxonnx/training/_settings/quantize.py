@@ -6,7 +6,7 @@ from itertools import islice
 from typing import Annotated, Any, TypedDict
 
 from jaxonnx._arguments import Argument
-from jaxonnx._data.batches import Source
+from jaxonnx._data.batches import Source, iterate_inputs
 from jaxonnx._rewrite.network import leave
 from jaxonnx.errors import InputError, TrainingError
 from jaxonnx.model import Model, insert_rounding
@@ -106,7 +106,7 @@ def _round(
         raise InputError(
             "reduce_range is for jaxonnx.quantize: weights that are trained leave the range"
         )
-    examples = [batch.inputs for batch in islice(source.batches(0), BATCHES)]
+    examples = [*iterate_inputs(islice(source.batches(0), BATCHES), model.inputs)]
     bound = None
     if settings.max_loss is not None:
         if arguments.loss is None:
