@@ -253,7 +253,7 @@ def _check(what: str, proto: ModelProto, origin: Origin, *, rounded: bool, optim
         where = name_difference(proto.graph, origin.names, (written, expect), feeds, tolerance)
     raise ModelError(
         f"{what} computes something else than the network that it was written from: "
-        f"{difference}{where}"
+        f"{difference}{where}. check=False writes it without this check"
     )
 
 
