@@ -24,8 +24,9 @@ from benchmarks.systems import FOREVER, all_trained, train_step
 from jaxonnx._data.kinds import open_data
 from jaxonnx.cli.process import keep_pages
 from jaxonnx.model import read_inputs
-from jaxonnx.training._quantize import prepare
 from jaxonnx.training._settings import Settings
+from jaxonnx.training._settings.plan import Plan
+from jaxonnx.training._settings.quantize import quantize_weights
 
 SCHEMES = (jaxonnx.Quantization(), jaxonnx.Quantization(learn=None))
 """The schemes of the quantized steps: with trained scales, the default, and with fixed ones."""
@@ -41,16 +42,12 @@ def compiled(network: Network) -> list[list[Any]]:
         write(network, path)
         model = all_trained(jaxonnx.load(path))
         source = read_inputs(model, open_data(x, labels=False))
-        models = [
-            model,
-            *(
-                prepare(model, Settings(quantize=scheme), source, FOREVER, 1)[0]
-                for scheme in SCHEMES
-            ),
-        ]
+        plans = [Plan(model, Settings(quantize=x), FOREVER, 1, source, None, None) for x in SCHEMES]
+        for plan in plans:
+            quantize_weights(plan)
     steps = []
-    for model in models:
-        step, state, *others = train_step(model, jnp.asarray(x), jnp.asarray(y))
+    for each in (model, *(plan.model for plan in plans)):
+        step, state, *others = train_step(each, jnp.asarray(x), jnp.asarray(y))
         program = jax.jit(step, donate_argnums=0).lower(state, *others).compile()
         steps.append([program, state, others])
     return steps

@@ -172,11 +172,12 @@ def _to_float16(model: Model, keep: Sequence[str], keep_inputs: bool) -> ModelPr
         )
     ends = [value.name for value in (*graph.input, *graph.output)]
     carried = set() if caches is None else {*caches.pairs, *caches.pairs.values()}
+    in_float32: Any = [name for name in ends if name not in carried] if keep_inputs else False
     with warnings.catch_warnings():  # of numbers near 0, which float16 has no room for either
         warnings.simplefilter("ignore", UserWarning)
         return float16.convert_float_to_float16(
             proto,
-            keep_io_types=[name for name in ends if name not in carried] if keep_inputs else False,
+            keep_io_types=in_float32,
             op_block_list=[*float16.DEFAULT_OP_BLOCK_LIST, *keep],
             node_block_list=[*keep],
         )

@@ -327,7 +327,7 @@ BAD = {
     ),
     "longer": ({"input_ids": IDS}, {"length_buckets": (8, 16)}, "example 8 has the length 17"),
     "no pad": ({"input_ids": IDS}, {"pad": {"input_id": 0}}, "pad has 'input_id'; there are 'inp"),
-    "pad": ({"input_ids": IDS}, {"pad": 0}, "pad must be a dict of numbers"),
+    "pad": ({"input_ids": IDS}, {"pad": 0}, "pad must be a dict or None, got 0"),
     "half": ({"input_ids": IDS}, {"pad": {"input_ids": 0.5}}, "0.5 pads .* is not a valid int64"),
     "buckets": (
         {"input_ids": IDS},

@@ -71,7 +71,8 @@ class Settings(_VALUES):
         """The functions of `on_log`, as a list."""
         if self.on_log is None:
             return ()
-        return (self.on_log,) if callable(self.on_log) else tuple(self.on_log)
+        hooks: Any = [self.on_log] if callable(self.on_log) else self.on_log
+        return tuple(hooks)
 
     @property
     def resumable(self) -> dict[str, Any]:
