@@ -87,13 +87,20 @@ def test_caches_in_the_data_are_read():
     assert any((quantized[n] != without[n]).any() for n in quantized if n.endswith("_scale"))
 
 
-def test_texts_calibrate_and_train(tmp_path, capsys):
-    """In Python and from the shell; the saved folder has the loss of the trained model."""
+def test_texts_calibrate():
     pytest.importorskip("tokenizers")
     model = jaxonnx.load(GENAI)
     before = jaxonnx.evaluate(model, TEXTS, **LOSS)["loss"]
     quantized = jaxonnx.quantize(model, TEXTS, "int8", batch_size=4)
     assert jaxonnx.evaluate(quantized, TEXTS, **LOSS)["loss"] == pytest.approx(before, abs=0.02)
+
+
+@pytest.mark.deep
+def test_texts_train_through_rounding(tmp_path, capsys):
+    """The saved folder has the loss of the trained model; the shell calibrates by texts, too."""
+    pytest.importorskip("tokenizers")
+    model = jaxonnx.load(GENAI)
+    before = jaxonnx.evaluate(model, TEXTS, **LOSS)["loss"]
     assert {
         *jaxonnx.sensitivity(model, TEXTS, batch_size=4, batches=1, types=("int8",)).errors
     } <= {*model.params}

@@ -36,6 +36,8 @@ STATIC = {
 FILES = Path(__file__).parent / "files"
 """What `make_files` writes."""
 TOOLS = ("pt2e", "nncf", "brevitas")
+FAST = ("operators", "symmetric int8", "brevitas")
+"""Of each way in which a file has its integers, one."""
 
 
 class Reader(CalibrationDataReader):
@@ -124,7 +126,13 @@ def file_of_others(name, folder):
     return fake_quantized_file(False) if name == "float weights" else static_file(folder, name)
 
 
-@pytest.mark.parametrize("name", [*STATIC, "float weights", *TOOLS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.deep] * (name not in FAST))
+        for name in (*STATIC, "float weights", *TOOLS)
+    ],
+)
 def test_a_file_of_others_is_trained_at_its_own_scales(name, tmp_path):
     before = file_of_others(name, tmp_path)
     targets = np.zeros((4, 3), np.float32)

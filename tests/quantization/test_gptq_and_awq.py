@@ -265,7 +265,8 @@ def test_a_network_of_fixed_batch_size_says_what_to_do():
 
 
 @pytest.mark.parametrize(
-    ("method", "weights"), [("gptq", "int4"), ("awq", "int4"), ("gptq", "int2")]
+    ("method", "weights"),
+    [("gptq", "int4"), ("awq", "int4"), pytest.param("gptq", "int2", marks=pytest.mark.deep)],
 )
 def test_decoders_with_texts(method, weights, tmp_path):
     """onnxruntime runs the saved folder with default settings, and gives our logits."""
