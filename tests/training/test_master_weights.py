@@ -127,7 +127,14 @@ def test_without_masters_adam_stops_in_float16():
     assert not any("master" in note for note in result.history.notes)
 
 
-@pytest.mark.parametrize("changes", [{}, {"ema": 0.9}, {"accumulate": 2}, {"lora": 2}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"accumulate": 2},
+        {"lora": 2},
+        *(pytest.param(c, marks=pytest.mark.deep) for c in ({}, {"ema": 0.9})),
+    ],
+)
 def test_a_run_that_resumes_has_the_masters(tmp_path, changes):
     model = jaxonnx.load(file("float16"))
     if rank := changes.get("lora"):
@@ -145,6 +152,7 @@ def test_a_run_that_resumes_has_the_masters(tmp_path, changes):
             np.testing.assert_array_equal(opened.params[name], value)
 
 
+@pytest.mark.deep
 def test_sparse_and_on_a_mesh():
     model = jaxonnx.load(file("bfloat16"))
     changes = {"sparsity": {"dense": 1, "dynamic": 2}}

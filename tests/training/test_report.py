@@ -183,6 +183,7 @@ def test_the_matrix_of_a_file_with_a_fixed_input_or_for_one_example(inputs, tmp_
     np.testing.assert_array_equal(confusion(result).counts, expected)
 
 
+@pytest.mark.deep
 def test_a_page_of_a_decoder_in_few_bits(tmp_path):
     """The file has caches and no packed rows, the validation data the reverse."""
     pytest.importorskip("tokenizers")

@@ -47,12 +47,14 @@ def test_a_schedule_and_phases_end_with_max_steps():
     assert sparse.history.phases == [1, 2, 3]
 
 
-@pytest.mark.parametrize("after", [2, 3])
+@pytest.mark.parametrize("after", [2, pytest.param(3, marks=pytest.mark.deep)])
 def test_a_run_with_validations_within_epochs_resumes(after, tmp_path):
     settings = {**EVERY_TWO, "max_steps": 13, "patience": 20, "accumulate": 2}
     whole = train(data=batches, **settings)
     assert places(whole) == [(1, 2), (1, 4), (2, 6), (2, 8), (2, 10), (3, 12), (3, 13)]
     cut_off(after, checkpoint_dir=tmp_path, **{**settings, "max_steps": None})
+    with pytest.raises(jaxonnx.TrainingError, match="pass resume=True"):
+        train(data=batches, checkpoint_dir=tmp_path, **settings)
     rest = train(data=batches, checkpoint_dir=tmp_path, resume=True, **settings)
     assert same(whole, rest)
     assert rows(whole) == rows(rest)

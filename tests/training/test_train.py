@@ -172,7 +172,7 @@ def test_progress_is_shown_on_request_only(net, capsys, monkeypatch):
     assert "epoch 1/1" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("bad", [np.nan, pytest.param(np.inf, marks=pytest.mark.deep)])
 def test_a_loss_that_is_not_finite_stops_at_the_last_good_weights(net, bad):
     x, y = digits(8 * 20)
     x[8 * 5] = bad
@@ -195,6 +195,7 @@ def test_a_gradient_that_is_not_finite_stops_as_well(net):
         np.testing.assert_array_equal(result.model.params[name], value)
 
 
+@pytest.mark.deep
 def test_a_resumed_run_is_the_uninterrupted_one(net, tmp_path):
     settings = {"optimizer": optax.adam(1e-3), "sparsity": {"dense": 1}}
     whole = train(net, digits(20), epochs=3, **settings)
