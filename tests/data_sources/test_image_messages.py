@@ -218,6 +218,9 @@ def test_other_image_processors_are_refused(tmp_path, folder):
         read(model, path)
 
 
+@pytest.mark.parametrize(
+    "family", ["internvl", pytest.param("llava", marks=pytest.mark.deep)], indirect=True
+)
 def test_generate_answers_about_images(models, family, folder, monkeypatch):
     """The tokens are the most likely ones of the three files in onnxruntime."""
     monkeypatch.chdir(folder)

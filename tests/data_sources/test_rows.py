@@ -365,8 +365,8 @@ def test_streams_train(tmp_path):
     ("form", "settings"),
     [
         (Streamed, {"epochs": 2}),
-        (Streamed, {"epochs": 2, "steps_per_epoch": 3}),
-        (iter, {}),
+        pytest.param(Streamed, {"epochs": 2, "steps_per_epoch": 3}, marks=pytest.mark.deep),
+        pytest.param(iter, {}, marks=pytest.mark.deep),
         (iter, {"epochs": 2, "steps_per_epoch": 2}),
     ],
 )

@@ -375,7 +375,7 @@ def test_a_length_that_the_file_fixes():
         network(dims="n, 16").predict({"input_ids": IDS})
 
 
-@pytest.mark.parametrize("devices", [None, 1])
+@pytest.mark.parametrize("devices", [None, pytest.param(1, marks=pytest.mark.deep)])
 def test_a_step_of_next_tokens_takes_batches_without_targets(devices):
     """Masks may be missing as well; other losses say that there are no targets."""
     model = jaxonnx.load(DATA / "text" / "llama.onnx")

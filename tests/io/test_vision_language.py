@@ -100,6 +100,9 @@ def test_more_image_tokens_than_features_give_nan(model, oracle):
     assert np.isnan(logits_of(model, ids, oracle["pixels"])).any()
 
 
+@pytest.mark.parametrize(
+    "family", ["internvl", pytest.param("llava", marks=pytest.mark.deep)], indirect=True
+)
 def test_adapters_train_and_the_saved_folder_runs(model, oracle, family, tmp_path):
     """Without labels the loss is that of transformers with image tokens as -100."""
     ids, pixels = oracle["input_ids"], oracle["pixels"]
@@ -182,6 +185,7 @@ def in_4_bits(proto, block=16):
     return proto
 
 
+@pytest.mark.deep
 def test_adapters_on_a_decoder_in_4_bits(tmp_path):
     oracle = read_oracle("llava")
     shutil.copytree(FOLDERS["llava"], tmp_path / "int4")

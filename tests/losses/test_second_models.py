@@ -319,8 +319,10 @@ def test_teachers_are_asked_in_evaluations_and_bounds():
     assert bounded.sensitivity.trials[-1].loss < 1
 
 
-@pytest.mark.parametrize("top", [None, 8])
-def test_teachers_of_packed_texts(top):
+@pytest.mark.parametrize(
+    ("top", "options"), [(None, {"batch_size": 4}), (8, {"batch_size": 1, "accumulate": 4})]
+)
+def test_teachers_of_packed_texts(top, options):
     """The step is that of separate rows, whose tokens count alike."""
     pytest.importorskip("tokenizers")
     model = jaxonnx.load(GENAI)
@@ -331,8 +333,7 @@ def test_teachers_of_packed_texts(top):
     settings = {"loss": loss, "optimizer": optax.sgd(1.0), "seed": 0}
     alone = jaxonnx.train(model, rows, batch_size=5, **settings)
     pack = {"pack": True, "max_length": 40}
-    for options in ({"batch_size": 4}, {"batch_size": 1, "accumulate": 4}):
-        packed = jaxonnx.train(model, rows, preprocess=pack, **options, **settings)
-        for name, x in model.params.items():
-            expected, found = (x - run.model.params[name] for run in (alone, packed))
-            np.testing.assert_allclose(found, expected, atol=2e-5 * np.abs(expected).max())
+    packed = jaxonnx.train(model, rows, preprocess=pack, **options, **settings)
+    for name, x in model.params.items():
+        expected, found = (x - run.model.params[name] for run in (alone, packed))
+        np.testing.assert_allclose(found, expected, atol=2e-5 * np.abs(expected).max())
