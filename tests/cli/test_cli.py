@@ -637,7 +637,7 @@ def test_a_language_model_is_a_folder_before_and_after(tmp_path, monkeypatch, ca
     assert Path("tuned/README.md").read_text() == "Mine.\n"
 
 
-@pytest.mark.parametrize("form", ["flags", "toml"])
+@pytest.mark.parametrize("form", ["flags", pytest.param("toml", marks=pytest.mark.deep)])
 def test_settings_of_texts_are_those_of_python(form, tmp_path, monkeypatch, capsys):
     """Each argument of texts has a flag, and a key in a TOML file."""
     pytest.importorskip("tokenizers")

@@ -218,7 +218,15 @@ def test_an_exported_evaluation_is_compared(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("runtime")
-@pytest.mark.parametrize("name", ["init", "weights"])
+@pytest.mark.parametrize(
+    ("name", "runtime"),
+    [
+        ("init", True),
+        ("weights", False),
+        *(pytest.param(*c, marks=pytest.mark.deep) for c in (("init", False), ("weights", True))),
+    ],
+    indirect=["runtime"],
+)
 def test_exported_states_and_weights_are_compared(name, tmp_path, monkeypatch):
     """Factors of adapters begin as zeros, which would hide a wrong sum."""
     x, y = demo.digits()[0]

@@ -230,7 +230,9 @@ def test_nan_and_infinity_stay_in_their_rows(operator, plainly):
     assert not np.isnan(np.delete(results[0], 2, axis=2)).any()
 
 
-@pytest.mark.parametrize("operator", [lstm, gru], ids=["lstm", "gru"])
+@pytest.mark.parametrize(
+    "operator", [lstm, pytest.param(gru, marks=pytest.mark.deep)], ids=["lstm", "gru"]
+)
 def test_transformations_are_those_of_the_plain_form(operator, plainly):
     values = arguments(operator, 4, 3, 2, 5)
     loss = losses(operator)

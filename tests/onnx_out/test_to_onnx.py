@@ -881,7 +881,13 @@ def test_factors_that_fit_one_at_a_time_stay_apart():
         close(run(model, small, one), function(small, one))
 
 
-@pytest.mark.parametrize("algorithm", lax.RandomAlgorithm, ids=lambda algorithm: algorithm.name)
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        pytest.param(one, id=one.name, marks=[pytest.mark.deep] * (one.name == "RNG_DEFAULT"))
+        for one in lax.RandomAlgorithm
+    ],
+)
 def test_bits_are_those_of_xla(algorithm):
     shapes = [(), (1,), (8,), (5, 3), (7, 3, 2)]
 
