@@ -26,6 +26,7 @@ ORDER = (
         "model",
         "training_info",
         "onnx_out",
+        "llm",
         "quantization",
     ),
     *("_compare", "_data", "_mesh", "_rewrite", "_run", "views", "_graph", "_io"),

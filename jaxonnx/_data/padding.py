@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxonnx._data.language_models import read_padding_token
 from jaxonnx._data.ragged import Columns, Padding, Ragged, token_inputs
 from jaxonnx._rewrite.batch import ROUND_TOGETHER
 from jaxonnx._rewrite.network import Network
@@ -37,7 +36,7 @@ def fit_padding(padding: Padding, model: Network) -> Padding:
     tokens = [value for value in model.inputs if value.name in token_inputs(model.inputs)]
     if not tokens:
         return padding
-    token = None if model.folder is None else read_padding_token(model.folder)
+    token = model.companion.padding_token
     if token is not None and any(v.rows is not None and token >= v.rows for v in tokens):
         token = None
     names = [value.name for value in tokens]

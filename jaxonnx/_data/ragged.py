@@ -27,8 +27,6 @@ IGNORED = -100
 """The label of padding by default, as in PyTorch: losses ignore it."""
 _LEAST = 8
 """The smallest default width."""
-DECODER_TOKENS = "decoder_input_ids"
-"""The input of the decoder of an encoder-decoder, as Hugging Face names it: labels, shifted."""
 _TARGETS = ("y", "targets", "labels")
 """The names in `pad` for a target that has no name."""
 _MASK = re.compile(r"(?P<side>(.*[._])?)((attention|input)_mask(\.\d+)?|(?<![._])mask)")

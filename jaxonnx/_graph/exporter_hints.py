@@ -17,8 +17,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 from onnx import GraphProto, NodeProto
 
-from jaxonnx._io.encoder_decoder import own_name
-from jaxonnx._io.protos import modules, text
+from jaxonnx._io.protos import modules, own_name, text
 from jaxonnx._text import list_some
 
 _SEVERAL = 5

@@ -13,8 +13,7 @@ import numpy as np
 
 from jaxonnx._graph.ancestors import ancestors, behind
 from jaxonnx._graph.sites import ARITHMETIC, Site
-from jaxonnx._io.encoder_decoder import own_name
-from jaxonnx._io.protos import UNNAMED
+from jaxonnx._io.protos import UNNAMED, own_name
 
 STARTS = {"GRU": (5,), "LSTM": (5, 6), "RNN": (5,)}
 """The positions of initial states among the inputs of recurrent operators."""

@@ -19,8 +19,7 @@ from jaxonnx._graph.ancestors import behind
 from jaxonnx._graph.bind import Graph
 from jaxonnx._graph.roles import Roles, stored_names
 from jaxonnx._graph.uses import Use, weights
-from jaxonnx._io.encoder_decoder import own_name
-from jaxonnx._io.protos import all_nodes, modules
+from jaxonnx._io.protos import all_nodes, modules, own_name
 from jaxonnx._io.ties import tied_names
 
 Names = Mapping[str, Collection[str]]

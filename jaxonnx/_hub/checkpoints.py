@@ -23,10 +23,10 @@ from jaxonnx._data.images.preparation import preparation
 from jaxonnx._graph.uses import Weight, uses_by_tensor, weights
 from jaxonnx._hub.tensor_names import HEAD, TABLE, name_weights
 from jaxonnx._io.files import open_safetensors, write_safetensors
-from jaxonnx._io.folders import CHAT_TEMPLATES, ModelFolder, describe_classes
 from jaxonnx._require import check_arguments, require
 from jaxonnx._text import list_some
 from jaxonnx.errors import InputError, ModelError
+from jaxonnx.llm import CHAT_TEMPLATES, ModelFolder, describe_classes
 from jaxonnx.lora import Block, find_family, read_weight, torch_axes
 from jaxonnx.model import Model, as_model
 

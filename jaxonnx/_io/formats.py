@@ -12,9 +12,7 @@ from jaxonnx._io.files import (
     ProtoFormat,
     SafetensorsFormat,
 )
-from jaxonnx._io.folders import is_folder
-from jaxonnx._io.layouts import DescribedFormat, ExportedFormat, GenaiFormat, HubFormat
-from jaxonnx._io.protocol import File, Format, Graph, Weights
+from jaxonnx._io.protocol import File, Format, Graph, Weights, is_folder
 from jaxonnx._io.training_checkpoints import TrainingCheckpointFormat
 from jaxonnx._require import require
 from jaxonnx.errors import InputError
@@ -25,10 +23,6 @@ FORMATS: list[Format] = [
     ProtoFormat(),
     BytesFormat(),
     TrainingCheckpointFormat(),
-    DescribedFormat(),
-    GenaiFormat(),
-    ExportedFormat(),
-    HubFormat(),
     RunFormat(),
     PackedFormat(),
     SafetensorsFormat(),

@@ -28,6 +28,11 @@ class Companion:
         """The folder of a language model (configuration, tokenizer); None if there is none."""
         return None
 
+    @property
+    def padding_token(self) -> int | None:
+        """The token that fills up rows of tokens; None if it is not known."""
+        return None
+
     def freezes(self, name: str) -> bool:
         """Check whether a parameter is frozen, unless `trainable` names it."""
         return False
@@ -143,6 +148,11 @@ class Format:
           OSError: the path cannot be written.
         """
         raise InputError(f"'{path}': files of this format are read, and not written")
+
+
+def is_folder(path: str | os.PathLike[str]) -> bool:
+    """Check whether a path is a folder, or says that it is to be one."""
+    return os.fspath(path).endswith(("/", os.sep)) or os.path.isdir(path)
 
 
 def check_exists(path: str | os.PathLike[str], expected: str = "an .onnx file") -> Path:

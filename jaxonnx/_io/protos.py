@@ -9,12 +9,20 @@ from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProt
 
 UNNAMED = re.compile(r"val_\d+|onnx::\w+_\d+|/.*Constant(_\d+)?_output_0")
 """Names that PyTorch's exporters give to tensors that have none in the network."""
+PREFIX = "encoder."
+"""The prefix that the encoder's tensors have where the files of an encoder and its decoder are one
+graph."""
 _SEVERAL = (AttributeProto.TENSORS, AttributeProto.SPARSE_TENSOR, AttributeProto.SPARSE_TENSORS)
 
 
 def text(value: Any) -> str:
     """Return a text of a file; protobuf gives one that is not UTF-8 as bytes."""
     return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
+def own_name(name: str) -> str:
+    """Return the name that a tensor has in its file."""
+    return name.removeprefix(PREFIX)
 
 
 def modules(node: NodeProto) -> list[str]:

@@ -22,7 +22,6 @@ from jaxonnx._graph.tables import count_rows
 from jaxonnx._graph.values import Value, to_value
 from jaxonnx._graph.weight_names import Places
 from jaxonnx._io import records
-from jaxonnx._io.folders import ModelFolder
 from jaxonnx._io.protocol import ALONE, Companion
 from jaxonnx._io.save import in_file_types
 from jaxonnx._rewrite.head import Head
@@ -63,7 +62,7 @@ class Network:
         return tuple(name for head in self.heads for name in head.tensors)
 
     @property
-    def folder(self) -> ModelFolder | None:
+    def folder(self) -> Any:
         """The folder of a language model that the file is in, if it was loaded from one."""
         return self.companion.folder
 

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._data.batches import Batch
-from jaxonnx._data.rows import JUDGEMENT
 from jaxonnx._require import check_arguments, require
 from jaxonnx.errors import TrainingError
+from jaxonnx.llm import JUDGEMENT
 from jaxonnx.losses._groups import GroupLoss
 from jaxonnx.losses._loss import DeriveTargets, register, take_inputs
 from jaxonnx.losses._tokens import label_tokens, take_next_logits

@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 
 from jaxonnx._data.batches import Batch
-from jaxonnx._data.language_models import decoder_numbers, token_input, vocabulary
-from jaxonnx._data.ragged import DECODER_TOKENS, IGNORED, Ragged, ignore_token, next_tokens
-from jaxonnx._data.tokenizer import Tokenizer
+from jaxonnx._data.ragged import IGNORED, Ragged, ignore_token, next_tokens
 from jaxonnx._graph.values import Value
 from jaxonnx._require import check_arguments, require
 from jaxonnx._rewrite.network import enter
 from jaxonnx.errors import TrainingError
+from jaxonnx.llm import DECODER_TOKENS, Tokenizer, decoder_numbers, token_input, vocabulary
 from jaxonnx.losses._labels import ClassLoss, make_class_loss, softmax_cross_entropy
 from jaxonnx.losses._loss import CompleteInput, DeriveTargets, register
 from jaxonnx.model import Model, hide_caches

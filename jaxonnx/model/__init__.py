@@ -4,7 +4,6 @@ from jaxonnx._graph.select import labels
 from jaxonnx._graph.values import Value
 from jaxonnx.model._add_training import add_training
 from jaxonnx.model._convert import convert, raise_opset
-from jaxonnx.model._generate import Generator
 from jaxonnx.model._load import as_model, load
 from jaxonnx.model._model import Model, Trainable
 from jaxonnx.model._predict import hide_caches, read_inputs
@@ -16,7 +15,6 @@ from jaxonnx.model._quantize import (
     sensitivity,
 )
 from jaxonnx.model._recurrent_states import add_states, start_at_zeros
-from jaxonnx.model._sampling import stop_tokens
 from jaxonnx.model._save import check_nodes, compare_merged, to_proto
 from jaxonnx.model._show import operator_name
 from jaxonnx.model._sparsity import report_layers

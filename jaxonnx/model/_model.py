@@ -19,7 +19,6 @@ from jaxonnx._data.batches import iterate_inputs
 from jaxonnx._data.inputs_and_targets import lacks_batch_axis
 from jaxonnx._data.kinds import open_data
 from jaxonnx._data.ragged import Padding
-from jaxonnx._data.tokenizer import Tokenizer
 from jaxonnx._graph.select import Select
 from jaxonnx._graph.values import arguments, data, list_values
 from jaxonnx._mesh.rules import Sharding
@@ -33,19 +32,17 @@ from jaxonnx._run.failures import FOREIGN
 from jaxonnx._run.program import Program
 from jaxonnx._text import Rendered, format_count
 from jaxonnx.errors import Error, InputError
+from jaxonnx.llm import Generator, Sampling, Tokenizer, add_tokens, generate
 from jaxonnx.model import _transforms as transforms
-from jaxonnx.model._add_tokens import add_tokens
 from jaxonnx.model._call_arguments import (
     check_tensors,
     inputs_first,
     signature,
     unmark_names,
 )
-from jaxonnx.model._generate import Generator, generate
 from jaxonnx.model._predict import predictions, read_inputs
 from jaxonnx.model._recurrent_states import inputs_alone, start_at_zeros
 from jaxonnx.model._reinitialize import Initializer
-from jaxonnx.model._sampling import Sampling
 from jaxonnx.model._save import AdapterForm, merge, save, to_proto
 from jaxonnx.model._show import overview
 from jaxonnx.model._sparsity import options, with_products, with_record

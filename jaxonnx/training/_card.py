@@ -9,8 +9,8 @@ from pathlib import Path
 from jaxonnx._atomic_write import write_atomically
 from jaxonnx._data.batches import Examples, Source
 from jaxonnx._graph.uses import weights
-from jaxonnx._io.folders import ModelFolder
 from jaxonnx._text import format_count
+from jaxonnx.llm import ModelFolder
 from jaxonnx.model import Model
 from jaxonnx.training._report import ReportSource, format_setting, list_changed, list_versions
 

@@ -7,10 +7,10 @@ import optax
 
 from jaxonnx._arguments import RATE
 from jaxonnx._data.kinds import Data
-from jaxonnx._data.language_models import vocabulary
 from jaxonnx._data.ragged import token_inputs
 from jaxonnx._text import format_count
 from jaxonnx.errors import TrainingError
+from jaxonnx.llm import vocabulary
 from jaxonnx.losses import cross_entropy
 from jaxonnx.model import Model, labels
 from jaxonnx.training._optimizers import DECAYING, find_vectors, named_optimizer

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 
 from jaxonnx._data.batches import Batch, Source
 from jaxonnx._mesh.processes import Processes
+from jaxonnx.llm import Continuations
 from jaxonnx.model import Model
 from jaxonnx.training._check_batches import BatchChecks, is_unchecked
-from jaxonnx.training._continuations import Continuations
 from jaxonnx.training._history import History
 from jaxonnx.training._memory import EXHAUSTED, FitCheck, to_stop
 from jaxonnx.training._optimizers import rate_of
@@ -53,7 +53,7 @@ def run(
             *(reporter, snapshots, monitor, batches),
             Statistics(step, examples, settings, state, interrupt),
             _Validation(step, held_out, batches, interrupt),
-            Continuations(step, settings.samples if processes.first else None),
+            Continuations(step.model, step.view, settings.samples if processes.first else None),
         )
         stack.enter_context(reporter)
         interrupt.begin()

@@ -8,9 +8,9 @@ from typing import Any
 from onnx import ModelProto
 
 from jaxonnx._data.augmented import augment_examples
+from jaxonnx.llm import as_messages
 from jaxonnx.model import Model, as_model
 from jaxonnx.training._build_step import build_step
-from jaxonnx.training._continuations import as_messages
 from jaxonnx.training._data import ReadData, fit_to_data, open_data, read_data
 from jaxonnx.training._defaults import choose_loss
 from jaxonnx.training._loss_needs import complete_batches

@@ -17,10 +17,10 @@ from jax.sharding import Mesh
 from jaxonnx._atomic_write import write_atomically
 from jaxonnx._data.batches import Batch, Examples, Source
 from jaxonnx._data.images import preparation as images
-from jaxonnx._data.texts import take_packed_rows
 from jaxonnx._graph.uses import uses
 from jaxonnx._io.protos import modules
 from jaxonnx.errors import Error
+from jaxonnx.llm import take_packed_rows
 from jaxonnx.lora import Adapters
 from jaxonnx.model import Model
 from jaxonnx.quantization import list_layers, plot_ranges

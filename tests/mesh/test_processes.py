@@ -147,8 +147,8 @@ def test_ctrl_c_in_one_process_and_then_an_error():
 
 PADDED = """
 from pathlib import Path
-from tests.data_sources.test_padding_tokens import BY_TOKEN, LABELS, LAST_PLACE, LOSS, PAD, TEXTS
-from tests.data_sources.test_padding_tokens import write
+from tests.llm.test_padding_tokens import BY_TOKEN, LABELS, LAST_PLACE, LOSS, PAD, TEXTS
+from tests.llm.test_padding_tokens import write
 folder = Path(sys.argv[4]) / str(index)
 folder.mkdir()
 data = {"input_ids": TEXTS[:4], "y": LABELS[:4]}

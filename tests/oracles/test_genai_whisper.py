@@ -1,7 +1,7 @@
 """Whisper by onnxruntime-genai's builder: transformers' losses, and generation by its runtime.
 
 Needs torch, transformers and onnxruntime-genai, the extra test-llm; CI has the stored folder
-(`tests/training/test_transformers.py`).
+(`tests/llm/test_transformers.py`).
 """
 
 import os

@@ -1,7 +1,7 @@
 """Vision-language models against transformers: losses, gradients, and saved files.
 
 Needs torch, transformers 5 and onnxruntime-genai 0.18; CI has none of them, and compares stored
-values (tests/io/test_vision_language.py, tests/data_sources/test_image_messages.py).
+values (tests/llm/test_vision_language.py, tests/llm/test_image_messages.py).
 """
 
 import copy

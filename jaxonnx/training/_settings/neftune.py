@@ -3,9 +3,9 @@
 from typing import Annotated, TypedDict
 
 from jaxonnx._arguments import Argument
-from jaxonnx._data.language_models import token_input
 from jaxonnx._rewrite.network import enter
 from jaxonnx.errors import TrainingError
+from jaxonnx.llm import token_input
 from jaxonnx.model import Model
 from jaxonnx.training._settings.plan import Plan
 from jaxonnx.views import EmbeddingNoise

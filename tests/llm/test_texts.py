@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import jaxonnx
-from jaxonnx._data.tokenizer import Tokenizer
+from jaxonnx.llm._tokenizer import Tokenizer
 from tests.support.paths import DATA
 from tests.support.sources import read_texts
 

@@ -12,25 +12,25 @@ from typing import Any
 
 import numpy as np
 
-from jaxonnx._data.chat_templates import Chat
-from jaxonnx._data.images.messages import COLUMNS, ImageReader, RowImages
 from jaxonnx._data.inputs_and_targets import KEY
-from jaxonnx._data.language_models import read_end_tokens
-from jaxonnx._data.rows import (
-    JUDGEMENT,
-    VARIABLES,
-    Row,
-    Rows,
-    Shape,
-    Texts,
-    add_other_answers,
-    read_judgement,
-)
-from jaxonnx._data.tokenizer import Tokenizer
-from jaxonnx._io.vision_language import PIXELS
+from jaxonnx._data.rows import Row, Rows
 from jaxonnx._require import require, require_choice, require_integer
 from jaxonnx._text import format_count
 from jaxonnx.errors import TrainingError
+from jaxonnx.llm._chat_templates import Chat
+from jaxonnx.llm._configuration import read_end_tokens
+from jaxonnx.llm._images import COLUMNS, ImageReader, RowImages
+from jaxonnx.llm._shapes import (
+    JUDGEMENT,
+    VARIABLES,
+    Shape,
+    Texts,
+    add_other_answers,
+    find_shape,
+    read_judgement,
+)
+from jaxonnx.llm._tokenizer import Tokenizer
+from jaxonnx.llm._vision_language import PIXELS
 from jaxonnx.views import PackedRows
 
 _Example = tuple[np.ndarray, np.ndarray]
@@ -143,7 +143,7 @@ class Reader:
           rows: all of them, or some.
           name: of the data, for the notes.
         """
-        shape = data.find_shape(self.group == 2)
+        shape = find_shape(data, self.group == 2)
         assert shape is not None
         ids, labels, weights, judged, images = [], [], [], [], []
         for where, row in add_other_answers(rows, self.answer) if shape.is_judged else rows:

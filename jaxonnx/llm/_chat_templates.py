@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from jaxonnx._data.rows import REASONING
-from jaxonnx._io.folders import CHAT_TEMPLATES, ModelFolder
 from jaxonnx._safe_read import wrap_errors
 from jaxonnx.errors import Error, TrainingError
+from jaxonnx.llm._folders import CHAT_TEMPLATES, ModelFolder
+from jaxonnx.llm._shapes import REASONING
 
 NAME = "chat_template"
 """The variable that names a template, or is the text of one."""

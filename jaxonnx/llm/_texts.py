@@ -12,18 +12,28 @@ import numpy as np
 
 from jaxonnx._data.batches import Source
 from jaxonnx._data.datasets import RowStream
-from jaxonnx._data.images.messages import ImageReader
 from jaxonnx._data.images.preparation import preparation
 from jaxonnx._data.inputs_and_targets import KEY
 from jaxonnx._data.kinds import Data, Reading, RowData, read_arrays, register_data
-from jaxonnx._data.language_models import context_length, token_input, vocabulary
 from jaxonnx._data.padding import CLOSE
-from jaxonnx._data.ragged import DECODER_TOKENS, Padding, masks_and_positions, segment_input
-from jaxonnx._data.rows import LABELS, SCORED, SHAPES, Row, Rows, Shape, check_shape, unknown_shape
-from jaxonnx._data.text_examples import Reader, TextSettings, read_weight
-from jaxonnx._data.tokenizer import Tokenizer
+from jaxonnx._data.ragged import Padding, masks_and_positions, segment_input
+from jaxonnx._data.rows import Row, Rows
 from jaxonnx._rewrite.network import Network, enter
 from jaxonnx.errors import TrainingError
+from jaxonnx.llm._configuration import DECODER_TOKENS, context_length, token_input, vocabulary
+from jaxonnx.llm._images import ImageReader
+from jaxonnx.llm._shapes import (
+    LABELS,
+    SCORED,
+    SHAPES,
+    Shape,
+    check_shape,
+    find_shape,
+    has_messages,
+    unknown_shape,
+)
+from jaxonnx.llm._text_examples import Reader, TextSettings, read_weight
+from jaxonnx.llm._tokenizer import Tokenizer
 from jaxonnx.views import PackedRows, find_packing
 
 LENGTH = 1024
@@ -45,7 +55,7 @@ class Texts(RowData):
 
     @classmethod
     def accepts_rows(cls, rows: Rows) -> bool:
-        return rows.find_shape() is not None
+        return find_shape(rows) is not None
 
     @classmethod
     def check_rows(cls, rows: Rows, name: str, model: Network) -> None:
@@ -69,7 +79,7 @@ class Texts(RowData):
           TrainingError: a text that cannot be an example; the message has its line.
         """
         model, rows = reading.model, {name: part.rows for name, part in parts.items()}
-        scored = scores_texts(model) and all(x.find_shape(scores=True) for x in rows.values())
+        scored = scores_texts(model) and all(find_shape(x, scores=True) for x in rows.values())
         if reading.per_row and not scored:
             return
         settings = TextSettings.of(reading.preprocess)
@@ -120,7 +130,7 @@ class Texts(RowData):
 
     @property
     def is_chat(self) -> bool:  # type: ignore[override]
-        return self.rows.is_chat
+        return has_messages(self.rows)
 
     def choose_loss(self, model: Network) -> tuple[str, str] | None:
         """Return the loss of the next token (`causal_lm`), or what the model is trained with else.
@@ -146,7 +156,8 @@ class Texts(RowData):
                     "'softmax_cross_entropy' does"
                 )
             return "sigmoid_binary_cross_entropy", "several labels"
-        shape = self.rows.find_shape(True)
+        shape = find_shape(self.rows, True)
+        assert shape is not None
         if shape.loss is not None:
             raise TrainingError(
                 f"pass loss=: rows with {', '.join(map(repr, shape.columns))} compare answers, as "
@@ -174,7 +185,7 @@ def _check_answers(losses: Sequence[Any], data: Mapping[str, Rows], packs: bool)
                 "compares rows: leave it out"
             )
         for name, rows in data.items() if each.answers is not None else ():
-            shape = rows.find_shape(True)
+            shape = find_shape(rows, True)
             if shape is not None and each.answers not in shape.columns:
                 accepted = next(other for other in SHAPES if each.answers in other.columns)
                 raise TrainingError(
@@ -193,7 +204,7 @@ def _make_reader(
 ) -> Reader:
     """Return a reader of texts whose labels are tokens."""
     for name, rows in texts.items():
-        if rows.find_shape() in SCORED:
+        if find_shape(rows) in SCORED:
             raise unknown_shape(name, rows.rename(rows.first))
     images = ImageReader.of(model, tokenizer)
     if images is not None and settings.pack:
@@ -395,7 +406,7 @@ class LabelReader:
           rows: all of them, or some.
           name: of the data, for the notes.
         """
-        shape = data.find_shape(scores=True)
+        shape = find_shape(data, scores=True)
         assert shape is not None
         first = data.rename(data.first)
         label = next((column for column in LABELS if column in first), None)

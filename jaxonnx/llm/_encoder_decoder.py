@@ -11,13 +11,12 @@ from collections.abc import Sequence
 import onnx
 from onnx import FunctionProto, GraphProto, ModelProto
 
-from jaxonnx._io.folders import ModelFolder, ancestors, extract_part, refuse_records
 from jaxonnx._io.order import reads
 from jaxonnx._io.protocol import File
-from jaxonnx._io.protos import rename_values, value_names
+from jaxonnx._io.protos import PREFIX, own_name, rename_values, value_names
 from jaxonnx.errors import ModelError
+from jaxonnx.llm._folders import ModelFolder, ancestors, extract_part, refuse_records
 
-PREFIX = "encoder."
 STATES = "encoder_hidden_states"
 MASK, DECODER_MASK = "attention_mask", "encoder_attention_mask"
 _HIDDEN = "last_hidden_state"
@@ -105,11 +104,6 @@ class EncoderDecoder(ModelFolder):
         original = {new: old for old, new in renamed.items()}
         rename_values(second.graph, lambda name: original.get(name, name))
         return first, second
-
-
-def own_name(name: str) -> str:
-    """Return the name that a tensor has in its file."""
-    return name.removeprefix(PREFIX)
 
 
 def _check(encoder: ModelProto, decoder: ModelProto) -> None:

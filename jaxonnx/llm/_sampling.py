@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._data.language_models import read_end_tokens
-from jaxonnx._io.folders import GENAI, ModelFolder
 from jaxonnx._require import require, require_integer
 from jaxonnx._rewrite.network import Network
 from jaxonnx.errors import InputError
+from jaxonnx.llm._configuration import read_end_tokens
+from jaxonnx.llm._folders import GENAI, ModelFolder
 
 _USUAL_TOP_K = 50
 """What transformers and onnxruntime-genai take if a folder that samples does not say."""

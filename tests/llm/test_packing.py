@@ -10,8 +10,8 @@ import optax
 import pytest
 
 import jaxonnx
-from jaxonnx._data.text_examples import fit_rows
-from jaxonnx._data.texts import take_packed_rows
+from jaxonnx.llm._text_examples import fit_rows
+from jaxonnx.llm._texts import take_packed_rows
 from jaxonnx.training import _memory
 from tests.support.paths import DATA
 
@@ -72,7 +72,7 @@ def test_losses_and_updates_are_those_of_separate_rows(folder):
 
 def _one_by_one(model, data):
     """Return the mean loss of the texts' tokens, and its gradient, by the file's own inputs."""
-    from jaxonnx._data.tokenizer import Tokenizer
+    from jaxonnx.llm._tokenizer import Tokenizer
 
     rows = [model.tokenizer.encode(row["text"]) for row in data]
     rows = [np.append(ids, Tokenizer(model.folder).ends[0]) for ids in rows]

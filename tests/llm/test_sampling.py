@@ -1,6 +1,6 @@
 """Sampling against transformers' `LogitsProcessor`s, whose scores `sampling.json` has.
 
-python -m tests.model.test_sampling    # writes it; needs torch and transformers
+python -m tests.llm.test_sampling    # writes it; needs torch and transformers
 """
 
 import ast
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxonnx
-from jaxonnx.model._sampling import Sampling, process_logits
+from jaxonnx.llm._sampling import Sampling, process_logits
 from tests.support.paths import DATA
 
 STORED = DATA / "llm" / "sampling.json"

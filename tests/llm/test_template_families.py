@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jaxonnx
-from jaxonnx._data import texts
+from jaxonnx.llm import _texts as texts
 from tests.support.paths import DATA
 from tests.support.sources import read_texts
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from jaxonnx._data.ragged import derived_inputs
-from jaxonnx._io.folders import GENAI, ModelFolder
 from jaxonnx._rewrite.network import Network
 from jaxonnx.errors import InputError, TrainingError
+from jaxonnx.llm._folders import GENAI, ModelFolder
 
+DECODER_TOKENS = "decoder_input_ids"
+"""The input of the decoder of an encoder-decoder, as Hugging Face names it: labels, shifted."""
 _TRANSCRIPT = "<|startoftranscript|>"
 """The token that Whisper's transcripts begin with."""
 
@@ -65,42 +67,6 @@ def vocabulary(model: Network) -> int | None:
     return shape[-1] if shape and isinstance(shape[-1], int) else None
 
 
-def read_padding_token(folder: ModelFolder) -> int | None:
-    """Return the padding token of a model, if the files beside it name one.
-
-    `config.json` comes first: exporters write its `pad_token_id` into the graphs of decoders that
-    classify, which find the last token of a text by it.
-    """
-    config, genai = folder.read_json("config.json"), folder.read_json(GENAI).get("model", {})
-    text = config.get("text_config")
-    generation = folder.read_json("generation_config.json")
-    for source in (config, text if isinstance(text, Mapping) else {}, generation, genai):
-        token = source.get("pad_token_id")
-        if isinstance(token, int) and token >= 0:
-            return token
-    return _find_special_token(folder, "pad_token")
-
-
-def _find_special_token(folder: ModelFolder, role: str) -> int | None:
-    """Return the token that the tokenizer's files name for a role, like "eos_token"."""
-    settings = folder.read_json("tokenizer_config.json")
-    listed = settings.get("added_tokens_decoder")
-    if listed is None:  # as older versions of transformers wrote it
-        settings |= folder.read_json("special_tokens_map.json")
-    named = settings.get(role)
-    content = named.get("content") if isinstance(named, Mapping) else named
-    if content is None:
-        return None
-    for number, token in (listed or {}).items():
-        if token.get("content") == content:
-            return int(number)
-    tokenizer = folder.read_json("tokenizer.json")
-    added = tokenizer.get("added_tokens") or ()
-    number = next((token["id"] for token in added if token["content"] == content), None)
-    words = (tokenizer.get("model") or {}).get("vocab")
-    return words.get(content) if number is None and isinstance(words, Mapping) else number
-
-
 def read_end_tokens(folder: ModelFolder) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the tokens that end a text, and those of them at which a runtime stops.
 
@@ -113,7 +79,7 @@ def read_end_tokens(folder: ModelFolder) -> tuple[tuple[int, ...], tuple[int, ..
     listed = (source.get("eos_token_id") for source in sources)
     numbers = next((ids for ids in listed if isinstance(ids, list | int)), [])
     stops = tuple(numbers) if isinstance(numbers, list) else (numbers,)
-    learned = _find_special_token(folder, "eos_token")
+    learned = folder.find_special_token("eos_token")
     return tuple(dict.fromkeys(stops if learned is None else (learned, *stops))), stops
 
 
@@ -126,7 +92,7 @@ def decoder_numbers(folder: ModelFolder) -> tuple[int | None, int]:
     files.append(folder.read_json(GENAI).get("model", {}))
     name = "decoder_start_token_id"
     start = next((f[name] for f in files if isinstance(f.get(name), int)), None)
-    fill = read_padding_token(folder)
+    fill = folder.padding_token
     if start is None:
         added = folder.read_json("tokenizer.json").get("added_tokens", ())
         start = next((token["id"] for token in added if token["content"] == _TRANSCRIPT), None)

@@ -19,11 +19,11 @@ import onnx
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
 from onnx.external_data_helper import load_external_data_for_tensor
 
-from jaxonnx._io.folders import GENAI, ModelFolder, ancestors, extract_part, refuse_records
 from jaxonnx._io.order import reads
 from jaxonnx._io.protocol import File
 from jaxonnx._io.protos import all_nodes, rename_values, value_names
 from jaxonnx.errors import ModelError
+from jaxonnx.llm._folders import GENAI, ModelFolder, ancestors, extract_part, refuse_records
 from jaxonnx.registry import lookup
 
 VISION, EMBEDDING = "vision_encoder.", "embedding."

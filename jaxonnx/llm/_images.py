@@ -15,15 +15,16 @@ import numpy as np
 
 from jaxonnx._data.images.preparation import decode, measure
 from jaxonnx._data.ragged import LazyColumn
-from jaxonnx._data.rows import Texts, drop_nones, to_messages
-from jaxonnx._data.tokenizer import Tokenizer
+from jaxonnx._data.rows import drop_nones
 from jaxonnx._graph.bind import bind
-from jaxonnx._io.vision_language import PIXELS, find_features
 from jaxonnx._rewrite.network import Network
 from jaxonnx._rewrite.outputs import cut
 from jaxonnx._run.shapes import evaluate_shapes
 from jaxonnx._safe_read import wrap_errors
 from jaxonnx.errors import InputError, TrainingError
+from jaxonnx.llm._shapes import Texts, to_messages
+from jaxonnx.llm._tokenizer import Tokenizer
+from jaxonnx.llm._vision_language import PIXELS, find_features
 
 COLUMNS = "images", "image"
 """Columns with the images that messages refer to without a file of their own."""

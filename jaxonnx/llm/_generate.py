@@ -25,15 +25,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._data.images.messages import encode_chat, is_open, stack_images
-from jaxonnx._data.rows import is_chat
 from jaxonnx._require import describe, require, require_integer
 from jaxonnx._run.program import Program
 from jaxonnx.errors import InputError
+from jaxonnx.llm._continuation import Continuation
+from jaxonnx.llm._decoder import Decoder, Side
+from jaxonnx.llm._images import encode_chat, is_open, stack_images
+from jaxonnx.llm._sampling import Sampling, choose_tokens, stop_tokens
+from jaxonnx.llm._shapes import is_chat
 from jaxonnx.lowering import jit
-from jaxonnx.model._continuation import Continuation
-from jaxonnx.model._decoder import Decoder, Side
-from jaxonnx.model._sampling import Sampling, choose_tokens, stop_tokens
 from jaxonnx.views import SHIFT, VISIBLE, AllSteps, EmptyCaches, Outputs, omit_caches
 
 _LEAST = 16

@@ -4,8 +4,8 @@ onnxruntime-genai    genai_config.json names the file of the decoder, and that o
 optimum              model.onnx, or decoder_model*.onnx, beside config.json
 transformers.js      onnx/model.onnx and variants of it, onnx/model_q4.onnx
 
-The last two have an encoder beside its decoder as encoder_model.onnx; `_io.encoder_decoder` joins
-them. The first and the last have vision-language models as three files (`_io.vision_language`).
+The last two have an encoder beside its decoder as encoder_model.onnx; `_encoder_decoder` joins
+them. The first and the last have vision-language models as three files (`_vision_language`).
 
 A name like "onnx-community/Qwen3-0.6B-ONNX" is a folder of the Hugging Face hub.
 """
@@ -19,8 +19,11 @@ from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from jaxonnx._io.encoder_decoder import EncoderDecoder
-from jaxonnx._io.folders import (
+from jaxonnx._io.formats import register
+from jaxonnx._io.protocol import File, Format
+from jaxonnx.errors import InputError, ModelError
+from jaxonnx.llm._encoder_decoder import EncoderDecoder
+from jaxonnx.llm._folders import (
     CHAT_TEMPLATES,
     DECODERS,
     GENAI,
@@ -30,9 +33,7 @@ from jaxonnx._io.folders import (
     list_data_files,
     split_variant,
 )
-from jaxonnx._io.protocol import File, Format
-from jaxonnx._io.vision_language import VisionLanguage
-from jaxonnx.errors import InputError, ModelError
+from jaxonnx.llm._vision_language import VisionLanguage
 
 _MARKS = (GENAI, "config.json", "tokenizer.json", "tokenizer_config.json")
 _ENCODER = "encoder_model"
@@ -238,3 +239,8 @@ def _is_part(name: str) -> bool:
     data = ".onnx." in name or ".onnx_data" in name or name.endswith(".data")
     nested = "/" in name and not fnmatch(name, CHAT_TEMPLATES)
     return not data and not nested
+
+
+# the last one is asked first
+for _kind in (HubFormat, ExportedFormat, GenaiFormat, DescribedFormat):
+    register(_kind)

@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 import jaxonnx
-from jaxonnx._data.images.messages import ImageProcessor
+from jaxonnx.llm._images import ImageProcessor
 from tests.data import make_vision_language as made
 from tests.data.make_vision_language import CHAT, make_picture
 from tests.support.paths import DATA

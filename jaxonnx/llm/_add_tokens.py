@@ -13,14 +13,14 @@ import numpy as np
 
 from jaxonnx import quantization
 from jaxonnx._data.ragged import token_inputs
-from jaxonnx._data.tokenizer import Tokenizer
 from jaxonnx._graph.uses import weights
 from jaxonnx._io import records
-from jaxonnx._io.folders import GENAI, ModelFolder
 from jaxonnx._rewrite.network import Network, refuse_change, with_file
-from jaxonnx._rewrite.vocabulary import Vocabulary, add_rows, find_unnamed_outputs, write_rows
 from jaxonnx._text import list_some
 from jaxonnx.errors import InputError
+from jaxonnx.llm._folders import GENAI, ModelFolder
+from jaxonnx.llm._tokenizer import Tokenizer
+from jaxonnx.llm._vocabulary import Vocabulary, add_rows, find_unnamed_outputs, write_rows
 
 M = TypeVar("M", bound=Network)
 

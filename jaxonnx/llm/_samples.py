@@ -1,18 +1,19 @@
 """Print continuations of prompts after each epoch (`samples=`)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxonnx._data.images.messages import encode_chat, stack_images
-from jaxonnx._data.ragged import DECODER_TOKENS
-from jaxonnx._data.rows import is_chat
-from jaxonnx._data.tokenizer import Tokenizer
 from jaxonnx._require import require
+from jaxonnx._rewrite.network import Network
 from jaxonnx.errors import TrainingError
-from jaxonnx.model import Generator, stop_tokens
-from jaxonnx.training._step import State, Step
+from jaxonnx.llm._configuration import DECODER_TOKENS
+from jaxonnx.llm._generate import Generator
+from jaxonnx.llm._images import encode_chat, stack_images
+from jaxonnx.llm._sampling import stop_tokens
+from jaxonnx.llm._shapes import is_chat
+from jaxonnx.llm._tokenizer import Tokenizer
 
 _COUNT = 40
 """Tokens of a continuation."""
@@ -26,9 +27,11 @@ def as_messages(prompts: Any) -> Any:
 
 
 class Continuations:
-    """Writes greedy continuations by the model of a step, with one program for all epochs.
+    """Writes greedy continuations by a model, with one program for all epochs.
 
     Args:
+      model: the model that is trained.
+      view: returns the parameters of a state of the training, as the model takes them.
       prompts: texts or lists of messages, for a model of a folder with a tokenizer, or tokens; None
         for none.
 
@@ -36,8 +39,13 @@ class Continuations:
       TrainingError: the prompts are none, or there is no tokenizer for them.
     """
 
-    def __init__(self, step: Step, prompts: Sequence[Any] | None):
-        self._model, self._step = step.model, step
+    def __init__(
+        self,
+        model: Network,
+        view: Callable[[Any], Mapping[str, Any]],
+        prompts: Sequence[Any] | None,
+    ):
+        self._model, self._view = model, view
         several = isinstance(prompts, list | tuple) and len(prompts) > 0
         fits = prompts is None or (
             several and all(isinstance(p, str) or np.ndim(p) > 0 for p in prompts)
@@ -58,12 +66,12 @@ class Continuations:
         self._generate = Generator(self._model)
         self._count = max(1, min(_COUNT, self._generate.positions - longest)) if prompts else _COUNT
 
-    def write(self, state: State, epoch: int) -> None:
-        """Print the continuations by the parameters of an epoch, from 1."""
+    def write(self, state: Any, epoch: int) -> None:
+        """Print the continuations by the state of the training at the end of an epoch, from 1."""
         if not self._rows:
             return
         tensors = {**self._model.state, **state.state}
-        params, stop = self._step.view(state), stop_tokens(self._model)
+        params, stop = self._view(state), stop_tokens(self._model)
         rows = self._generate(params, tensors, self._rows, self._count, stop, self._pixels)
         for prompt, row in zip(self._rows, rows, strict=True):
             pair = f"{self._decode(prompt)} -> {self._decode(row[1:])}" if self._encoded else ""

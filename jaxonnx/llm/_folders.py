@@ -20,7 +20,7 @@ from jaxonnx import _safe_read
 from jaxonnx._atomic_write import write_atomically
 from jaxonnx._io.files import LIMIT, OnnxFormat
 from jaxonnx._io.order import reads
-from jaxonnx._io.protocol import Companion, File, Graph, check_exists
+from jaxonnx._io.protocol import Companion, File, Graph, check_exists, is_folder
 from jaxonnx._io.protos import all_graphs, all_nodes
 from jaxonnx._io.records import QUANTIZATION, SPARSITY
 from jaxonnx.errors import InputError, ModelError
@@ -117,6 +117,41 @@ class ModelFolder(Companion):
         return replace(self, changed={**self.changed, **texts})
 
     @property
+    def padding_token(self) -> int | None:
+        """The padding token of the model, if the files beside it name one.
+
+        `config.json` comes first: exporters write its `pad_token_id` into the graphs of decoders
+        that classify, which find the last token of a text by it.
+        """
+        config, genai = self.read_json("config.json"), self.read_json(GENAI).get("model", {})
+        text = config.get("text_config")
+        generation = self.read_json("generation_config.json")
+        for source in (config, text if isinstance(text, Mapping) else {}, generation, genai):
+            token = source.get("pad_token_id")
+            if isinstance(token, int) and token >= 0:
+                return token
+        return self.find_special_token("pad_token")
+
+    def find_special_token(self, role: str) -> int | None:
+        """Return the token that the tokenizer's files name for a role, like "eos_token"."""
+        settings = self.read_json("tokenizer_config.json")
+        listed = settings.get("added_tokens_decoder")
+        if listed is None:  # as older versions of transformers wrote it
+            settings |= self.read_json("special_tokens_map.json")
+        named = settings.get(role)
+        content = named.get("content") if isinstance(named, Mapping) else named
+        if content is None:
+            return None
+        for number, token in (listed or {}).items():
+            if token.get("content") == content:
+                return int(number)
+        tokenizer = self.read_json("tokenizer.json")
+        added = tokenizer.get("added_tokens") or ()
+        number = next((token["id"] for token in added if token["content"] == content), None)
+        words = (tokenizer.get("model") or {}).get("vocab")
+        return words.get(content) if number is None and isinstance(words, Mapping) else number
+
+    @property
     def repository(self) -> str:
         """The repository of the hub, if the folder is in the hub's cache; otherwise empty."""
         cached = re.search(r"models--([^/\\]+?)--([^/\\]+)", str(self.path.absolute()))
@@ -172,11 +207,6 @@ class ModelFolder(Companion):
                 f"{', '.join(left)}",
                 stacklevel=4,
             )
-
-
-def is_folder(path: str | os.PathLike[str]) -> bool:
-    """Check whether a path is a folder, or says that it is to be one."""
-    return os.fspath(path).endswith(("/", os.sep)) or os.path.isdir(path)
 
 
 def describe_classes(classes: Sequence[str]) -> dict[str, Any]:

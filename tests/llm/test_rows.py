@@ -11,8 +11,8 @@ import pytest
 import jaxonnx
 from jaxonnx._data.batches import Portions
 from jaxonnx._data.datasets import RowStream
-from jaxonnx._data.rows import SHAPES
-from jaxonnx._data.tokenizer import Tokenizer
+from jaxonnx.llm._shapes import SHAPES
+from jaxonnx.llm._tokenizer import Tokenizer
 from jaxonnx.training import Settings, open_data, read_data
 from tests.support.paths import DATA
 from tests.support.sources import read_texts

@@ -13,21 +13,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._data.language_models import (
+from jaxonnx._data.ragged import derived_inputs
+from jaxonnx._graph.ancestors import ancestors, find_boundary
+from jaxonnx._graph.bind import Node
+from jaxonnx._graph.caches import Caches, find_caches
+from jaxonnx._graph.values import Value
+from jaxonnx._rewrite.network import Network
+from jaxonnx._run.program import Program
+from jaxonnx.errors import InputError
+from jaxonnx.llm._configuration import (
+    DECODER_TOKENS,
     context_length,
     decoder_numbers,
     read_decoder_prompt,
     read_suppressed_tokens,
 )
-from jaxonnx._data.ragged import DECODER_TOKENS, derived_inputs
-from jaxonnx._graph.ancestors import ancestors, find_boundary
-from jaxonnx._graph.bind import Node
-from jaxonnx._graph.caches import Caches, find_caches
-from jaxonnx._graph.values import Value
-from jaxonnx._io.vision_language import PIXELS
-from jaxonnx._rewrite.network import Network
-from jaxonnx._run.program import Program
-from jaxonnx.errors import InputError
+from jaxonnx.llm._vision_language import PIXELS
 from jaxonnx.views import CallView, PaddedCaches, Part, find_padding
 
 _READING_BY_LENGTH = ("GroupQueryAttention", "SparseAttention")

@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxonnx._data.chat_templates import MARK, Chat, ChatTemplates, import_package, take_marks
-from jaxonnx._data.language_models import read_end_tokens
-from jaxonnx._data.rows import is_chat, to_messages
-from jaxonnx._io.folders import ModelFolder
 from jaxonnx._require import describe
 from jaxonnx._safe_read import wrap_errors
 from jaxonnx.errors import InputError, TrainingError
+from jaxonnx.llm._chat_templates import MARK, Chat, ChatTemplates, import_package, take_marks
+from jaxonnx.llm._configuration import read_end_tokens
+from jaxonnx.llm._folders import ModelFolder
+from jaxonnx.llm._shapes import is_chat, to_messages
 
 _TRANSFORMERS = {"max_length", "padding", "return_assistant_tokens_mask", "return_dict"}
 _TRANSFORMERS |= {"return_tensors", "sanitize_control_tokens", "tokenizer_kwargs", "truncation"}

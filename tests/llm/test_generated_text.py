@@ -10,8 +10,8 @@ import pytest
 
 import jaxonnx
 from jaxonnx.cli import main
-from jaxonnx.model._continuation import Continuation
-from jaxonnx.model._generate import Generator
+from jaxonnx.llm._continuation import Continuation
+from jaxonnx.llm._generate import Generator
 from tests.support.paths import DATA
 
 tokenizers = pytest.importorskip("tokenizers")

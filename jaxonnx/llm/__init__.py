@@ -1,0 +1,16 @@
+"""Language models: folders and formats, tokenizers, chat templates, texts as data, generation.
+
+The room is entered through what it registers, its formats of files and its kind of data, through
+`Model` (`generate`, `tokenizer`, `with_tokens`), and by losses of tokens.
+"""
+
+from jaxonnx.llm._add_tokens import add_tokens
+from jaxonnx.llm._configuration import DECODER_TOKENS, decoder_numbers, token_input, vocabulary
+from jaxonnx.llm._folders import CHAT_TEMPLATES, ModelFolder, describe_classes
+from jaxonnx.llm._formats import DescribedFormat, ExportedFormat, GenaiFormat, HubFormat
+from jaxonnx.llm._generate import Generator, generate
+from jaxonnx.llm._samples import Continuations, as_messages
+from jaxonnx.llm._sampling import Sampling
+from jaxonnx.llm._shapes import JUDGEMENT
+from jaxonnx.llm._texts import Texts, take_packed_rows
+from jaxonnx.llm._tokenizer import Tokenizer
