@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._graph.values import Value
@@ -229,48 +228,6 @@ def _count_tokens(mask: Any, dtype: np.dtype) -> Any:
     counts = np.concatenate([[0], np.cumsum(mask.values > 0)])
     before = np.repeat(counts[mask.starts[:-1]], mask.lengths)
     return Ragged((counts[1:] - before - 1).clip(0).astype(dtype), mask.starts)
-
-
-def ignore_token(labels: Any, token: int, ignored: int) -> Any:
-    """Return labels without those that are a token."""
-    if isinstance(labels, Ragged):
-        return Ragged(ignore_token(labels.values, token, ignored), labels.starts)
-    where = jnp.where if isinstance(labels, jax.Array) else np.where
-    return where(labels == token, ignored, labels)
-
-
-def next_tokens(columns: Sequence[Any], inputs: Sequence[Value], ignored: int, what: str) -> Any:
-    """Return the tokens as labels for next-token prediction; the loss shifts them by one.
-
-    Args:
-      columns: arrays or `Ragged` for the inputs.
-      inputs: the model's inputs.
-      ignored: the label of tokens that the mask hides.
-      what: the data, for errors.
-
-    Raises:
-      TrainingError: there is no input of tokens, or its lengths are not those of its mask.
-    """
-    named = dict(zip((value.name for value in inputs), columns, strict=True))
-    spare = derived_inputs(inputs)
-    integers = [n for n, c in named.items() if c.dtype.kind in "iu" and n not in spare]
-    if not integers:
-        raise TrainingError(f"{what} has no targets, and no input of tokens that could be such")
-    name = "input_ids" if "input_ids" in integers else integers[0]
-    tokens, mask = named[name], None
-    for other, candidate in named.items():
-        mask = candidate if _MASK.fullmatch(other) else mask
-    if mask is None:
-        return tokens
-    if isinstance(tokens, Ragged) and isinstance(mask, Ragged):
-        if np.array_equal(tokens.starts, mask.starts):
-            values = np.where(mask.values > 0, tokens.values.astype(np.int64), ignored)
-            return Ragged(values, tokens.starts)
-    elif not isinstance(tokens, Ragged) and tokens.shape == getattr(mask, "shape", None):
-        if isinstance(tokens, np.ndarray) and isinstance(mask, np.ndarray):
-            return np.where(mask > 0, tokens.astype(np.int64), ignored)
-        return jnp.where(mask > 0, tokens.astype(jnp.int32), ignored)
-    raise TrainingError(f"{what}: the lengths of '{name}' are not those of its mask")
 
 
 @dataclass(frozen=True)

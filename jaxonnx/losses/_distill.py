@@ -27,8 +27,8 @@ class Distillation(Loss):
     next_token: bool
     of_tokens = True
 
-    def prepare(self, model: Model, data: Any = None) -> Model:
-        return (take_next_logits if self.next_token else super().prepare)(model, data)
+    def prepare(self, model: Model) -> Model:
+        return take_next_logits(model) if self.next_token else model
 
     def derive(self, model: Model) -> DeriveTargets | None:
         return label_tokens(model, self.ignore_index) if self.next_token else None
@@ -42,7 +42,7 @@ class Distillation(Loss):
         if self.teacher is None:
             return None
         what = "distill: the teacher"
-        teacher = pack_like(self.prepare(as_model(self.teacher)), model, what)
+        teacher = pack_like(self.prepare(as_model(self.teacher).without_cache()), model, what)
         if len(teacher.outputs) != 1:
             raise TrainingError(
                 f"distill: the teacher has {len(teacher.outputs)} outputs: choose that of the "

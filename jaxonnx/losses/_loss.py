@@ -16,7 +16,7 @@ from jaxonnx._require import check_arguments, require
 from jaxonnx._text import format_count
 from jaxonnx.errors import TrainingError
 from jaxonnx.llm import take_packed_rows
-from jaxonnx.model import Model, hide_caches
+from jaxonnx.model import Model
 from jaxonnx.views import PackedRows
 
 _SHOWN = 8
@@ -104,9 +104,9 @@ class Loss:
         """Return outputs and targets aligned by position, for metrics."""
         return outputs, targets
 
-    def prepare(self, model: Model, data: Any = None) -> Model:
-        """Return the model that is trained: without caches, unless the data has values of them."""
-        return hide_caches(model, data)
+    def prepare(self, model: Model) -> Model:
+        """Return the model that is trained, of one without caches, unless the data has values."""
+        return model
 
     def derive(self, model: Model) -> DeriveTargets | None:
         """Return a function that makes targets where data has none; None if it must have some."""

@@ -48,8 +48,8 @@ class PreferenceLoss(GroupLoss):
     def caption(self, targets: Any) -> Sequence[str]:
         return ["chosen", "rejected"]
 
-    def prepare(self, model: Model, data: Any = None) -> Model:
-        return take_next_logits(model, data)
+    def prepare(self, model: Model) -> Model:
+        return take_next_logits(model)
 
     def derive(self, model: Model) -> DeriveTargets | None:
         return label_tokens(model, self.ignore_index)
@@ -59,7 +59,9 @@ class PreferenceLoss(GroupLoss):
         if not self.takes_reference:
             return None
         ignored = -100 if self.ignore_index is None else self.ignore_index
-        other = model if self.reference is None else self.prepare(as_model(self.reference))
+        other = model
+        if self.reference is not None:
+            other = self.prepare(as_model(self.reference).without_cache())
 
         @jax.jit
         def compute(params, state, inputs, labels):

@@ -1,6 +1,6 @@
 """Losses of language models: of the next token, of hidden ones, of a decoder behind an encoder.
 
-Each prepares the model: whole sequences, no caches, logits of all steps as the only output.
+Each prepares the model: logits of all steps are its only output.
 """
 
 import re
@@ -8,10 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._data.batches import Batch
-from jaxonnx._data.ragged import IGNORED, Ragged, ignore_token, next_tokens
+from jaxonnx._data.ragged import IGNORED, Ragged, derived_inputs, masks_and_positions
 from jaxonnx._graph.values import Value
 from jaxonnx._require import check_arguments, require
 from jaxonnx._rewrite.network import enter
@@ -19,7 +21,7 @@ from jaxonnx.errors import TrainingError
 from jaxonnx.llm import DECODER_TOKENS, Tokenizer, decoder_numbers, token_input, vocabulary
 from jaxonnx.losses._labels import ClassLoss, make_class_loss, softmax_cross_entropy
 from jaxonnx.losses._loss import CompleteInput, DeriveTargets, register
-from jaxonnx.model import Model, hide_caches
+from jaxonnx.model import Model
 from jaxonnx.views import AllSteps, Outputs
 
 LOGITS = "logits"
@@ -32,16 +34,14 @@ _HIDDEN, _CHANGED = 0.8, 0.1
 """The shares of chosen tokens that the mask token replaces, and that another one does."""
 
 
-def take_logits(model: Model, data: Any = None) -> Model:
-    """Return a decoder without its caches, with its logits of all steps only.
+def take_logits(model: Model) -> Model:
+    """Return a decoder with its logits of all steps only; other models as they are.
 
-    The file may give those of the last step (`prune_lm_head`). Other models, and those whose caches
-    are in the data, are returned as they are.
+    The file may give those of the last step (`prune_lm_head`).
 
     Raises:
       TrainingError: there are no logits.
     """
-    model = hide_caches(model, data)
     names = [value.name for value in model.outputs]
     if {*names} <= {*_FEATURES}:
         raise TrainingError(
@@ -53,7 +53,7 @@ def take_logits(model: Model, data: Any = None) -> Model:
     return model
 
 
-def take_next_logits(model: Model, data: Any = None) -> Model:
+def take_next_logits(model: Model) -> Model:
     """Return the model as `take_logits`, for a loss that shifts labels.
 
     Raises:
@@ -66,7 +66,7 @@ def take_next_logits(model: Model, data: Any = None) -> Model:
             "shifted ones: it would learn the token after next. loss='seq2seq_lm' does not shift "
             "labels; jaxonnx.losses.shift_right(labels, ...) makes the input of them"
         )
-    return take_logits(model, data)
+    return take_logits(model)
 
 
 def label_tokens(model: Model, ignore_index: int | None) -> DeriveTargets:
@@ -75,10 +75,51 @@ def label_tokens(model: Model, ignore_index: int | None) -> DeriveTargets:
     image = model.folder.image_token if model.folder else None
 
     def derive(inputs: Sequence[Any], values: Sequence[Value], what: str) -> Any:
-        labels = next_tokens(inputs, values, ignored, what)
-        return labels if image is None else ignore_token(labels, image, ignored)
+        labels = _next_tokens(inputs, values, ignored, what)
+        return labels if image is None else _ignore_token(labels, image, ignored)
 
     return derive
+
+
+def _ignore_token(labels: Any, token: int, ignored: int) -> Any:
+    """Return labels without those that are a token."""
+    if isinstance(labels, Ragged):
+        return Ragged(_ignore_token(labels.values, token, ignored), labels.starts)
+    where = jnp.where if isinstance(labels, jax.Array) else np.where
+    return where(labels == token, ignored, labels)
+
+
+def _next_tokens(columns: Sequence[Any], inputs: Sequence[Value], ignored: int, what: str) -> Any:
+    """Return the tokens as labels for next-token prediction; the loss shifts them by one.
+
+    Args:
+      columns: arrays or `Ragged` for the inputs.
+      inputs: the model's inputs.
+      ignored: the label of tokens that the mask hides.
+      what: the data, for errors.
+
+    Raises:
+      TrainingError: there is no input of tokens, or its lengths are not those of its mask.
+    """
+    named = dict(zip((value.name for value in inputs), columns, strict=True))
+    spare = derived_inputs(inputs)
+    integers = [n for n, c in named.items() if c.dtype.kind in "iu" and n not in spare]
+    if not integers:
+        raise TrainingError(f"{what} has no targets, and no input of tokens that could be such")
+    name = "input_ids" if "input_ids" in integers else integers[0]
+    tokens, (masks, _) = named[name], masks_and_positions(inputs)
+    if not masks:
+        return tokens
+    mask = named[masks[-1].name]
+    if isinstance(tokens, Ragged) and isinstance(mask, Ragged):
+        if np.array_equal(tokens.starts, mask.starts):
+            values = np.where(mask.values > 0, tokens.values.astype(np.int64), ignored)
+            return Ragged(values, tokens.starts)
+    elif not isinstance(tokens, Ragged) and tokens.shape == getattr(mask, "shape", None):
+        if isinstance(tokens, np.ndarray) and isinstance(mask, np.ndarray):
+            return np.where(mask > 0, tokens.astype(np.int64), ignored)
+        return jnp.where(mask > 0, tokens.astype(jnp.int32), ignored)
+    raise TrainingError(f"{what}: the lengths of '{name}' are not those of its mask")
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -88,8 +129,8 @@ class CausalLoss(ClassLoss):
     takes = "tokens, or none: those of the inputs"
     of_tokens = next_token = True
 
-    def prepare(self, model: Model, data: Any = None) -> Model:
-        return take_next_logits(model, data)
+    def prepare(self, model: Model) -> Model:
+        return take_next_logits(model)
 
     def derive(self, model: Model) -> DeriveTargets | None:
         return label_tokens(model, self.ignore_index)
@@ -128,8 +169,8 @@ class MaskedLoss(ClassLoss):
     takes = "tokens, or none: those of the inputs"
     of_tokens = True
 
-    def prepare(self, model: Model, data: Any = None) -> Model:
-        return take_logits(model, data)
+    def prepare(self, model: Model) -> Model:
+        return take_logits(model)
 
     def derive(self, model: Model) -> DeriveTargets | None:
         return label_tokens(model, self.ignore_index)
@@ -261,8 +302,8 @@ class ForcedLoss(ClassLoss):
     takes = "tokens, which are not shifted"
     of_tokens = forcing = True
 
-    def prepare(self, model: Model, data: Any = None) -> Model:
-        return take_logits(model, data)
+    def prepare(self, model: Model) -> Model:
+        return take_logits(model)
 
     def complete(self, model: Model) -> Mapping[str, tuple[CompleteInput, Any]]:
         """Make the input of the decoder of the labels, by the numbers of the model's folder.

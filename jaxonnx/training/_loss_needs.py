@@ -15,7 +15,7 @@ from jaxonnx._data.augmented import Augmented
 from jaxonnx._data.batches import Batch
 from jaxonnx._data.ragged import IGNORED, Needs
 from jaxonnx.losses import Loss, find_by_output
-from jaxonnx.model import Model
+from jaxonnx.model import Model, hide_caches
 
 
 def find_only(loss: Any) -> Loss:
@@ -25,12 +25,12 @@ def find_only(loss: Any) -> Loss:
 
 
 def prepare_model(model: Model, loss: Any, data: Any = None) -> Model:
-    """Return the model that a loss trains: without caches, and of a decoder all logits.
+    """Return the model that a loss trains, without caches unless data has values of them.
 
     Raises:
       TrainingError: the loss does not go with the model.
     """
-    return find_only(loss).prepare(model, data)
+    return find_only(loss).prepare(hide_caches(model, data))
 
 
 def find_needs(model: Model, loss: Any) -> tuple[Needs, dict[str, Any]]:

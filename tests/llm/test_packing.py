@@ -94,7 +94,7 @@ def _one_by_one(model, data):
 
 def test_onnxruntime_computes_the_same_of_a_packed_row():
     """By the mask that the file takes: what is trained is what the file computes."""
-    model = jaxonnx.losses.causal_lm().prepare(jaxonnx.load(LLM / "pairs.onnx"))
+    model = jaxonnx.losses.causal_lm().prepare(jaxonnx.load(LLM / "pairs.onnx").without_cache())
     packed = take_packed_rows(model)
     positions = np.array([[0, 1, 2, 0, 1, 2, 3]])
     ids = np.random.default_rng(0).integers(3, 192, (1, 7))
@@ -133,6 +133,6 @@ def test_validation_is_packed_too_and_one_program_is_compiled(monkeypatch):
 )
 def test_what_cannot_tell_texts_apart_is_refused(name, message):
     """A mask of tokens alone; convolutions over tokens beside attention."""
-    model = jaxonnx.losses.causal_lm().prepare(jaxonnx.load(LLM / name))
+    model = jaxonnx.losses.causal_lm().prepare(jaxonnx.load(LLM / name).without_cache())
     with pytest.raises(jaxonnx.TrainingError, match=message):
         take_packed_rows(model)
