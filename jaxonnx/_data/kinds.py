@@ -86,8 +86,6 @@ class Data:
     """Those of the arguments "preprocess" and "augment" of `train` that the kind uses."""
     has_columns: ClassVar[bool] = True
     """Whether the argument `columns` of `train` can rename something."""
-    is_chat: bool = False
-    """Whether examples are conversations, so that texts to continue are messages of a user."""
 
     @classmethod
     def accepts(cls, data: Any, labels: bool) -> bool:
@@ -127,6 +125,10 @@ class Data:
     def split(self, validation: Any) -> tuple[Data, Any, list[str]]:
         """Return the data to train with, the validation data, and notes for the history."""
         return self, validation, []
+
+    def make_prompts(self, samples: Any) -> Any:
+        """Return the argument `samples` of `train`, as prompts of this data are."""
+        return samples
 
     def choose_loss(self, model: Any) -> tuple[str, str] | None:
         """Return the usual loss of this kind on a model, and what it is the default for."""

@@ -370,7 +370,7 @@ def _lora(options: argparse.Namespace) -> partial | None:
 
 def _has_folder(path: Path, model: Model) -> bool:
     """Check whether a model is saved as a folder, which has a card as well."""
-    return model.folder is not None and model.folder.accepts(path)
+    return model.companion.accepts(path)
 
 
 def _save(result: Result, path: Path) -> None:

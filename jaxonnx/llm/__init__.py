@@ -5,11 +5,17 @@ The room is entered through what it registers, its formats of files and its kind
 """
 
 from jaxonnx.llm._add_tokens import add_tokens
-from jaxonnx.llm._configuration import DECODER_TOKENS, decoder_numbers, token_input, vocabulary
+from jaxonnx.llm._configuration import (
+    DECODER_TOKENS,
+    decoder_numbers,
+    scores_tokens,
+    token_input,
+    vocabulary,
+)
 from jaxonnx.llm._folders import CHAT_TEMPLATES, ModelFolder, describe_classes
 from jaxonnx.llm._formats import DescribedFormat, ExportedFormat, GenaiFormat, HubFormat
 from jaxonnx.llm._generate import Generator, generate
-from jaxonnx.llm._samples import Continuations, as_messages
+from jaxonnx.llm._samples import Continuations
 from jaxonnx.llm._sampling import Sampling
 from jaxonnx.llm._shapes import JUDGEMENT
 from jaxonnx.llm._texts import Texts, take_packed_rows

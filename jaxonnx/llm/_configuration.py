@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from jaxonnx._data.ragged import derived_inputs
+from jaxonnx._data.ragged import derived_inputs, token_inputs
 from jaxonnx._rewrite.network import Network
 from jaxonnx.errors import InputError, TrainingError
 from jaxonnx.llm._folders import GENAI, ModelFolder
@@ -65,6 +65,13 @@ def vocabulary(model: Network) -> int | None:
     shapes = {value.name: value.shape for value in model.outputs}
     shape = shapes.get("logits", model.outputs[0].shape)
     return shape[-1] if shape and isinstance(shape[-1], int) else None
+
+
+def scores_tokens(model: Network) -> bool:
+    """Check whether the first output has a score for each token of the vocabulary at each place."""
+    shape = model.outputs[0].shape
+    tables = {v.rows for v in model.inputs if v.name in token_inputs(model.inputs)} - {None}
+    return shape is not None and len(shape) == 3 and vocabulary(model) in tables
 
 
 def read_end_tokens(folder: ModelFolder) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -19,13 +19,6 @@ _COUNT = 40
 """Tokens of a continuation."""
 
 
-def as_messages(prompts: Any) -> Any:
-    """Convert prompts that are texts to messages of the user; others are returned as they are."""
-    if not isinstance(prompts, list | tuple):
-        return prompts
-    return [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in prompts]
-
-
 class Continuations:
     """Writes greedy continuations by a model, with one program for all epochs.
 

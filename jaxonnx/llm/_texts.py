@@ -128,9 +128,11 @@ class Texts(RowData):
             return RowStream(self.rows, reading, self.name, **self._options)
         return read_arrays(self.columns, reading, self.name)
 
-    @property
-    def is_chat(self) -> bool:  # type: ignore[override]
-        return has_messages(self.rows)
+    def make_prompts(self, samples: Any) -> Any:
+        """Convert texts to messages of the user, if the data has conversations."""
+        if not isinstance(samples, list | tuple) or not has_messages(self.rows):
+            return samples
+        return [[{"role": "user", "content": x}] if isinstance(x, str) else x for x in samples]
 
     def choose_loss(self, model: Network) -> tuple[str, str] | None:
         """Return the loss of the next token (`causal_lm`), or what the model is trained with else.

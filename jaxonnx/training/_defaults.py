@@ -7,10 +7,9 @@ import optax
 
 from jaxonnx._arguments import RATE
 from jaxonnx._data.kinds import Data
-from jaxonnx._data.ragged import token_inputs
 from jaxonnx._text import format_count
 from jaxonnx.errors import TrainingError
-from jaxonnx.llm import vocabulary
+from jaxonnx.llm import scores_tokens
 from jaxonnx.losses import cross_entropy
 from jaxonnx.model import Model, labels
 from jaxonnx.training._optimizers import DECAYING, find_vectors, named_optimizer
@@ -97,8 +96,7 @@ def _check_classes(model: Model) -> None:
             "have a loss by default; others are 'squared_error', 'sigmoid_binary_cross_entropy', "
             "any of optax.losses or jaxonnx.losses, and for several outputs a dict of them by name"
         )
-    tables = {v.rows for v in model.inputs if v.name in token_inputs(model.inputs)} - {None}
-    if shape is not None and len(shape) == 3 and vocabulary(model) in tables:
+    if scores_tokens(model):
         raise TrainingError(
             f"pass loss=: the output '{output.name}' has a score for each token of the "
             "vocabulary. 'causal_lm' takes the tokens as labels, or none, and shifts them; "

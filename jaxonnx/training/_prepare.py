@@ -8,7 +8,6 @@ from typing import Any
 from onnx import ModelProto
 
 from jaxonnx._data.augmented import augment_examples
-from jaxonnx.llm import as_messages
 from jaxonnx.model import Model, as_model
 from jaxonnx.training._build_step import build_step
 from jaxonnx.training._data import ReadData, fit_to_data, open_data, read_data
@@ -58,8 +57,7 @@ def prepare_run(
     net, notes = fit_to_data(net, settings, opened.data.first_batch)
     read = read_data(net, settings, opened)
     settings = settings.with_length(read.examples.steps)
-    if opened.data.is_chat:
-        settings = replace(settings, samples=as_messages(settings.samples))
+    settings = replace(settings, samples=opened.data.make_prompts(settings.samples))
     step = build_step(
         *(read.model, settings, settings.epochs, read.examples.steps, read.examples),
         held_out=read.held_out,
