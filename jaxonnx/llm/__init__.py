@@ -4,7 +4,6 @@ The room is entered through what it registers, its formats of files and its kind
 `Model` (`generate`, `tokenizer`, `with_tokens`), and by losses of tokens.
 """
 
-from jaxonnx.llm._add_tokens import add_tokens
 from jaxonnx.llm._configuration import (
     DECODER_TOKENS,
     decoder_numbers,
@@ -20,3 +19,4 @@ from jaxonnx.llm._sampling import Sampling
 from jaxonnx.llm._shapes import JUDGEMENT
 from jaxonnx.llm._texts import Texts, take_packed_rows
 from jaxonnx.llm._tokenizer import Tokenizer
+from jaxonnx.llm._vocabulary import add_tokens

@@ -10,8 +10,7 @@ import pytest
 
 import jaxonnx
 from jaxonnx.cli import main
-from jaxonnx.llm._continuation import Continuation
-from jaxonnx.llm._generate import Generator
+from jaxonnx.llm._generate import Continuation, Generator
 from tests.support.paths import DATA
 
 tokenizers = pytest.importorskip("tokenizers")
