@@ -160,6 +160,17 @@ def leave(model: N, *kinds: type[View]) -> N:
     return model
 
 
+def reenter(model: N, before: Network) -> N:
+    """Enter the views that another network has, and that did not stay in this file, as they follow.
+
+    Args:
+      before: the network that was changed, with caches that are empty, say.
+    """
+    for view in before.program.views:
+        model = enter(model, *view.follow(model.graph, model.inputs))
+    return model
+
+
 def refuse_change(model: Network, what: str) -> None:
     """Raise an InputError if a view of a model would not fit what changes beneath it."""
     if model.program.adapts:
@@ -224,6 +235,21 @@ def without_cache(model: N) -> N:
     """Return the model of `Model.without_cache`."""
     caches = find_caches(model.graph, model.inputs)
     return model if caches is None else enter(model, *omit_caches(model.graph, caches))
+
+
+def hide_caches(model: N, batch: Any) -> N:
+    """Return a decoder with empty caches, which are no inputs, unless data has values of them.
+
+    Args:
+      model: any model; one without caches is returned as it is.
+      batch: the first batch of the data, a dict or a pair with one, or anything else.
+    """
+    whole = without_cache(model)
+    hidden = {value.name for value in model.inputs} - {value.name for value in whole.inputs}
+    first = batch[0] if isinstance(batch, tuple | list) and batch else batch
+    if isinstance(first, Mapping):
+        return whole if hidden.isdisjoint(first) else model
+    return model if isinstance(first, tuple) and len(first) == len(model.inputs) else whole
 
 
 def with_tensors(model: N, values: Mapping[str, Any]) -> N:

@@ -6,10 +6,9 @@ from jaxonnx.model._add_training import add_training
 from jaxonnx.model._convert import convert, raise_opset
 from jaxonnx.model._load import as_model, load
 from jaxonnx.model._model import Model, Trainable
-from jaxonnx.model._predict import hide_caches, read_inputs
+from jaxonnx.model._predict import read_inputs
 from jaxonnx.model._quantize import (
     compare_quantized,
-    hide_same_caches,
     insert_rounding,
     read_examples,
     sensitivity,

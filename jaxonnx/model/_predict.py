@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,10 +13,8 @@ from jaxonnx._data.kinds import Data, Reading, read
 from jaxonnx._data.ragged import PLAIN, Padding
 from jaxonnx._graph.values import Value
 from jaxonnx._progress import track_batches
-from jaxonnx._rewrite.network import Network, without_cache
+from jaxonnx._rewrite.network import Network
 from jaxonnx.errors import InputError
-
-M = TypeVar("M", bound=Network)
 
 
 def predictions(
@@ -73,21 +71,6 @@ def read_inputs(
     )
     (source,) = read({"data": data}, reading)
     return source
-
-
-def hide_caches(model: M, batch: Any) -> M:
-    """Return a decoder with empty caches, which are no inputs, unless data has values of them.
-
-    Args:
-      model: any model; one without caches is returned as it is.
-      batch: the first batch of the data, a dict or a pair with one, or anything else.
-    """
-    whole = without_cache(model)
-    hidden = {value.name for value in model.inputs} - {value.name for value in whole.inputs}
-    first = batch[0] if isinstance(batch, tuple | list) and batch else batch
-    if isinstance(first, Mapping):
-        return whole if hidden.isdisjoint(first) else model
-    return model if isinstance(first, tuple) and len(first) == len(model.inputs) else whole
 
 
 def _real_rows(name: str, output: Any, real: np.ndarray) -> np.ndarray:

@@ -15,12 +15,12 @@ from jaxonnx._compare.written import compare_written, make_origin
 from jaxonnx._data.batches import Source, iterate_inputs
 from jaxonnx._data.kinds import open_data
 from jaxonnx._require import check_arguments, require_integer
-from jaxonnx._rewrite.network import leave, refuse_change
+from jaxonnx._rewrite.network import hide_caches, leave, reenter, refuse_change
 from jaxonnx.errors import InputError
 from jaxonnx.model._convert import raise_opset
 from jaxonnx.model._load import as_model
 from jaxonnx.model._model import Model
-from jaxonnx.model._predict import hide_caches, read_inputs
+from jaxonnx.model._predict import read_inputs
 from jaxonnx.model._recurrent_states import add_states, inputs_alone, start_at_zeros
 from jaxonnx.model._save import fill_source
 from jaxonnx.quantization import (
@@ -35,7 +35,7 @@ from jaxonnx.quantization import (
     measure,
     spell_out,
 )
-from jaxonnx.views import CallView, EmptyCaches
+from jaxonnx.views import CallView
 
 
 def sensitivity(
@@ -139,7 +139,7 @@ def insert_rounding(
             "the model is quantized already: jaxonnx.load(path, dequantize=True) has it in "
             "floating point, and jaxonnx.train(..., quantize=) trains it at its own scales"
         )
-    converted = hide_same_caches(raise_opset(model, scheme.opset, check=check), model)
+    converted = reenter(raise_opset(model, scheme.opset, check=check), model)
     if scheme.activations is not None and scheme.dialect == "onnxruntime":
         converted = spell_out(converted)
     if bound is not None:
@@ -165,8 +165,3 @@ def compare_quantized(model: Model, scheme: Quantization) -> str:
         rounded=True,
         optimized=scheme.dialect == "onnxruntime",
     )
-
-
-def hide_same_caches(model: Model, before: Model) -> Model:
-    """Return a model with empty caches if the one that it was made of has them."""
-    return model if before.program.find(EmptyCaches) is None else model.without_cache()

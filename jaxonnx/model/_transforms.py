@@ -29,18 +29,18 @@ from jaxonnx._rewrite.network import (
     Network,
     enter,
     leave,
+    reenter,
     refuse_change,
     with_file,
     with_outputs,
     with_params,
-    without_cache,
 )
 from jaxonnx._run.shapes import evaluate_shapes, infer_types
 from jaxonnx.errors import InputError
 from jaxonnx.model._reinitialize import Initializer, reinitialize
 from jaxonnx.model._save import to_proto
 from jaxonnx.onnx_out import OLDEST, Written, append
-from jaxonnx.views import BatchAxis, CallView, EmptyCaches, WholeInputs, fix_inputs
+from jaxonnx.views import BatchAxis, CallView, WholeInputs, fix_inputs
 
 M = TypeVar("M", bound=Network)
 
@@ -157,7 +157,7 @@ def append_jax(model: M, function: Callable, outputs: Sequence[str] | None, chec
         before = [value.name for value in model.proto.graph.output]
         whole = continue_origin(origin, before, written, taken)
         check_written("the file of both networks", partial(to_proto, new), whole)
-    return new if model.program.find(EmptyCaches) is None else without_cache(new)
+    return reenter(new, model)
 
 
 _WIDE = {TensorProto.INT64, TensorProto.UINT64, TensorProto.DOUBLE}

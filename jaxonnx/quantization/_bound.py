@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
-from jaxonnx._rewrite.network import Network, without_cache
+from jaxonnx._rewrite.network import Network, reenter
 from jaxonnx.errors import InputError
 from jaxonnx.quantization._insert import fold_normalizations, insert
 from jaxonnx.quantization._open import Rounding
@@ -22,7 +22,6 @@ from jaxonnx.quantization._sensitivity import (
 )
 from jaxonnx.quantization._sites import find_wrong_int2
 from jaxonnx.quantization._trials import Trials, make_trials
-from jaxonnx.views import EmptyCaches
 
 N = TypeVar("N", bound=Network)
 Types = Mapping[str, str | None]
@@ -64,14 +63,13 @@ def insert_within(
     Raises:
       InputError: the bound is met in floating point only.
     """
-    hides_caches = model.program.find(EmptyCaches) is not None
-    folded = fold_normalizations(model)
-    search = _start(without_cache(folded) if hides_caches else folded, scheme, examples, bound)
+    folded = reenter(fold_normalizations(model), model)
+    search = _start(folded, scheme, examples, bound)
     for types in search.choose(bound.most):
         if not any(types[name] for name in search.trials.sites):
             break
         net = insert(model, scheme, examples, method, keep_norms=keep_norms, types=types)
-        if search.try_network(without_cache(net) if hides_caches else net, types) <= bound.most:
+        if search.try_network(reenter(net, model), types) <= bound.most:
             (rounding,) = (v for v in net.program.views if isinstance(v, Rounding))
             program = net.program.leave(Rounding).enter(replace(rounding, report=search.report))
             return replace(net, program=program)

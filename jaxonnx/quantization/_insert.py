@@ -18,10 +18,10 @@ from jaxonnx._io.build import names
 from jaxonnx._rewrite.network import (
     Network,
     enter,
+    reenter,
     with_file,
     with_outputs,
     with_tensors,
-    without_cache,
 )
 from jaxonnx._text import list_some
 from jaxonnx.errors import InputError
@@ -45,7 +45,6 @@ from jaxonnx.quantization._ranges import (
 from jaxonnx.quantization._record import Bias, Record, declare, record_of
 from jaxonnx.quantization._scheme import Quantization, with_weights
 from jaxonnx.quantization._sites import Sites, find_sites, find_wrong_int2
-from jaxonnx.views import EmptyCaches
 
 N = TypeVar("N", bound=Network)
 _NOISE, _TRIED = 1.25, 32
@@ -64,8 +63,8 @@ def insert(
     """Calibrate a network and insert QuantizeLinear and DequantizeLinear by a scheme.
 
     Args:
-      unfolded: a network in floating point. If its caches are empty (`without_cache`), they are so
-        for the calibration, and inputs and outputs of the result.
+      unfolded: a network in floating point. If its caches are empty, they are so for the
+        calibration, and inputs and outputs of the result.
       scheme: what is quantized, and how.
       examples: calibration data, batches of inputs in the order of the model's.
       method: as in `jaxonnx.quantize`.
@@ -78,9 +77,8 @@ def insert(
     Raises:
       InputError: the scheme does not fit the network.
     """
-    hides_caches = unfolded.program.find(EmptyCaches) is not None
     model = fold_normalizations(unfolded)
-    whole = without_cache(model) if hides_caches else model
+    whole = reenter(model, unfolded)
     tensors = model.tensors
     find = find_in(model, whole, examples[0])
     sites = find(scheme)
@@ -144,7 +142,7 @@ def insert(
     writer.quantize_outputs((n for n in sites.outputs if n in ranges), ranges)
     writer.store_biases((b.name, b.value, b.weight) for b in sites.biases if b.value in ranges)
     net = with_file(model, writer.finish(norm for _, norm in norms.values()), writer.added)
-    entered = without_cache(net) if hides_caches else net
+    entered = reenter(net, unfolded)
     shares = {n: clipped_share(x, ranges[n]) for n, x in observed.samples.items() if n in ranges}
     _warn_if_worse(entered, calibration, observed, writer.parameters, examples, shares, scheme)
     _warn_of_zeros(n for n, x in observed.limits.items() if not x.any())

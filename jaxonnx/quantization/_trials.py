@@ -11,7 +11,7 @@ from onnx import ModelProto, helper
 
 from jaxonnx._io import order
 from jaxonnx._io.build import unused_name
-from jaxonnx._rewrite.network import Network, with_file, with_tensors, without_cache
+from jaxonnx._rewrite.network import Network, reenter, with_file, with_tensors
 from jaxonnx.ops.contrib.moving_ranges import DOMAIN
 from jaxonnx.quantization._insert import find_in
 from jaxonnx.quantization._ranges import Parameters, find_origin, find_ranges, observe
@@ -19,7 +19,6 @@ from jaxonnx.quantization._record import declare
 from jaxonnx.quantization._scheme import TYPES, Quantization
 from jaxonnx.quantization._sensitivity import Changes, round_weight
 from jaxonnx.quantization._sites import WeightSite
-from jaxonnx.views import EmptyCaches
 
 
 @dataclass(frozen=True)
@@ -70,14 +69,12 @@ def make_trials(
       activations: the types of activations.
       examples: calibration data, batches of inputs in the order of the model's.
     """
-    hides_caches = model.program.find(EmptyCaches) is not None
-    whole = without_cache(model) if hides_caches else model
-    sites = find_in(model, whole, examples[0])(scheme)
+    sites = find_in(model, model, examples[0])(scheme)
     weights, tensors = sites.weights, model.tensors
     sizes = {name: int(tensors[name].size) for name in weights}
     if not activations:
-        return Trials(whole, weights, schemes, {}, sizes)
-    observed = observe(whole, sites.range_names, examples)
+        return Trials(model, weights, schemes, {}, sizes)
+    observed = observe(model, sites.range_names, examples)
     ranges = {
         kind: find_ranges(observed, sites.shared, replace(scheme, activations=kind), {}).ranges
         for kind in activations
@@ -114,8 +111,7 @@ def make_trials(
     }
     batch = max(len(x) for x in examples[0] if np.ndim(x))
     sizes |= {n: -(-observed.sizes[n] // batch) for n in levels}
-    network = with_file(model, result, state=state)
-    network = without_cache(network) if hides_caches else network
+    network = reenter(with_file(model, result, state=state), model)
     factors = {
         node.inputs[1]: find_origin(node.inputs[0], sites.shared)
         for node in model.graph.nodes

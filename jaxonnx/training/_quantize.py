@@ -13,6 +13,7 @@ from onnx import ModelProto
 from jaxonnx._compare.written import warn_unproven
 from jaxonnx._data.batches import Source, iterate_inputs
 from jaxonnx._require import check_arguments, require_integer
+from jaxonnx._rewrite.network import reenter
 from jaxonnx.errors import InputError
 from jaxonnx.losses import is_loss
 from jaxonnx.model import (
@@ -20,7 +21,6 @@ from jaxonnx.model import (
     add_states,
     as_model,
     compare_quantized,
-    hide_same_caches,
     insert_rounding,
     read_examples,
     start_at_zeros,
@@ -141,7 +141,7 @@ def quantize(
     quantized = insert_rounding(whole, rule, examples, method, bound=bound, check=check)
     if check and (reason := compare_quantized(quantized, rule)):
         warn_unproven(reason)
-    return hide_same_caches(quantized, net)
+    return reenter(quantized, net)
 
 
 def _read_labeled(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxonnx._graph.ancestors import ancestors
 from jaxonnx._graph.bind import Graph, Node
-from jaxonnx._graph.caches import Caches
+from jaxonnx._graph.caches import Caches, find_caches
 from jaxonnx._graph.values import Value, fit, list_values
 from jaxonnx._require import require
 from jaxonnx.errors import InputError
@@ -146,6 +146,10 @@ class EmptyCaches(CallView):
     def enter(self, graph: Graph, constants: Mapping[str, np.ndarray]) -> Graph:
         names = self.caches.names
         return replace(graph, inputs=tuple(name for name in graph.inputs if name not in names))
+
+    def follow(self, graph: Graph, inputs: Sequence[Value]) -> Sequence[View]:
+        caches = find_caches(graph, inputs)
+        return () if caches is None else omit_caches(graph, caches)
 
     def supply(self, inputs: Mapping[str, Any], measure: Measure) -> dict[str, Any]:
         batch = np.shape(inputs[self.first])[0]

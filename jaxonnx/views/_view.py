@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -56,6 +56,15 @@ class View:
           constants: the values of tensors that are neither parameters nor state.
         """
         return graph
+
+    def follow(self, graph: Graph, inputs: Sequence[Value]) -> Sequence[View]:
+        """Return the views that stand for this one, which does not stay, in a changed file.
+
+        Args:
+          graph: that of the changed file.
+          inputs: its inputs.
+        """
+        return ()
 
     def train(self, graph: Graph) -> Graph:
         """Return the graph that training evaluates in place of one, or of a part of one."""
