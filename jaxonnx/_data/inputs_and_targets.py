@@ -280,6 +280,8 @@ def _has_further_axis(array: Any, value: Value) -> bool:
 
 KEY = "weight"
 """The name of the weights in a dict."""
+JUDGEMENT = "label"
+"""The name of the column that says whether an answer is desirable."""
 
 
 def split_weights(

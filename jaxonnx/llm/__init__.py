@@ -16,7 +16,6 @@ from jaxonnx.llm._formats import DescribedFormat, ExportedFormat, GenaiFormat, H
 from jaxonnx.llm._generate import Generator, generate
 from jaxonnx.llm._samples import Continuations
 from jaxonnx.llm._sampling import Sampling
-from jaxonnx.llm._shapes import JUDGEMENT
 from jaxonnx.llm._texts import Texts, take_packed_rows
 from jaxonnx.llm._tokenizer import Tokenizer
 from jaxonnx.llm._vocabulary import add_tokens

@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxonnx._data.inputs_and_targets import JUDGEMENT
 from jaxonnx._data.rows import Names, Row, Rows, drop_nones
 from jaxonnx.errors import TrainingError
 
 VARIABLES = "tools", "documents", "chat_template_kwargs"
 """Columns for the chat template."""
-JUDGEMENT = "label"
-"""The column that says whether an answer is desirable."""
 LABELS = "label", "labels"
 """Columns with the class of a text, or its score."""
 _OTHER = "other completion"

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxonnx._data.inputs_and_targets import KEY
+from jaxonnx._data.inputs_and_targets import JUDGEMENT, KEY
 from jaxonnx._data.rows import Row, Rows
 from jaxonnx._require import require, require_choice, require_integer
 from jaxonnx._text import format_count
@@ -21,7 +21,6 @@ from jaxonnx.llm._chat_templates import Chat
 from jaxonnx.llm._configuration import read_end_tokens
 from jaxonnx.llm._images import COLUMNS, ImageReader, RowImages
 from jaxonnx.llm._shapes import (
-    JUDGEMENT,
     VARIABLES,
     Shape,
     Texts,

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jaxonnx._data.batches import Batch
 from jaxonnx._require import check_arguments, require, require_integer
 from jaxonnx.errors import TrainingError
-from jaxonnx.losses._loss import DeriveTargets, Loss, pack_like, take_inputs
+from jaxonnx.losses._loss import DeriveTargets, Loss, load_second, take_inputs
 from jaxonnx.losses._tokens import label_tokens, take_next_logits
-from jaxonnx.model import Model, as_model
+from jaxonnx.model import Model
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -42,7 +42,7 @@ class Distillation(Loss):
         if self.teacher is None:
             return None
         what = "distill: the teacher"
-        teacher = pack_like(self.prepare(as_model(self.teacher).without_cache()), model, what)
+        teacher = load_second(self, self.teacher, model, what)
         if len(teacher.outputs) != 1:
             raise TrainingError(
                 f"distill: the teacher has {len(teacher.outputs)} outputs: choose that of the "

@@ -16,7 +16,7 @@ from jaxonnx._require import check_arguments, require
 from jaxonnx._text import format_count
 from jaxonnx.errors import TrainingError
 from jaxonnx.llm import take_packed_rows
-from jaxonnx.model import Model
+from jaxonnx.model import Model, as_model
 from jaxonnx.views import PackedRows
 
 _SHOWN = 8
@@ -245,15 +245,18 @@ def register(name: str, loss: Loss, *, also_called: str = "") -> None:
     REGISTERED[name], ALSO_CALLED[name] = loss, also_called
 
 
-def pack_like(second: Model, model: Model, what: str) -> Model:
-    """Return a second model that takes several texts in a row if the one that is trained does.
+def load_second(loss: Loss, source: Any, model: Model, what: str) -> Model:
+    """Load the second model of a loss, in the form of the one that is trained.
 
     Args:
+      source: as `jaxonnx.load` takes it, or a model.
+      model: the one that is trained. It may take several texts in a row.
       what: the second model, for the error.
 
     Raises:
       TrainingError: its file cannot tell the texts of a row apart, or not by the same input.
     """
+    second = loss.prepare(as_model(source).without_cache())
     packing = model.program.find(PackedRows)
     if packing is None:
         return second

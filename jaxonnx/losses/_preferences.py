@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._data.batches import Batch
+from jaxonnx._data.inputs_and_targets import JUDGEMENT
 from jaxonnx._require import check_arguments, require
 from jaxonnx.errors import TrainingError
-from jaxonnx.llm import JUDGEMENT
 from jaxonnx.losses._groups import GroupLoss
-from jaxonnx.losses._loss import DeriveTargets, register, take_inputs
+from jaxonnx.losses._loss import DeriveTargets, load_second, register, take_inputs
 from jaxonnx.losses._tokens import label_tokens, take_next_logits
-from jaxonnx.model import Model, as_model
+from jaxonnx.model import Model
 
 _REFERENCES = (
     "where nothing is trained, the argument reference=MODEL of the loss computes the latter by the "
@@ -59,9 +59,9 @@ class PreferenceLoss(GroupLoss):
         if not self.takes_reference:
             return None
         ignored = -100 if self.ignore_index is None else self.ignore_index
-        other = model
+        other, what = model, f"{self.name}: the reference"
         if self.reference is not None:
-            other = self.prepare(as_model(self.reference).without_cache())
+            other = load_second(self, self.reference, model, what)
 
         @jax.jit
         def compute(params, state, inputs, labels):
@@ -73,7 +73,7 @@ class PreferenceLoss(GroupLoss):
             targets = targets if isinstance(targets, Mapping) else {"labels": targets}
             if "reference" in targets:  # the user computed them
                 return targets
-            inputs = take_inputs(batch.inputs, model, other, f"{self.name}: the reference")
+            inputs = take_inputs(batch.inputs, model, other, what)
             reference = compute(other.params, other.state, inputs, targets["labels"])
             return {**targets, "reference": reference}
 
