@@ -123,6 +123,11 @@ StorageOf = Callable[[tuple[int, ...], Any, Mapping[str, Any]], Storage]
 """The storage at a node, by the tensor's shape and type, and the node's attributes."""
 
 
+def is_float(x: Any) -> bool:
+    """Check whether the numbers of an array are floating-point ones, and no codes of 8 bits."""
+    return jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > 1
+
+
 def as_it_is(shape: tuple[int, ...], dtype: Any, attributes: Mapping[str, Any]) -> Storage:
     """Declare codes as they are, with one scale, or one for each index of the last axis."""
     return Storage(shape, str(dtype), channels=len(shape) - 1)

@@ -155,6 +155,15 @@ def uses_by_tensor(graph: Graph, tensors: Mapping[str, Any]) -> Mapping[str, Seq
     return graph.recall(("uses by tensor", _describe(tensors)), group)
 
 
+def find_tied(graph: Graph, tensors: Mapping[str, Any]) -> list[str]:
+    """Return the weights that are both an embedding and the matrix of a product."""
+    lookups = {
+        name: {use.matrix.lookup for use in used if not use.passes and use.matrix is not None}
+        for name, used in uses_by_tensor(graph, tensors).items()
+    }
+    return [name for name, kinds in lookups.items() if len(kinds) > 1]
+
+
 def direct_uses(all_uses: Sequence[Use]) -> list[Use]:
     """Return the uses of a tensor itself, without Reshape, which passes its numbers on."""
     return [use for use in all_uses if use.is_direct and use.node.op.name != "Reshape"]

@@ -1,1 +1,1 @@
-"""Ways to Hugging Face: names of transformers, checkpoints, and folders that the hub stores."""
+"""Ways to Hugging Face: checkpoints of transformers, and folders that the hub stores."""

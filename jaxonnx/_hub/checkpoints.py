@@ -21,13 +21,23 @@ from onnx import ModelProto
 from jaxonnx._atomic_write import write_atomically
 from jaxonnx._data.images.preparation import preparation
 from jaxonnx._graph.uses import Weight, uses_by_tensor, weights
-from jaxonnx._hub.tensor_names import HEAD, TABLE, name_weights
 from jaxonnx._io.files import open_safetensors, write_safetensors
 from jaxonnx._require import check_arguments, require
 from jaxonnx._text import list_some
 from jaxonnx.errors import InputError, ModelError
-from jaxonnx.llm import CHAT_TEMPLATES, ModelFolder, describe_classes
-from jaxonnx.lora import Block, find_family, read_weight, torch_axes
+from jaxonnx.llm import (
+    CHAT_TEMPLATES,
+    HEAD,
+    TABLE,
+    Block,
+    ModelFolder,
+    describe_classes,
+    find_family,
+    name_weights,
+    scales_from_one,
+    torch_axes,
+)
+from jaxonnx.lora import read_weight
 from jaxonnx.model import Model, as_model
 
 SHARD = 5 * 10**9
@@ -47,8 +57,6 @@ _COMPANIONS = (
 """Files that go along: of the tokenizer, of generation, of images."""
 _NO_TEXT = {"pixel_values", "input_features", "input_values"}
 """Inputs that are images or sounds."""
-_OFFSETS = ("gemma", "gemma2", "gemma3", "gemma3text", "nemotron")
-"""Model types whose norms multiply by 1 + weight."""
 
 Arrays = Mapping[str, Callable[[], np.ndarray]]
 """Functions that make the tensors of a checkpoint, by name."""
@@ -114,7 +122,7 @@ def export_safetensors(
             "dequantize=True writes them as floating-point numbers"
         )
     arrays: Arrays = {
-        key: partial(_read_tensor, net, meanings, parts, _scales_from_one(key, family), dtype)
+        key: partial(_read_tensor, net, meanings, parts, scales_from_one(key, family), dtype)
         for key, parts in blocks.items()
     }
     if check:
@@ -155,11 +163,6 @@ def _describe_classes(model: Model, settings: Mapping[str, Any]) -> dict[str, An
         return {}
     named = named if len(named) == count else [f"LABEL_{number}" for number in range(count)]
     return describe_classes(named)
-
-
-def _scales_from_one(key: str, family: str) -> bool:
-    """Check whether a norm of transformers multiplies by 1 + weight."""
-    return key.endswith("norm.weight") and family in _OFFSETS
 
 
 def _read_tensor(

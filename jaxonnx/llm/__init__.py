@@ -14,8 +14,23 @@ from jaxonnx.llm._configuration import (
 from jaxonnx.llm._folders import CHAT_TEMPLATES, ModelFolder, describe_classes
 from jaxonnx.llm._formats import DescribedFormat, ExportedFormat, GenaiFormat, HubFormat
 from jaxonnx.llm._generate import Generator, generate
+from jaxonnx.llm._module_names import (
+    BESIDE_VISION,
+    EXPORTED,
+    FAMILIES,
+    LIKE_LLAMA,
+    Block,
+    find_blocks,
+    find_family,
+    find_matrices,
+    module_name,
+    name_modules,
+    split_name,
+    torch_axes,
+)
 from jaxonnx.llm._samples import Continuations
 from jaxonnx.llm._sampling import Sampling
+from jaxonnx.llm._tensor_names import HEAD, TABLE, name_weights, scales_from_one
 from jaxonnx.llm._texts import Texts, take_packed_rows
 from jaxonnx.llm._tokenizer import Tokenizer
 from jaxonnx.llm._vocabulary import add_tokens

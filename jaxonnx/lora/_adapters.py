@@ -15,11 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._axes import Matrix
+from jaxonnx._few_bits import is_float
 from jaxonnx._graph.roles import running_statistics
-from jaxonnx._graph.uses import weights
+from jaxonnx._graph.uses import find_tied, weights
 from jaxonnx._require import check_arguments
 from jaxonnx._safe_read import wrap_errors
 from jaxonnx.errors import InputError, ModelError
+from jaxonnx.llm import Block, module_name, torch_axes
 from jaxonnx.lora import _files as files
 from jaxonnx.lora import _peft_modules as peft_modules
 from jaxonnx.lora._merge import (
@@ -27,15 +29,12 @@ from jaxonnx.lora._merge import (
     check_scale,
     checksum,
     find_chosen,
-    find_tied,
     index_member,
-    is_float,
     magnitude,
     pair,
     row_axis,
     warn_about_ties,
 )
-from jaxonnx.lora._module_names import Block, module_name, torch_axes
 from jaxonnx.lora._nodes import factor_names, magnitude_name
 from jaxonnx.lora._view import Adaption
 from jaxonnx.model import Model
@@ -282,12 +281,8 @@ class Adapters:
             self._refuse_others(whole)
         if stacked := [name for name, place in self.layouts.items() if place.batch]:
             raise InputError(f"PEFT has no format for the adapter of '{stacked[0]}'; save an .npz")
-        tied = (
-            [name for name in find_tied(model) if name in {*self._without_rows, *others}]
-            if model
-            else []
-        )
-        if tied:
+        tied = find_tied(model.graph, model.tensors) if model else []
+        if tied := [name for name in tied if name in {*self._without_rows, *others}]:
             raise InputError(f"{files.describe_ties(tied)}; or save an .npz or the model")
         kernels = [name for name, place in self.layouts.items() if place.kernel]
         if kernels and model is None:
@@ -353,7 +348,8 @@ class Adapters:
         if model is None:
             return tokens
         # the model of a run has the changes in its weights, unless these are in few bits
-        merged, tied = model.program.find(Adaption) is None and self.base, find_tied(model)
+        merged = model.program.find(Adaption) is None and self.base
+        tied = find_tied(model.graph, model.tensors)
         is_merged = merged and checksum(model, self.layouts, self.values) != self.base
         for block in blocks:
             rows = find_chosen(self.values, block.source) if block.source in self.layouts else None

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._axes import Matrix
+from jaxonnx._few_bits import is_float
 from jaxonnx._graph.projections import ROLES, Role, find_projections
 from jaxonnx._graph.select import Select, select
 from jaxonnx._graph.stored import check_stored
@@ -24,7 +25,6 @@ from jaxonnx.lora._merge import (
     check_magnitudes,
     check_scale,
     index_member,
-    is_float,
     magnitude,
     pair,
 )

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._axes import Matrix
-from jaxonnx._graph.uses import uses_by_tensor
+from jaxonnx._few_bits import is_float
+from jaxonnx._graph.uses import find_tied, uses_by_tensor
 from jaxonnx._require import require
 from jaxonnx._text import list_some
 from jaxonnx.errors import InputError
@@ -130,29 +131,15 @@ def checksum(model: Model, layouts: Mapping[str, Matrix], values: Mapping[str, A
     return f"{result:08x}"
 
 
-def find_tied(model: Model) -> list[str]:
-    """Return the weights that are both an embedding and the matrix of a product."""
-    read = uses_by_tensor(model.graph, model.tensors)
-    lookups = {
-        name: {use.matrix.lookup for use in used if not use.passes and use.matrix is not None}
-        for name, used in read.items()
-    }
-    return [name for name, kinds in lookups.items() if len(kinds) > 1]
-
-
 def warn_about_ties(model: Model, names: Collection[str]) -> None:
     """Warn if one of these weights is both an embedding and the matrix of a product."""
-    if tied := [f"'{name}'" for name in find_tied(model) if name in names]:
+    if tied := [f"'{name}'" for name in find_tied(model.graph, model.tensors) if name in names]:
         warnings.warn(
             f"{list_some(tied)}: the embedding and the output layer are one weight, so that its "
             "adapter changes both, unlike PEFT's adapter of an output layer; where the file stores "
             "the weight twice, jaxonnx.load(path, tied=[]) keeps the two apart",
             stacklevel=3,
         )
-
-
-def is_float(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > 1
 
 
 def check_scale(rank: Any, alpha: Any) -> None:

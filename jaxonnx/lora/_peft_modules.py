@@ -9,12 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxonnx._graph.uses import Weight, uses_by_tensor, weights
+from jaxonnx._graph.uses import Weight, find_tied, uses_by_tensor, weights
 from jaxonnx.errors import InputError
-from jaxonnx.lora import _files as files
-from jaxonnx.lora._files import Change
-from jaxonnx.lora._merge import find_tied, magnitude, pair, unfold_map
-from jaxonnx.lora._module_names import (
+from jaxonnx.llm import (
     BESIDE_VISION,
     EXPORTED,
     FAMILIES,
@@ -28,6 +25,9 @@ from jaxonnx.lora._module_names import (
     split_name,
     torch_axes,
 )
+from jaxonnx.lora import _files as files
+from jaxonnx.lora._files import Change
+from jaxonnx.lora._merge import magnitude, pair, unfold_map
 from jaxonnx.lora._peft_config import CONVERTED, Settings
 from jaxonnx.model import Model
 from jaxonnx.quantization import dequantize
@@ -116,7 +116,7 @@ def read(
         if inner != module:  # also of a decoder trained alone, or by transformers before 4.52
             for other in (f"model.{inner}", f"language_model.model.{inner}"):
                 places[other] = [block._replace(source=other) for block in blocks]
-    tied = find_tied(model)
+    tied = find_tied(model.graph, model.tensors)
     places |= {
         table_of(module): blocks
         for module, blocks in [*places.items()]
@@ -323,7 +323,7 @@ def _place_weights(
             )
         present = others.get(f"{module}.bias", np.asarray(model.tensors[name], np.float32))
         others[f"{module}.bias"] = present + value
-    tied = find_tied(model)
+    tied = find_tied(model.graph, model.tensors)
     for key, value in others.items():
         module = key.removesuffix(".weight")
         blocks = places.get(module, ()) if key.endswith(".weight") else ()

@@ -20,8 +20,8 @@ from jaxonnx._graph.uses import weights
 from jaxonnx._rewrite.network import Network
 from jaxonnx._text import format_count, list_some
 from jaxonnx.errors import InputError
+from jaxonnx.llm import module_name
 from jaxonnx.lora._merge import Merge, magnitude, pair
-from jaxonnx.lora._module_names import module_name
 from jaxonnx.lora._nodes import (
     Factors,
     factor_names,

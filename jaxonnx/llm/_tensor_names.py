@@ -6,19 +6,18 @@ import re
 import warnings
 from collections.abc import Mapping
 
-from jaxonnx._graph.uses import Weight, uses_by_tensor
+from jaxonnx._graph.uses import Weight, find_tied, uses_by_tensor
 from jaxonnx._graph.weight_names import is_numbered
+from jaxonnx._rewrite.network import Network
 from jaxonnx.errors import InputError
-from jaxonnx.lora import (
+from jaxonnx.llm._module_names import (
     EXPORTED,
     FAMILIES,
     LIKE_LLAMA,
     Block,
     find_blocks,
     find_matrices,
-    find_tied,
 )
-from jaxonnx.model import Model
 
 HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
 _NAMES = (
@@ -39,12 +38,14 @@ _NAMES_OF = {
 """By model type, more of them."""
 _OTHER_FORMS = {"gptoss": "experts", "olmo": "norms"}
 """Model types, and their weights that files have in another form than transformers."""
+_OFFSETS = ("gemma", "gemma2", "gemma3", "gemma3text", "nemotron")
+"""Model types whose norms multiply by 1 + weight."""
 _ROTATE = ("GroupQueryAttention", "RotaryEmbedding")
 """Operators whose tensors without a role are tables of positions, which transformers computes."""
 
 
 def name_weights(
-    model: Model, meanings: Mapping[str, Weight], family: str, names: Mapping[str, str]
+    model: Network, meanings: Mapping[str, Weight], family: str, names: Mapping[str, str]
 ) -> dict[str, list[Block]]:
     """Name the weights of a model as transformers does.
 
@@ -82,7 +83,7 @@ def name_weights(
     parts: dict[str, list[Block]] = {}
     for block in find_blocks(modules, rows, packed, family):
         parts.setdefault(block.source, []).append(block)
-    tied = {*find_tied(model)}
+    tied = {*find_tied(model.graph, model.tensors)}
     matrix_of = {blocks[0].target: weight for weight, blocks in parts.items()}
     matrix_of |= {module: weight for weight, module in modules.items()}
     result: dict[str, list[Block]] = {}
@@ -112,7 +113,12 @@ def name_weights(
     return result
 
 
-def _list_weights(model: Model, meanings: Mapping[str, Weight]) -> list[str]:
+def scales_from_one(key: str, family: str) -> bool:
+    """Check whether a norm of transformers multiplies by 1 + weight."""
+    return key.endswith("norm.weight") and family in _OFFSETS
+
+
+def _list_weights(model: Network, meanings: Mapping[str, Weight]) -> list[str]:
     """List the tensors that are learned, without scales and zero points."""
     roles, read = model._places.roles, uses_by_tensor(model.graph, model.tensors)
     stored = [name for name, weight in meanings.items() if weight.storage]

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxonnx._few_bits import is_float
 from jaxonnx._graph.bind import Graph, Node
 from jaxonnx._graph.uses import Use, Weight, uses, weights
 from jaxonnx._graph.weight_names import is_numbered
-from jaxonnx.lora._merge import is_float
-from jaxonnx.model import Model
+from jaxonnx._rewrite.network import Network
 
 _SUFFIX = re.compile(r"(\.MatMul)?[./](weight|kernel|qweight)(_\w+)?$")
 _PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -81,7 +81,7 @@ def name_module(weight: str, aliases: Mapping[str, str]) -> str:
     return re.sub(r"^(model\.layers\.\d+)\.attn\.", r"\1.self_attn.", name)
 
 
-def find_family(model: Model, config: Mapping[str, Any] = MappingProxyType({})) -> str:
+def find_family(model: Network, config: Mapping[str, Any] = MappingProxyType({})) -> str:
     """Return the model type, in lower case without underscores; empty if the file tells none.
 
     Folders have it in `genai_config.json` or `config.json`, mobius records the class of the model.
@@ -103,7 +103,7 @@ def find_family(model: Model, config: Mapping[str, Any] = MappingProxyType({})) 
     return re.sub(r"[^a-z0-9]", "", str(family).lower())
 
 
-def torch_axes(model: Model, name: str, weight: Weight) -> tuple[int, ...]:
+def torch_axes(model: Network, name: str, weight: Weight) -> tuple[int, ...]:
     """Return the axes of a weight of the file in the order of transformers' tensor.
 
     Its matrices have a row for each output, its tables one for each input.
@@ -116,7 +116,7 @@ def torch_axes(model: Model, name: str, weight: Weight) -> tuple[int, ...]:
 
 
 def find_matrices(
-    model: Model, names: Callable[[str], str] | None
+    model: Network, names: Callable[[str], str] | None
 ) -> tuple[dict[str, str], dict[str, int], dict[str, tuple[int, ...]]]:
     """Return the modules of weights that can be adapted, their outputs, and those of parts."""
     tensors = model.tensors
