@@ -1,7 +1,8 @@
-"""Language models: folders and formats, tokenizers, chat templates, texts as data, generation.
+"""Language models: folders, formats, tokenizers, chat templates, texts as data, generation, names.
 
-The room is entered through what it registers, its formats of files and its kind of data, through
-`Model` (`generate`, `tokenizer`, `with_tokens`), and by losses of tokens.
+The room is entered through what it registers, its formats of files and its kind of data; through
+`Model` (`generate`, `tokenizer`, `with_tokens`); by the losses of tokens; and for the names that
+modules and tensors have in transformers, by `lora` and `export_safetensors`.
 """
 
 from jaxonnx.llm._configuration import (
