@@ -12,6 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import jaxonnx
 from tests.support.paths import DATA
+from tests.support.tiny_networks import examples, mlp
 
 LABELS = "softmax_cross_entropy_with_integer_labels"
 
@@ -19,6 +20,12 @@ LABELS = "softmax_cross_entropy_with_integer_labels"
 @pytest.fixture(scope="module")
 def net():
     return jaxonnx.load(DATA / "lenet_bn.legacy.onnx")
+
+
+@pytest.fixture(scope="module")
+def small():
+    """For what has nothing to do with the network: XLA compiles it in a moment, and keeps it."""
+    return jaxonnx.load(mlp())
 
 
 def digits(count, seed=0):
@@ -54,16 +61,16 @@ def test_the_model_given_is_not_changed(net):
         np.testing.assert_array_equal(before[name], value)
 
 
-def test_short_batches_are_not_compiled_again(net):
+def test_short_batches_are_not_compiled_again(small):
     traced = []
 
     def loss(outputs, targets):
         traced.append(outputs.shape)
         return optax.softmax_cross_entropy_with_integer_labels(outputs, targets)
 
-    result = train(net, digits(19), loss=loss, epochs=3, validation=digits(5))
+    result = train(small, examples(19), loss=loss, epochs=3, validation=examples(5))
     assert len(result.history.losses) == 9
-    assert traced == [(8, 10)] * 4  # two checks of shapes, the step, the validation
+    assert traced == [(8, 4)] * 4  # two checks of shapes, the step, the validation
 
 
 @pytest.mark.deep
@@ -78,11 +85,11 @@ def test_the_fill_of_a_short_batch_does_not_count():
     np.testing.assert_allclose(result.history.losses, expected, rtol=1e-5)
 
 
-def test_inputs_by_name_and_targets_in_lists(net):
-    x, y = digits(16)
-    plain = train(net, (x, y)).history.losses
-    assert train(net, ({"x": x}, y.tolist())).history.losses == plain
-    assert train(net, ((x,), y)).history.losses == plain
+def test_inputs_by_name_and_targets_in_lists(small):
+    x, y = examples(16)
+    plain = train(small, (x, y)).history.losses
+    assert train(small, ({"x": x}, y.tolist())).history.losses == plain
+    assert train(small, ((x,), y)).history.losses == plain
 
 
 @pytest.mark.deep
@@ -97,9 +104,9 @@ def test_order_depends_on_seed_and_epoch_only(net):
     assert one[:3] != one[3:]
 
 
-def test_validation_and_history(net):
-    data = digits(16)
-    result = train(net, data, epochs=2, validation=data)
+def test_validation_and_history(small):
+    data = examples(16)
+    result = train(small, data, epochs=2, validation=data)
     last = result.history.epochs[-1]
     assert (last["epoch"], last["step"]) == (2, 4)
     logits = result.model(data[0])
@@ -163,12 +170,12 @@ def test_only_factors_of_dense_products_become_sparse():
     assert reasons["features.3.conv.0.weight"] == ""
 
 
-def test_progress_is_shown_on_request_only(net, capsys, monkeypatch):
+def test_progress_is_shown_on_request_only(small, capsys, monkeypatch):
     """Of a run that takes seconds; a long one, or a loaded machine, gives a line now and then."""
     monkeypatch.setattr("jaxonnx.training._progress._SECONDS_OF_LINES", np.inf)
-    train(net, digits(8))
+    train(small, examples(8))
     assert not capsys.readouterr().out
-    train(net, digits(8), progress=True)
+    train(small, examples(8), progress=True)
     assert "epoch 1/1" in capsys.readouterr().out
 
 
