@@ -110,33 +110,25 @@ def clip_choice(g: Any, which: Any, chosen: Any, x: Any, out: Any) -> Any:
     if at is not None and at.x == x and limit is not None and at.bound == limit:
         if g.main.gates:
             bounds.gates.add(which)
-        return _clip_at(g, at, limit, out)
-    if which in bounds.gates and limit == 0:
-        source, gates = bounds.gated.get(x, (x, []))
-        return _product(g, source, [*gates, which], out)
-    return None
-
-
-def _clip_at(g: Any, at: Comparison, limit: Any, out: Any) -> Tensor:
-    """Write Clip at an upper (for Greater) or a lower limit; an upper one takes in a lower one."""
-    limit = np.asarray(limit, out.dtype)
-    if at.operator.startswith("Greater"):
-        # x may be max(source, low) already: one Clip has both bounds
-        source, low = g.main.bounds.held.get(at.x, (at.x, None))
+        limit = np.asarray(limit, out.dtype)
+        if not at.operator.startswith("Greater"):  # a lower limit
+            y = g("Clip", x, limit) if limit else g("Relu", x)
+            bounds.held[y] = x, limit
+            return Tensor(y, out.shape, out.dtype)
+        # an upper limit; x may be max(source, low) already: one Clip has both bounds
+        source, low = bounds.held.get(x, (x, None))
         low = None if low is None or low > limit else np.asarray(low, out.dtype)
-        return Tensor(g("Clip", at.x if low is None else source, low, limit), out.shape, out.dtype)
-    y = g("Clip", at.x, limit) if limit else g("Relu", at.x)
-    g.main.bounds.held[y] = at.x, limit
-    return Tensor(y, out.shape, out.dtype)
-
-
-def _product(g: Any, cotangent: Tensor, gates: list[str], out: Any) -> Tensor:
-    """Multiply a cotangent with the mask, as numbers, of the elements that pass all gates."""
-    passes: Any = None
-    for gate in gates:
-        at = g.main.bounds.compared[gate]
-        mask = g(OPPOSITE[at.operator], at.source, np.asarray(at.bound, out.dtype))
-        passes = mask if passes is None else g("And", passes, mask)
-    y = g("Mul", cotangent, g("Cast", passes, to=onnx_type(out.dtype)))
-    g.main.bounds.gated[y] = cotangent, gates
-    return Tensor(y, out.shape, out.dtype)
+        return Tensor(g("Clip", x if low is None else source, low, limit), out.shape, out.dtype)
+    if which in bounds.gates and limit == 0:
+        # the mask, as numbers, of the elements that pass this gate and those before it
+        cotangent, gates = bounds.gated.get(x, (x, []))
+        gates, passes = [*gates, which], None
+        for gate in gates:
+            comparison = bounds.compared[gate]
+            bound = np.asarray(comparison.bound, out.dtype)
+            mask = g(OPPOSITE[comparison.operator], comparison.source, bound)
+            passes = mask if passes is None else g("And", passes, mask)
+        y = g("Mul", cotangent, g("Cast", passes, to=onnx_type(out.dtype)))
+        bounds.gated[y] = cotangent, gates
+        return Tensor(y, out.shape, out.dtype)
+    return None

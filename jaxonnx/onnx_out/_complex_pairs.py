@@ -93,13 +93,19 @@ def apply_complex(g: Any, equation: Any, operands: list, outs: tuple) -> list:
       Refusal: the primitive has no rule for complex numbers.
     """
     name = equation.primitive.name
-    operands = [_split(x) if isinstance(x, np.ndarray) and is_complex(x) else x for x in operands]
+    operands = [
+        Pair(np.ascontiguousarray(x.real), np.ascontiguousarray(x.imag))
+        if isinstance(x, np.ndarray) and is_complex(x)
+        else x
+        for x in operands
+    ]
     if name in _RULES:
         return _RULES[name](g, operands, outs[0], equation.params)
     rule = rule_of(name, g.opset) if name in PARTS else None
     if rule is None:
         raise Refusal("it does not support complex numbers, which are pairs in ONNX")
-    real = [jax.ShapeDtypeStruct(out.shape, _part(out.dtype)) for out in outs]
+    parts = [np.float64 if out.dtype == np.complex128 else np.float32 for out in outs]
+    real = [jax.ShapeDtypeStruct(o.shape, dtype) for o, dtype in zip(outs, parts, strict=True)]
     like = real if equation.primitive.multiple_results else real[0]
     params = {**equation.params, "avals": [v.aval for v in equation.invars], "equation": equation}
     halves = []
@@ -109,13 +115,3 @@ def apply_complex(g: Any, equation: Any, operands: list, outs: tuple) -> list:
         results = results if isinstance(results, (list, tuple)) else [results]
         halves.append([g.cast_result(x, out) for x, out in zip(results, real, strict=True)])
     return [Pair(*both) for both in zip(*halves, strict=True)]
-
-
-def _split(array: Any) -> Pair:
-    """Return the parts of a known complex array."""
-    return Pair(np.ascontiguousarray(array.real), np.ascontiguousarray(array.imag))
-
-
-def _part(dtype: Any) -> np.dtype:
-    """Return the dtype of the parts of numbers of a dtype; float32 unless it is complex128."""
-    return np.dtype(np.float64 if np.dtype(dtype) == np.complex128 else np.float32)

@@ -221,7 +221,10 @@ def append(
         try:
             values = jax.tree.leaves(compiled(weights, *arguments))
         except NotImplementedError:  # a primitive that XLA does not know may have a function
-            values = jax.tree.leaves(_evaluate(call, weights, arguments))
+            try:
+                values = jax.tree.leaves(call(weights, *arguments))
+            except NotImplementedError as error:
+                raise InputError(f"JAX does not evaluate the function: {error}") from error
         if names:
             program, results_of = closed, []
             if not all(dims.all_known(struct.shape) for struct in structs):
@@ -236,22 +239,13 @@ def append(
             pairs = zip(tensors_of, results_of, strict=True)
             named = {n: x for ns, xs in pairs for n, x in zip(ns, xs, strict=True)}
             values += [named[name] for name in names]
-        return [_to_data(x) for x in values]
+        return [
+            jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+            for x in values
+        ]
 
     produced = {name for node in graph.node[before[0] :] for name in node.output}
     return Written(declared, run, produced & {name for names in tensors_of for name in names})
-
-
-def _evaluate(call: Callable, weights: Any, arguments: Any) -> Any:
-    """Evaluate a function primitive by primitive.
-
-    Raises:
-      InputError: a primitive has no implementation.
-    """
-    try:
-        return call(weights, *arguments)
-    except NotImplementedError as error:
-        raise InputError(f"JAX does not evaluate the function: {error}") from error
 
 
 def _as_example(array: Any, struct: jax.ShapeDtypeStruct) -> Any:
@@ -261,11 +255,6 @@ def _as_example(array: Any, struct: jax.ShapeDtypeStruct) -> Any:
     impls: list[Any] = []
     jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), struct)
     return jax.random.wrap_key_data(jnp.asarray(array), impl=impls[0])
-
-
-def _to_data(x: Any) -> Any:
-    """Return an array, or the data of PRNG keys."""
-    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
 def _to_origin(proto: ModelProto, written: Written, examples: Sequence[Any]) -> Origin:
@@ -462,7 +451,9 @@ def _flatten(tree: Any, apply: Callable) -> tuple[Callable, Weights]:
     PRNG keys (of dropout) are not weights: the function captures them.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-    names = [_name(path) for path, _ in leaves]
+    # "dense.kernel" for ['params']['dense']['kernel'] and for .dense.kernel.value
+    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
+    names = [name.removeprefix("params.").removesuffix(".value") for name in names]
     weights = {
         name: leaf
         for name, (_, leaf) in zip(names, leaves, strict=True)
@@ -474,12 +465,6 @@ def _flatten(tree: Any, apply: Callable) -> tuple[Callable, Weights]:
         return apply(jax.tree_util.tree_unflatten(structure, values), *arguments)
 
     return call, weights
-
-
-def _name(path: Any) -> str:
-    """Return "dense.kernel" for ['params']['dense']['kernel'] or .dense.kernel.value."""
-    text = jax.tree_util.keystr(path, simple=True, separator=".")
-    return text.removeprefix("params.").removesuffix(".value")
 
 
 DOMAIN = "jaxonnx"

@@ -95,7 +95,9 @@ def _merge_factors(g: Any, a: Any, b: Any) -> Any:
     """Return the product of two factors; None if it broadcasts beyond both, or might overflow."""
     arrays = [x for x in (a, b) if isinstance(x, np.ndarray)]
     # two constants stay apart: a program may have two because their product would overflow
-    if len(arrays) == 2 or not all(_is_moderate(x) for x in arrays):
+    if len(arrays) == 2:
+        return None
+    if not all(((np.abs(x) > 1e-6) & (np.abs(x) < 1e6)).all() for x in arrays):
         return None
     if not dims.all_known((*a.shape, *b.shape)):
         return None
@@ -103,11 +105,6 @@ def _merge_factors(g: Any, a: Any, b: Any) -> Any:
     if shape not in (a.shape, b.shape):
         return None
     return Tensor(g("Mul", a, b), shape, a.dtype)
-
-
-def _is_moderate(x: np.ndarray) -> bool:
-    """Check that products with these numbers hardly over- or underflow."""
-    return bool(((np.abs(x) > 1e-6) & (np.abs(x) < 1e6)).all())
 
 
 def scales_by_bits(program: Any) -> bool:

@@ -78,7 +78,7 @@ class Nodes:
 
     def several(self, operator: str, count: int, *operands: Any, **attributes: Any) -> list[str]:
         """Append a node with `count` outputs; return their names."""
-        if "domain" not in attributes and (oldest := _since(operator)) > self.opset:
+        if "domain" not in attributes and (oldest := _first_opsets()[operator]) > self.opset:
             raise Refusal(f"it needs {operator}, which ONNX has from opset {oldest} on")
         outputs = [self.fresh(operator.lower()) for _ in range(count)]
         self.writer.nodes(operator, map(self.name, operands), outputs, **attributes)
@@ -354,18 +354,14 @@ class Nodes:
 
 
 @cache
-def _since(operator: str) -> int:
-    """Return the first opset that has an operator."""
-    return min(
-        schema.since_version
-        for schema in _schemas()
-        if schema.name == operator and schema.domain == ""
-    )
-
-
-@cache
-def _schemas() -> Sequence[Any]:
-    return defs.get_all_schemas_with_history()
+def _first_opsets() -> dict[str, int]:
+    """Return the first opset that has each operator."""
+    opsets: dict[str, int] = {}
+    for schema in defs.get_all_schemas_with_history():
+        if schema.domain == "":
+            since = schema.since_version
+            opsets[schema.name] = min(since, opsets.get(schema.name, since))
+    return opsets
 
 
 def value_info(name: str, like: Any) -> ValueInfoProto:

@@ -58,8 +58,20 @@ def trace(call: Callable, weights: Any, arguments: Any) -> tuple[Any, Any]:
             f"the function does not take the examples ({shapes}){_raise_location(error)}: "
             f"{_first_paragraph(error)}"
         ) from error
-    _check_pure(closed)
-    _check_real(closed)
+    if closed.effects:
+        effects = ", ".join(sorted(map(str, closed.effects)))
+        cause = _find_effect(closed)
+        subject = describe_equation(closed, cause) if cause else "the function"
+        raise UnsupportedError(
+            f"{subject} has side effects ({effects}), which no ONNX model has; take callbacks, "
+            "prints and references out of the function"
+        )
+    for verb, variables in (("takes", closed.jaxpr.invars), ("gives", closed.jaxpr.outvars)):
+        if any(jnp.issubdtype(variable.aval.dtype, jnp.complexfloating) for variable in variables):
+            raise UnsupportedError(
+                f"the function {verb} complex numbers, which runtimes do not; use their real and "
+                "imaginary parts (lax.complex, jnp.real, jnp.imag)"
+            )
     return closed, shapes
 
 
@@ -81,18 +93,6 @@ def explain_inconclusive(error: InconclusiveDimensionOperation) -> str:
     )
 
 
-def _check_pure(closed: Any) -> None:
-    """Raise `UnsupportedError` if a program has side effects."""
-    if closed.effects:
-        effects = ", ".join(sorted(map(str, closed.effects)))
-        cause = _find_effect(closed)
-        what = describe_equation(closed, cause) if cause else "the function"
-        raise UnsupportedError(
-            f"{what} has side effects ({effects}), which no ONNX model has; take callbacks, prints "
-            "and references out of the function"
-        )
-
-
 def _find_effect(program: Any) -> Any:
     """Return the innermost equation that has an effect, or None."""
     for equation in getattr(program, "jaxpr", program).eqns:
@@ -100,17 +100,6 @@ def _find_effect(program: Any) -> Any:
             inner = (_find_effect(program) for program in programs(equation.params))
             return next(filter(None, inner), equation)
     return None
-
-
-def _check_real(closed: Any) -> None:
-    """Raise `UnsupportedError` if a program has complex inputs or outputs."""
-    jaxpr = closed.jaxpr
-    for what, variables in (("takes", jaxpr.invars), ("gives", jaxpr.outvars)):
-        if any(jnp.issubdtype(variable.aval.dtype, jnp.complexfloating) for variable in variables):
-            raise UnsupportedError(
-                f"the function {what} complex numbers, which runtimes do not; use their real and "
-                "imaginary parts (lax.complex, jnp.real, jnp.imag)"
-            )
 
 
 @cache

@@ -161,9 +161,10 @@ def fft(g, operands, out, params):
     (x,) = operands
     kind, lengths = params["fft_type"].name, params["fft_lengths"]
     axes = [*range(len(x.shape) - len(lengths), len(x.shape))]
-    parts = [x] if kind == "RFFT" else [x.re, x.im]
-    shape = list(x.shape)
-    x = _stack_parts(g, parts)
+    # DFT takes the parts along a new last axis: 1 for real, 2 for complex
+    shape, parts = list(x.shape), [x] if kind == "RFFT" else [x.re, x.im]
+    parts = [g.reshape(part, [*shape, 1]) for part in parts]
+    x = Tensor(g("Concat", *parts, axis=-1), [*shape, len(parts)], parts[0].dtype)
     backward = kind in ("IFFT", "IRFFT")
     # The last axis of a real transform is the half spectrum: an RFFT computes it first, by the
     # onesided DFT, and an IRFFT last, from the whole spectrum.
@@ -179,13 +180,6 @@ def fft(g, operands, out, params):
         x = _dft(g, _hermitian(g, x, last, lengths[-1]), last, [*out.shape, 2], inverse=1)
         return _part(g, x, 0, out.shape)
     return Pair(_part(g, x, 0, out.shape), _part(g, x, 1, out.shape))
-
-
-def _stack_parts(g: Nodes, parts: list) -> Tensor:
-    """Stack the parts along a new last axis, as DFT takes them: 1 for real, 2 for complex."""
-    shape, dtype = parts[0].shape, parts[0].dtype
-    parts = [g.reshape(x, [*shape, 1]) for x in parts]
-    return Tensor(g("Concat", *parts, axis=-1), [*shape, len(parts)], dtype)
 
 
 def _part(g: Nodes, x: Tensor, index: int, shape: Any) -> Tensor:

@@ -48,8 +48,14 @@ def _conv(g: Nodes, form: Conv, out: int, u: Any, v: Any, like: Any) -> Any:
         y = _of_weight(g, form, g.transpose(u, first), g.transpose(v, first))
         return y if y is None else g.transpose(y, np.argsort(weight))
     images, w = (u, v) if out == 2 else (v, u)
-    write = _forward if out == 2 else _of_images
-    y = write(g, form, g.transpose(images, first), g.transpose(w, weight))
+    images, w = g.transpose(images, first), g.transpose(w, weight)
+    if out != 2:
+        y = _of_images(g, form, images, w)
+    elif g.main.gates and form.groups == 1 and cells.few(form):
+        y = cells.forward(g, form, images, w)
+    else:
+        shape = (images.shape[0], w.shape[0], *form.out)
+        y = Tensor(g("Conv", images, w, **_attributes(form)), shape, images.dtype)
     return y if y is None else g.transpose(y, last)
 
 
@@ -66,13 +72,6 @@ def _attributes(form: Any, *chosen: str) -> dict[str, Any]:
         "group": getattr(form, "groups", 1),
     }
     return {name: every[name] for name in chosen or every}
-
-
-def _forward(g: Nodes, form: Conv, x: Any, w: Any) -> Any:
-    if g.main.gates and form.groups == 1 and cells.few(form):
-        return cells.forward(g, form, x, w)
-    shape = (x.shape[0], w.shape[0], *form.out)
-    return Tensor(g("Conv", x, w, **_attributes(form)), shape, x.dtype)
 
 
 def _of_images(g: Nodes, form: Conv, dy: Any, w: Any) -> Any:

@@ -25,7 +25,11 @@ def cond(g, index, *operands, branches, out):
         return []
     if isinstance(index, np.generic | np.ndarray):
         return g.program(branches[int(np.clip(index, 0, len(branches) - 1))], operands)
-    graphs = [_branch(g, branch, operands) for branch in branches]
+    graphs = []
+    for branch in branches:  # a graph without inputs, which reads the operands from around it
+        inner = g.child("branch")
+        _outputs(inner, inner.program(branch, operands), branch)
+        graphs.append(inner.graph)
     if len(graphs) == 1:
         return g.program(branches[0], operands)
     return _choose(g, index, graphs, out)
@@ -54,25 +58,14 @@ def _choose(g: Nodes, index: Any, graphs: list, out: Any) -> list[str]:
     return g.several("If", len(out), first, then_branch=graphs[0], else_branch=inner.graph)
 
 
-def _branch(g: Nodes, program: Any, operands: Any) -> Any:
-    """Write a program as a graph without inputs: it reads the operands from around it."""
-    inner = g.child("branch")
-    _outputs(inner, inner.program(program, operands), program)
-    return inner.graph
-
-
 def _outputs(inner: Nodes, results: Any, program: Any) -> None:
     """Declare the outputs of a subgraph, each by an Identity.
 
     A result may be a tensor of the graph around it, which cannot be an output of the subgraph.
     """
-    for result, aval in zip(results, _out_avals(program), strict=True):
-        inner.graph.output.append(value_info(inner("Identity", result), plain(aval)))
-
-
-def _out_avals(program: Any) -> list:
-    jaxpr = getattr(program, "jaxpr", program)
-    return [variable.aval for variable in jaxpr.outvars]
+    variables = getattr(program, "jaxpr", program).outvars
+    for result, variable in zip(results, variables, strict=True):
+        inner.graph.output.append(value_info(inner("Identity", result), plain(variable.aval)))
 
 
 def _in_avals(program: Any) -> list:

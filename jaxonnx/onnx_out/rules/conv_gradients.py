@@ -125,8 +125,14 @@ def channels_of_weight(g: Any, form: Any, x: Any, dy: Any) -> Any:
         more = last + (kernel - 1) * dilation - size - low
         rest = [(0, 0, 0)] * (x.ndim - 3)
         x = pad_tensor(g, x, np.zeros((), x.dtype), [(0, 0, 0), (0, 0, 0), (low, more, 0), *rest])
-        starts = [tap * dilation for tap in range(kernel)]
-        parts = [_rows(g, x, start, start + last, stride) for start in starts]
+        channel, after = x.shape[:2], x.shape[3:]
+        parts = [  # x[:, :, start : start + last : stride]
+            g.slice(
+                x, [0, 0, start, *[0] * len(after)], [*channel, start + last, *after],
+                [1, 1, stride, *[1] * len(after)],
+            )
+            for start in range(0, kernel * dilation, dilation)
+        ]  # fmt: skip
     dy = g.reshape(dy, [channels, rows, places])
     products = []
     for part in parts:
@@ -144,13 +150,6 @@ def channels_of_weight(g: Any, form: Any, x: Any, dy: Any) -> Any:
     read = Tensor(g("Gather", every, pairs, axis=1), (kernels, len(pairs)), x.dtype)
     read = g.reshape(read, [kernels, len(pairs) // places, places])
     return g.reshape(g.reduce_tensor("ReduceSum", read, [2]), [channels, 1, *form.kernel])
-
-
-def _rows(g: Any, x: Any, start: int, stop: int, step: int) -> Any:
-    """Return x[:, :, start:stop:step]."""
-    starts = [0, 0, start, *[0] * (x.ndim - 3)]
-    stops = [*x.shape[:2], stop, *x.shape[3:]]
-    return g.slice(x, starts, stops, [1, 1, step, *[1] * (x.ndim - 3)])
 
 
 def channels_of_images(g: Any, form: Any, dy: Any, w: Any) -> Any:

@@ -104,15 +104,10 @@ def identity(g, *operands):
 def convert_element_type(g, x, *, out):
     if out.dtype == bool and x.dtype != bool:
         return g("Not", g("Equal", *_comparable(g, [x, np.zeros((), x.dtype)])))
-    return _cast(g, x, out.dtype)
-
-
-def _cast(g: Nodes, x: Any, dtype: Any) -> Any:
-    """Cast an operand together with the source of its broadcast."""
     thinner = getattr(x, "thin", None)
-    y = g.cast(x, dtype)
+    y = g.cast(x, out.dtype)
     if thinner is not None and y is not x:
-        y.thin = g.cast(thinner, dtype)
+        y.thin = g.cast(thinner, out.dtype)
     return y
 
 

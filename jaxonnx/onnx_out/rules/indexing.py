@@ -137,7 +137,10 @@ def gather(g, x, indices, *, out, dimension_numbers, slice_sizes, mode, fill_val
     )  # fmt: skip
     starts = _starts(g, windows, indices)
     if (axis := windows.rows()) is not None:
-        y = _rows(g, x, starts, axis, windows)
+        # whole rows: a Gather, which inserts the axes of the indices at `axis`
+        y = g("Gather", x, g.reshape(starts, starts.shape[:-1]), axis=axis)
+        order = [*windows.window[:axis], *windows.outer, *windows.window[axis:]]
+        y = g.transpose(Tensor(y, [windows.all[i] for i in order], x.dtype), np.argsort(order))
     else:
         (places,) = g.run(windows.flat, starts)
         y = Tensor(g("Gather", g.reshape(x, [-1]), places, axis=0), out.shape, x.dtype)
@@ -148,22 +151,16 @@ def gather(g, x, indices, *, out, dimension_numbers, slice_sizes, mode, fill_val
     return g.run(_or(fill), inside, y)[0]
 
 
-def _rows(g: Nodes, x: Any, starts: Any, axis: int, windows: Windows) -> Any:
-    """Write a gather of whole rows as Gather, which inserts the axes of the indices at `axis`."""
-    places = g.reshape(starts, starts.shape[:-1])
-    y = g("Gather", x, places, axis=axis)
-    outer, window = windows.outer, list(windows.window)
-    order = [*window[:axis], *outer, *window[axis:]]
-    y = Tensor(y, [windows.all[i] for i in order], x.dtype)
-    return g.transpose(y, np.argsort(order))
-
-
 for _name, _reduction in REDUCTIONS.items():
 
     @primitive(_name)
     def scatter(
         g, x, indices, updates, *, out, dimension_numbers, mode, update_jaxpr, reduction=_reduction
     ):
+        """Write a scatter: ScatterND for rows that are added, else ScatterElements on a flat array.
+
+        Updates that are out of bounds are dropped or, by the mode, clipped to fit.
+        """
         if reduction == "none" and update_jaxpr is not None:
             raise Refusal("it applies a function in place; use x.at[i].set(f(x[i]))")
         d = dimension_numbers
@@ -177,44 +174,31 @@ for _name, _reduction in REDUCTIONS.items():
         )  # fmt: skip
         if reduction == "sub":
             (updates,), reduction = g.run(jnp.negative, updates), "add"
-        return _scatter(g, x, indices, updates, windows, mode, reduction)
-
-
-def _scatter(g, x, indices, updates, windows, mode, reduction):
-    """Write a scatter: ScatterND for rows that are added, else ScatterElements on the flat array.
-
-    Updates that are out of bounds are dropped or, by the mode, clipped to fit.
-    """
-    if g.opset < SINCE.get(reduction, 0):
-        raise Refusal(f"ONNX scatters by {reduction} from opset {SINCE[reduction]} on")
-    starts = _starts(g, windows, indices)
-    dropping = "FILL" in str(mode).upper() and not _fit(windows, indices)
-    if windows.rows() == 0 and reduction == "add":
-        if dropping:
+        if g.opset < SINCE.get(reduction, 0):
+            raise Refusal(f"ONNX scatters by {reduction} from opset {SINCE[reduction]} on")
+        starts = _starts(g, windows, indices)
+        dropping = "FILL" in str(mode).upper() and not _fit(windows, indices)
+        if windows.rows() == 0 and reduction == "add":
+            if dropping:
+                (inside,) = g.run(windows.inside, indices)
+                (updates,) = g.run(
+                    lambda a, b: jnp.where(a, b, jnp.zeros((), b.dtype)), inside, updates
+                )
+            order = [*windows.outer, *windows.window]
+            starts, updates = g.cast(starts, np.int64), g.transpose(updates, order)
+            return g("ScatterND", x, starts, updates, reduction=reduction)
+        (places,) = g.run(windows.flat, starts)
+        n = prod(x.shape, start=1)
+        line = g.reshape(x, [n])
+        if dropping:  # write them to a spare element at the end, and cut it off
             (inside,) = g.run(windows.inside, indices)
-            (updates,) = g.run(
-                lambda a, b: jnp.where(a, b, jnp.zeros((), b.dtype)), inside, updates
-            )
-        order = [*windows.outer, *windows.window]
-        return g(
-            "ScatterND",
-            x,
-            g.cast(starts, np.int64),
-            g.transpose(updates, order),
-            reduction=reduction,
-        )
-    (places,) = g.run(windows.flat, starts)
-    n = prod(x.shape, start=1)
-    line = g.reshape(x, [n])
-    if dropping:  # write them to a spare element at the end, and cut it off
-        (inside,) = g.run(windows.inside, indices)
-        (places,) = g.run(_or(n), inside, places)
-        spare = Tensor(g("Concat", line, np.zeros(1, x.dtype), axis=0), (n + 1,), x.dtype)
-        y = _elements(g, spare, places, updates, reduction)
-        y = g.slice(Tensor(y, (n + 1,), x.dtype), [0], [n], [1])
-    else:
-        y = Tensor(_elements(g, line, places, updates, reduction), (n,), x.dtype)
-    return g.reshape(y, x.shape)
+            (places,) = g.run(_or(n), inside, places)
+            spare = Tensor(g("Concat", line, np.zeros(1, x.dtype), axis=0), (n + 1,), x.dtype)
+            y = _elements(g, spare, places, updates, reduction)
+            y = g.slice(Tensor(y, (n + 1,), x.dtype), [0], [n], [1])
+        else:
+            y = Tensor(_elements(g, line, places, updates, reduction), (n,), x.dtype)
+        return g.reshape(y, x.shape)
 
 
 def _elements(g, line, places, updates, reduction):

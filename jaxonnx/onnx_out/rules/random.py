@@ -59,17 +59,13 @@ def random_split(g, keys, *, avals, shape):
 def random_fold_in(g, keys, data, *, avals):
     impl = _implementation(avals)
     function = impl.fold_in
-    for keyed, mapped in _axes(avals):
-        function = jax.vmap(function, (keyed, mapped))
-    return g.run(function, keys, data)
-
-
-def _axes(avals):
-    """Return the axes of vmap for each level of batching; scalars are not mapped."""
     ndim = max(aval.ndim for aval in avals)
     if any(aval.ndim not in (0, ndim) for aval in avals):
         raise Refusal("keys and data of several ranks")
-    return [tuple(0 if aval.ndim else None for aval in avals)] * ndim
+    axes = tuple(0 if aval.ndim else None for aval in avals)  # scalars are not mapped
+    for _ in range(ndim):
+        function = jax.vmap(function, axes)
+    return g.run(function, keys, data)
 
 
 def _map_keys(function, ndim):
@@ -85,20 +81,17 @@ def rng_bit_generator(g, state, *, shape, dtype, algorithm):
     drawn = _threefry if algorithm == lax.RandomAlgorithm.RNG_THREE_FRY else _philox
 
     def generated(state):
-        words = _words(state) if state.dtype == np.uint64 else state
+        words, wide = state, state.dtype == np.uint64
+        if wide:  # halves of 32 bits, the lower one first
+            words = jnp.stack([state & 0xFFFFFFFF, state >> 32], -1).reshape(-1).astype(jnp.uint32)
         end, bits = drawn(words, tuple(shape), np.dtype(dtype))
-        return _join_words(end) if state.dtype == np.uint64 else end, bits.reshape(shape)
+        return _join_words(end) if wide else end, bits.reshape(shape)
 
     return g.run(generated, state)
 
 
-def _words(x):
-    """Split 64-bit integers into uint32 halves, the lower one first."""
-    return jnp.stack([x & 0xFFFFFFFF, x >> 32], -1).reshape(-1).astype(jnp.uint32)
-
-
 def _join_words(words):
-    """Join halves to 64-bit integers: the inverse of `_words`."""
+    """Join halves, the lower one first, to 64-bit integers."""
     return words[::2].astype(np.uint64) | (words[1::2].astype(np.uint64) << 32)
 
 

@@ -29,17 +29,13 @@ def transpose(g, x, *, permutation):
 
 @primitive("broadcast_in_dim")
 def broadcast_in_dim(g, x, *, out, broadcast_dimensions):
-    x = x.thin if _is_scalar_like(x) else x
+    thin = getattr(x, "thin", None)
+    if thin is not None and thin.ndim == x.ndim:  # broadcast from a tensor with as many axes
+        x = thin
     sizes = [1] * len(out.shape)
     for axis, place in enumerate(broadcast_dimensions):
         sizes[place] = x.shape[axis]
     return expand(g, g.reshape(x, sizes), out.shape)
-
-
-def _is_scalar_like(x: Any) -> bool:
-    """Check whether an operand was broadcast from a tensor with as many axes."""
-    slim = getattr(x, "thin", None)
-    return slim is not None and slim.ndim == x.ndim
 
 
 def expand(g: Nodes, x: Any, shape: Any) -> Any:
