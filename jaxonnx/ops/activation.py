@@ -70,13 +70,9 @@ def shrink(x, *, bias=0.0, lambd=0.5):
     return shrunk.astype(x.dtype)
 
 
-def _expm1_negative(x):
-    return jnp.expm1(jnp.where(x > 0, 0, x))
-
-
 @activation("Elu", since=1, pointwise=True)
 def elu(x, *, alpha=1.0):
-    return jnp.where(x > 0, x, alpha * _expm1_negative(x))
+    return jnp.where(x > 0, x, alpha * jnp.expm1(jnp.where(x > 0, 0, x)))
 
 
 @activation("Celu", since=12, pointwise=True)

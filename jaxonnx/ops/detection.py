@@ -14,14 +14,6 @@ FORMATS = ("BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 """Of images, in Pillow's words; for others, such as EPS, it may start programs."""
 
 
-def _corners(boxes, center_point_box):
-    """Return the lower and upper corners, (..., 2) each, of boxes stored by either diagonal."""
-    if center_point_box:
-        half = boxes[..., 2:] / 2
-        return boxes[..., :2] - half, boxes[..., :2] + half
-    return np.minimum(boxes[..., :2], boxes[..., 2:]), np.maximum(boxes[..., :2], boxes[..., 2:])
-
-
 def _suppress(low, high, scores, count, iou_threshold):
     """Return the indices of the boxes that remain, best first; equal scores in their order."""
     area = np.prod(high - low, axis=-1)
@@ -66,7 +58,11 @@ def non_max_suppression(
     if not 0 <= iou <= 1:
         raise NodeError(f"iou_threshold must be between 0 and 1, got {iou:g}")
     least = scalar(score_threshold, None)
-    low, high = _corners(boxes, center_point_box)
+    if center_point_box:
+        low, high = boxes[..., :2] - boxes[..., 2:] / 2, boxes[..., :2] + boxes[..., 2:] / 2
+    else:  # the corners on either diagonal
+        low = np.minimum(boxes[..., :2], boxes[..., 2:])
+        high = np.maximum(boxes[..., :2], boxes[..., 2:])
     rows = []
     for b, c in np.ndindex(scores.shape[:2]):
         check_time()

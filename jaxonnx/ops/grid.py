@@ -45,10 +45,6 @@ def _reflect(x, low, high):
     return high - abs((x - low) % (2 * span) - span)
 
 
-def _linear_weights(t):
-    return 1 - t, t
-
-
 def _cubic_weights(t, a=-0.75):
     """Return the weights of cubic convolution (Keys 1981) at distances t + 1, t, 1 - t, 2 - t."""
 
@@ -92,7 +88,7 @@ def _grid_sample(x, grid, mode, padding_mode, align_corners):
         if mode == "nearest":
             weights, first = (None,), 0
         elif mode == "linear":
-            weights, first = _linear_weights(at - start), 0
+            weights, first = (1 - (at - start), at - start), 0
         else:
             weights, first = _cubic_weights(at - start), -1
         for offset, weight in enumerate(weights, first):

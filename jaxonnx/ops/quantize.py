@@ -124,7 +124,9 @@ def quantize_linear(
         if output_dtype and dtype != zero_point.dtype:
             raise NodeError(f"output_dtype {dtype} contradicts the zero point's {zero_point.dtype}")
         dtype = zero_point.dtype
-    wide = element_dtype(precision) if precision else _wide(scale.dtype)
+    wide = element_dtype(precision) if precision else scale.dtype  # what the scale divides in
+    if not precision and (wide.itemsize == 1 or _is_integer(wide)):
+        wide = np.dtype(np.float32)
     if not jnp.issubdtype(wide, jnp.floating):
         raise NodeError(f"precision must be of a floating-point type, got {wide}")
     as_stored, scale = scale, _granular(scale, x, axis, block_size).astype(wide)
@@ -137,11 +139,6 @@ def quantize_linear(
         exact = _nearest(ratio, zero_point, dtype) if _is_integer(dtype) else codes
         source = (x, as_stored, exact)
     return _straight_through(codes, ratio, zero_point, *source)
-
-
-def _wide(dtype):
-    """Return the dtype in which a scale of `dtype` divides and multiplies."""
-    return np.dtype(np.float32) if dtype.itemsize == 1 or _is_integer(dtype) else dtype
 
 
 @op(

@@ -74,10 +74,6 @@ Coordinates = Literal[
 ]
 
 
-def _triangle(x):
-    return np.maximum(1 - np.abs(x), 0)
-
-
 def _keys(a):
     """Return the cubic convolution kernel (Keys 1981, equation 4)."""
 
@@ -193,12 +189,6 @@ def _whole(sizes):
     return np.minimum(sizes, 2.0**62).astype(int)
 
 
-def _largest(shape, axes, sizes):
-    """Return the shape of the largest image between the axes."""
-    after = dict(zip(axes, sizes, strict=True))
-    return [max(n, int(after.get(axis, 0))) for axis, n in enumerate(shape)]
-
-
 def _resize(
     x,
     scales,
@@ -222,7 +212,9 @@ def _resize(
     axes = axes_of(axes, x.ndim)
     is_whole = sizes is not None and sizes.size > 0 and policy == "stretch"
     scales, sizes = _extents(np.array([x.shape[a] for a in axes]), scales, sizes, policy)
-    check_size(_largest(x.shape, axes, sizes), x.dtype)
+    after = dict(zip(axes, sizes, strict=True))
+    # the largest image between the axes
+    check_size([max(n, int(after.get(axis, 0))) for axis, n in enumerate(x.shape)], x.dtype)
     crop = coordinates == "tf_crop_and_resize"
     starts, ends = np.zeros(len(axes)), np.ones(len(axes))
     if crop:
@@ -249,7 +241,10 @@ def _resize(
                 raise NodeError(f"nearest_mode is {rule!r}, not one of {', '.join(_NEAREST)}")
             x = _pick(x, np.clip(_NEAREST[rule](at), 0, size - 1).astype(np.int32), axis)
         else:
-            kernel, radius = (_keys(cubic_coeff_a), 2) if mode == "cubic" else (_triangle, 1)
+            if mode == "cubic":
+                kernel, radius = _keys(cubic_coeff_a), 2
+            else:
+                kernel, radius = lambda t: np.maximum(1 - np.abs(t), 0), 1
             shrink = min(scale, 1.0) if antialias else 1.0
             x = _blend(x, *_taps(at, size, kernel, radius, shrink, exclude_outside), axis)
         outside = (at < 0) | (at > size - 1)

@@ -22,11 +22,6 @@ def _per_roi(function, *arguments):
     return lax.map(lambda a: jax.checkpoint(function)(*a), arguments, batch_size=ROIS_AT_ONCE)
 
 
-def _round(v):
-    """Round to the nearest integer, halves away from zero."""
-    return jnp.sign(v) * jnp.floor(jnp.abs(v) + 0.5)
-
-
 @op("MaxRoiPool", since=1)
 def max_roi_pool(x, rois, *, pooled_shape, spatial_scale=1.0):
     """Maximum over the bins of each region (batch index, x1, y1, x2, y2); an empty bin gives 0.
@@ -40,7 +35,9 @@ def max_roi_pool(x, rois, *, pooled_shape, spatial_scale=1.0):
 
     def bins(first, last, count, size):
         """Return a mask of the pixels that each bin covers, (count, size)."""
-        first, last = (_round(v * spatial_scale) for v in (first, last))
+        scaled = (v * spatial_scale for v in (first, last))
+        # to the nearest integer, halves away from zero
+        first, last = (jnp.sign(v) * jnp.floor(jnp.abs(v) + 0.5) for v in scaled)
         step = divide(jnp.maximum(last - first + 1, 1), count)
         number = jnp.arange(count)
         begin = jnp.floor(number * step) + first

@@ -58,7 +58,13 @@ def tfidf_vectorizer(
     pool = pool_int64s if pool_strings is None else pool_strings
     lengths = (min_gram_length, max_gram_length)
     trie = _trie(pool, ngram_counts, len(ngram_indexes), lengths)
-    tokens = _number(x if x.ndim == 2 else x[None], trie.tokens)
+    rows = x if x.ndim == 2 else x[None]
+    # the numbers of the tokens of x; those that are not in the pool get one more
+    if x.dtype == object:
+        numbers = [trie.tokens.get(token, len(trie.tokens)) for token in rows.ravel()]
+        tokens = np.reshape(numbers, rows.shape).astype(np.int32)
+    else:
+        tokens = _lookup(trie.tokens, rows, len(trie.tokens))
     counts = _count(tokens, trie, len(ngram_indexes), max_skip_count)
     scores = (counts > 0 if mode == "IDF" else counts).astype(np.float32)
     if mode != "TF" and weights:
@@ -116,14 +122,6 @@ def _trie(pool, ngram_counts, size, lengths) -> _Trie:
             node = trie.edges.setdefault(edge, len(trie.edges) + 1)
         trie.grams[node] = i
     return trie
-
-
-def _number(x, tokens):
-    """Number the tokens of x; those that are not in the pool get `len(tokens)`."""
-    if x.dtype == object:
-        numbers = [tokens.get(token, len(tokens)) for token in x.ravel()]
-        return np.reshape(numbers, x.shape).astype(np.int32)
-    return _lookup(tokens, x, len(tokens))
 
 
 def _lookup(entries: dict, x, missing):

@@ -24,7 +24,17 @@ def gradient(*inputs, xs, y, zs=None, scope: Names, outputs: Outputs):
     values fed; where these are the values that flow anyway, XLA merges both evaluations.
     """
     names = [*xs, *(zs or ())]
-    _check_cut(names, y, scope)
+    scope[y]
+    for cut in names:
+        scope[cut]
+        others = [name for name in names if name != cut]
+        if len(others) < len(names) - 1:
+            raise NodeError(f"'{cut}' stands twice in xs and zs; name each tensor once")
+        if scope.depends(cut, others):
+            raise NodeError(
+                f"'{cut}' in xs and zs is computed from another tensor there, one of "
+                f"{', '.join(others)}; the variables of y must be independent of each other"
+            )
     if outputs > len(xs):
         raise NodeError(f"xs names {len(xs)} tensors, so there are no {outputs} outputs")
     if len(inputs) != len(names) or any(value is None for value in inputs):
@@ -42,20 +52,6 @@ def gradient(*inputs, xs, y, zs=None, scope: Names, outputs: Outputs):
     value, pull_back = jax.vjp(target, *(jnp.asarray(values[name]) for name in xs))
     _check_float(value, f"y, '{y}',")
     return pull_back(jnp.ones_like(value))
-
-
-def _check_cut(names, y, scope):
-    scope[y]
-    for name in names:
-        scope[name]
-        others = [other for other in names if other != name]
-        if len(others) < len(names) - 1:
-            raise NodeError(f"'{name}' stands twice in xs and zs; name each tensor once")
-        if scope.depends(name, others):
-            raise NodeError(
-                f"'{name}' in xs and zs is computed from another tensor there, one of "
-                f"{', '.join(others)}; the variables of y must be independent of each other"
-            )
 
 
 def _check_float(value, what):

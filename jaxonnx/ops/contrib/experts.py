@@ -333,7 +333,16 @@ def quantized_mixture_of_experts(
             weights += [None if stored is None else map_changed(unpack, stored), bias]
         return weights
 
-    return _mix(x, router_probs, router_weights, _scannable(layers), read, **attributes)
+    # XLA has no constants of this type of scales, which a scan would make of them
+    small = np.dtype(ml_dtypes.float8_e8m0fnu)
+    layers = [
+        tuple(
+            a.astype(np.float32) if isinstance(a, np.ndarray) and a.dtype == small else a
+            for a in layer
+        )
+        for layer in layers
+    ]
+    return _mix(x, router_probs, router_weights, layers, read, **attributes)
 
 
 def _check_packing(codes, inputs, bits):
@@ -344,14 +353,3 @@ def _check_packing(codes, inputs, bits):
             "CUDA's packing is not supported; build the file with qmoe_weights_prepacked=0 or for "
             "another execution provider"
         )
-
-
-def _scannable(layers):
-    """Return arrays that a scan takes: XLA has no constants of some types of scales."""
-    small = np.dtype(ml_dtypes.float8_e8m0fnu)
-
-    def taken(array):
-        widens = isinstance(array, np.ndarray) and array.dtype == small
-        return array.astype(np.float32) if widens else array
-
-    return [tuple(map(taken, layer)) for layer in layers]

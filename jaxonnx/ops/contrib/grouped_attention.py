@@ -57,24 +57,6 @@ class _Codes(NamedTuple):
         return low | high << 4
 
 
-def _codes(name, cache, scale, kind, bits):
-    """Return the quantization of a cache; None if it is not quantized or there is no cache.
-
-    Args:
-      name: "keys" or "values", for errors.
-      cache: the codes.
-      scale, kind, bits: the node's scale and attributes for this cache.
-    """
-    if kind == "NONE":
-        return None
-    if kind not in ("PER_TENSOR", "PER_CHANNEL") or scale is None:
-        raise NodeError(
-            f"cached {name} are quantized {kind} and have {'no' if scale is None else 'a'} scale: "
-            "supported are PER_TENSOR and PER_CHANNEL, with a scale"
-        )
-    return None if cache is None else _Codes(scale, INT4 if bits == 4 else cache.dtype)
-
-
 def _append_to_cache(past, new, start, length):
     """Return a cache of `length` steps: `past` up to a sample's `start`, then `new`, then zeros."""
     if (past is None or not past.shape[2]) and length == new.shape[2]:
@@ -139,23 +121,6 @@ def _slide_window(pasts, news, start, lengths, window):
     rows = [jnp.concatenate(pair, axis=2) for pair in zip(pasts, news, strict=True)]
     caches = (jnp.take_along_axis(x, place, axis=2, mode="clip") for x in rows)
     return rows, positions, [jnp.where((places < after)[:, None, :, None], x, 0) for x in caches]
-
-
-def _count_keys(total_sequence_length, past_key, steps):
-    """Return the number of keys: `total_sequence_length`, or the new steps if there is no cache.
-
-    Raises:
-      StaticError: it is traced, and there is a cache.
-    """
-    if not isinstance(total_sequence_length, Tracer):
-        return int(np.asarray(total_sequence_length).item())
-    if past_key is None or not past_key.shape[2]:
-        return steps
-    raise StaticError(
-        "total_sequence_length must be known while tracing, because it is the number of keys: pass "
-        "what it is computed from as a NumPy array, call the model outside of jit, or pass empty "
-        "caches"
-    )
 
 
 _NORMS = {"q_norm_weight": 1.0, "k_norm_weight": 1.0}
@@ -232,11 +197,22 @@ def group_query_attention(
         cos, sin = (jnp.asarray(c)[positions][:, None] for c in (cos_cache, sin_cache))
         q, k = (rotate(part, cos, sin, rotary_interleaved) for part in (q, k))
 
-    kinds = (
-        ("keys", past_key, k_scale, k_quant_type),
-        ("values", past_value, v_scale, v_quant_type),
-    )
-    codes = [_codes(*kind, kv_cache_bit_width) for kind in kinds]
+    codes: list[_Codes | None] = [None, None]  # None for a cache that is not quantized
+    for i, (name, past, number, kind) in enumerate(
+        (
+            ("keys", past_key, k_scale, k_quant_type),
+            ("values", past_value, v_scale, v_quant_type),
+        )
+    ):
+        if kind == "NONE":
+            continue
+        if kind not in ("PER_TENSOR", "PER_CHANNEL") or number is None:
+            raise NodeError(
+                f"cached {name} are quantized {kind} and have {'no' if number is None else 'a'} "
+                "scale: supported are PER_TENSOR and PER_CHANNEL, with a scale"
+            )
+        if past is not None:
+            codes[i] = _Codes(number, INT4 if kv_cache_bit_width == 4 else past.dtype)
     news = [x if c is None else c.round(x) for c, x in zip(codes, (k, v), strict=True)]
     pasts = [past_key, past_value]
     for i, (past, c) in enumerate(zip(pasts, codes, strict=True)):
@@ -245,7 +221,16 @@ def group_query_attention(
     if sliding_window_cache and past_key is not None:
         (k, v), at, caches = _slide_window(pasts, news, start, lengths, local_window_size)
     else:
-        total = _count_keys(total_sequence_length, past_key, steps)
+        if not isinstance(total_sequence_length, Tracer):
+            total = int(np.asarray(total_sequence_length).item())
+        elif past_key is None or not past_key.shape[2]:
+            total = steps  # without a cache the new steps are all keys
+        else:
+            raise StaticError(
+                "total_sequence_length must be known while tracing, because it is the number of "
+                "keys: pass what it is computed from as a NumPy array, call the model outside of "
+                "jit, or pass empty caches"
+            )
         length = max(total, 0 if past_key is None else past_key.shape[2])
         caches = [_append_to_cache(*pair, start, length) for pair in zip(pasts, news, strict=True)]
         k, v = (cache[:, :, :total] for cache in caches)

@@ -92,13 +92,10 @@ def normalizer(x, *, norm: Literal["MAX", "L1", "L2"] = "MAX"):
         square = jnp.sum(x * x, axis=-1, keepdims=True)
         divisor = jnp.sqrt(jnp.where(square == 0, 1, square))
     else:
-        divisor = (jnp.max if norm == "MAX" else _sum_abs)(x, axis=-1, keepdims=True)
+        reduce, size = (jnp.max, x) if norm == "MAX" else (jnp.sum, jnp.abs(x))
+        divisor = reduce(size, axis=-1, keepdims=True)
         divisor = jnp.where(divisor == 0, 1, divisor)
     return (x / divisor).astype(np.float32)
-
-
-def _sum_abs(x, **reduction):
-    return jnp.sum(jnp.abs(x), **reduction)
 
 
 @op("OneHotEncoder", since=1, domain=ML)

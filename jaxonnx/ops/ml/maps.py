@@ -1,5 +1,6 @@
 """Maps and vocabularies of ai.onnx.ml. A map is a `dict`, a sequence of maps a list of them."""
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypedDict, Unpack
 
 import jax.numpy as jnp
@@ -122,10 +123,10 @@ def cast_map(
     Missing positions are 0, or the string "0.f", and a float is written with six decimals:
     onnxruntime's rule, for the specification has none.
     """
-    casts = {
+    casts: dict[str, tuple[Callable[[Any], Any], Any]] = {
         "TO_FLOAT": (float, np.float32),
         "TO_INT64": (int, np.int64),
-        "TO_STRING": (_text, object),
+        "TO_STRING": (lambda value: value if isinstance(value, str) else f"{value:f}", object),
     }
     cast, dtype = casts[cast_to]
     values = {key: cast(value) for key, value in sorted(x.items())}
@@ -138,10 +139,6 @@ def cast_map(
     for key, value in values.items():
         row[0, key] = value
     return row
-
-
-def _text(value):
-    return value if isinstance(value, str) else f"{value:f}"
 
 
 @op("DictVectorizer", since=1, domain=ML, dynamic=True)
@@ -157,16 +154,13 @@ def dict_vectorizer(x, *, int64_vocabulary=None, string_vocabulary=None):
     unknown = {key for row in rows for key in row} - set(vocabulary)
     if unknown:
         raise NodeError(f"keys that are not in the vocabulary: {sorted(unknown)[:5]}")
-    kinds = {_kind(value) for row in rows for value in row.values()}
+    # a bare Python number has the specification's default type
+    bare = {str: object, float: np.float32, int: np.int64}
+    values = [value for row in rows for value in row.values()]
+    kinds = {np.dtype(bare.get(type(value)) or value.dtype) for value in values}
     dtype = np.result_type(*kinds) if kinds else np.dtype(np.float32)
     missing = "" if dtype.kind == "O" else 0
     return np.asarray([[row.get(key, missing) for key in vocabulary] for row in rows], dtype)
-
-
-def _kind(value):
-    """Return the dtype of a map's value; a bare Python number has the specification's default."""
-    bare = {str: object, float: np.float32, int: np.int64}
-    return np.dtype(bare.get(type(value)) or value.dtype)
 
 
 @op("ZipMap", since=1, domain=ML, dynamic=True)
