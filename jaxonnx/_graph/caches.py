@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from onnx import TypeProto
 
 from jaxonnx._graph.bind import Graph, Node
 from jaxonnx._graph.rules import STARTS
@@ -126,8 +125,22 @@ def find_caches(graph: Graph, inputs: Sequence[Value]) -> Caches | None:
         return None
     values = tuple(kinds[name] for name in graph.inputs if name in pairs)
     types = dict(zip(graph.outputs, graph.output_types, strict=True))
-    sizes = {name: _named_sizes(types[output]) for name, output in pairs.items()}
-    joined = _find_joined(graph, {value.name: value for value in values}, sizes)
+    sizes = {}  # the named sizes of each cache after a step
+    for name, output in pairs.items():
+        kind = types[output]
+        dims = () if kind is None else kind.tensor_type.shape.dim
+        sizes[name] = {dim.dim_param for dim in dims if dim.dim_param}
+    # Concats of a cache with another value
+    caches = {value.name: value for value in values}
+    joined: dict[str, tuple[str, int]] = {}
+    for node in graph.nodes:
+        names = [name for name in node.inputs if name in caches]
+        if node.op.name != "Concat" or len(names) != 1 or len(node.inputs) != 2:
+            continue
+        (other,) = {*node.inputs} - {*names}
+        for axis, size in enumerate(caches[names[0]].shape or ()):
+            if axis and isinstance(size, str) and size in sizes[names[0]]:
+                joined.setdefault(size, (other, axis))
     omissible = _find_omissible(graph, pairs)
     return Caches(pairs, sizes, values, switches, omissible, frozenset(unread & floats), joined)
 
@@ -184,27 +197,6 @@ def _find_carried(node: Node) -> Iterator[tuple[str, str]]:
     elif node.op.name == "Loop":
         sources = node.inputs[2:]
     yield from zip(node.outputs, sources, strict=False)
-
-
-def _find_joined(
-    graph: Graph, caches: Mapping[str, Value], sizes: Mapping[str, set[str]]
-) -> dict[str, tuple[str, int]]:
-    """Return `Caches.joined`, from Concats of a cache with another value."""
-    joined: dict[str, tuple[str, int]] = {}
-    for node in graph.nodes:
-        names = [name for name in node.inputs if name in caches]
-        if node.op.name != "Concat" or len(names) != 1 or len(node.inputs) != 2:
-            continue
-        (other,) = {*node.inputs} - {*names}
-        for axis, size in enumerate(caches[names[0]].shape or ()):
-            if axis and isinstance(size, str) and size in sizes[names[0]]:
-                joined.setdefault(size, (other, axis))
-    return joined
-
-
-def _named_sizes(kind: TypeProto | None) -> set[str]:
-    dims = () if kind is None else kind.tensor_type.shape.dim
-    return {dim.dim_param for dim in dims if dim.dim_param}
 
 
 def _follow(graph: Graph, carried: dict[str, str]) -> dict[str, str]:

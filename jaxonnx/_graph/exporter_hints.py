@@ -13,7 +13,7 @@ changed all the same:
 """
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 
 from onnx import GraphProto, NodeProto
 
@@ -22,6 +22,9 @@ from jaxonnx._text import list_some
 
 _SEVERAL = 5
 """The number of convolutions from which on a network is expected to have normalizations."""
+
+_COMPUTED = re.compile(r"onnx::Conv(Transpose)?_\d+")
+"""The names that PyTorch's exporter gives to weights that it computed."""
 
 _LINEAR = ("Gemm", "MatMul")
 # a line of PyTorch's FX graph: a linear layer or sum whose first or second argument is a clone
@@ -34,25 +37,30 @@ def find_folded_norms(graph: GraphProto) -> tuple[int, str]:
     traced = [node for node in convolutions if is_folded(node)]
     if traced:
         return len(traced), "the exporter recorded it"
-    renamed = [n for n in convolutions if all(_is_computed(name) for name in n.input[1:3])]
-    renamed = [n for n in renamed if len(n.input) > 2]
+    renamed = [
+        n
+        for n in convolutions
+        if len(n.input) > 2 and all(map(_COMPUTED.fullmatch, map(own_name, n.input[1:3])))
+    ]
     if renamed:
         return len(renamed), f"weights with names like '{renamed[0].input[1]}'"
     normalized = any("Norm" in node.op_type for node in graph.node)
     biased = all(len(node.input) > 2 and node.input[2] for node in convolutions)
-    if (
-        len(convolutions) >= _SEVERAL
-        and biased
-        and not normalized
-        and not _have_own_biases(convolutions)
+    if len(convolutions) < _SEVERAL or not biased or normalized:
+        return 0, ""
+    # biases with the names that PyTorch gives to a convolution's own
+    if all(
+        n.input[1].endswith(".weight") and n.input[2] == f"{n.input[1][:-7]}.bias"
+        for n in convolutions
     ):
-        return len(convolutions), "they all have a bias, and nothing is normalized"
-    return 0, ""
+        return 0, ""
+    return len(convolutions), "they all have a bias, and nothing is normalized"
 
 
 def is_folded(node: NodeProto) -> bool:
     """Check whether the exporter recorded that BatchNormalization went into a convolution."""
-    recorded = _export_record(node).lower().replace("_", "")
+    keys = ("pkg.torch.onnx.class_hierarchy", "pkg.onnxscript.rewriter.rule_name", "namespace")
+    recorded = " ".join(_metadata(node, key) for key in keys).lower().replace("_", "")
     return node.op_type.startswith("Conv") and "batchnorm" in recorded
 
 
@@ -93,24 +101,6 @@ def _input_across_gap(node: NodeProto, present: Collection[str]) -> str:
     if match is None or f"{match[1] or ''}{int(match[2]) - 1}" in present:
         return ""
     return node.input[0]
-
-
-def _is_computed(name: str) -> bool:
-    return re.fullmatch(r"onnx::Conv(Transpose)?_\d+", own_name(name)) is not None
-
-
-def _have_own_biases(convolutions: Iterable[NodeProto]) -> bool:
-    """Check whether biases have the names that PyTorch gives to a convolution's own."""
-    return all(
-        n.input[1].endswith(".weight") and n.input[2] == f"{n.input[1][:-7]}.bias"
-        for n in convolutions
-    )
-
-
-def _export_record(node: NodeProto) -> str:
-    """Return the exporter's record of the node's origin."""
-    keys = ("pkg.torch.onnx.class_hierarchy", "pkg.onnxscript.rewriter.rule_name", "namespace")
-    return " ".join(_metadata(node, key) for key in keys)
 
 
 def _metadata(node: NodeProto, key: str) -> str:

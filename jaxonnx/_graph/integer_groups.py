@@ -45,7 +45,18 @@ def fuse_integer_products(graph: Graph, tensors: Collection[str]) -> Graph:
         return graph
     candidates = (_find_group(node, graph.producers, tensors) for node in graph.nodes)
     groups = {group.last.index: group for group in candidates if group is not None}
-    nodes = [_fuse(groups[n.index]) if n.index in groups else n for n in graph.nodes]
+    nodes = []
+    for node in graph.nodes:
+        if (group := groups.get(node.index)) is not None:
+            inputs = group.inputs
+            while not inputs[-1]:  # omitted inputs at the end
+                inputs = inputs[:-1]
+            reads = tuple(dict.fromkeys(filter(None, inputs)))
+            assert _FUSED is not None
+            node = replace(
+                node, label=group.label, op=_FUSED, inputs=inputs, attributes={}, reads=reads
+            )
+        nodes.append(node)
     parts = {node.index for group in groups.values() for node in group.parts}
     read = Counter([*graph.outputs, *(name for node in nodes for name in node.reads)])
     remaining = []
@@ -94,19 +105,3 @@ def _find_group(
 
 def _is(node: Node, name: str, domain: str = "") -> bool:
     return node.op.name == name and node.op.domain == domain and node.body is None
-
-
-def _fuse(group: _Group) -> Node:
-    """Return the DynamicQuantizeMatMul of a group, without omitted inputs at the end."""
-    assert _FUSED is not None
-    inputs = group.inputs
-    while not inputs[-1]:
-        inputs = inputs[:-1]
-    return replace(
-        group.last,
-        label=group.label,
-        op=_FUSED,
-        inputs=inputs,
-        attributes={},
-        reads=tuple(dict.fromkeys(filter(None, inputs))),
-    )

@@ -45,7 +45,9 @@ def find_projections(
     matrices = [
         use
         for use in uses(graph, tensors)
-        if use.name in names and not use.passes and _is_product(use.matrix)
+        if use.name in names and not use.passes
+        # neither a lookup table nor the kernel of a convolution
+        if use.matrix is None or not (use.matrix.lookup or use.matrix.kernel)
     ]
     chosen = _select(graph, [(u.name, u.outer) for u in matrices if u.outer.op.name != "If"], role)
     for branch in (b for node in graph.nodes if node.op.name == "If" for b in node.subgraphs):
@@ -80,11 +82,6 @@ def _select(graph: Graph, products: Collection[tuple[str, Node]], role: Role) ->
     return {
         name for name, readers in places.items() if all(node.index in inner for node in readers)
     }
-
-
-def _is_product(matrix: Any) -> bool:
-    """Check that a matrix is not a lookup table or the kernel of a convolution."""
-    return matrix is None or not (matrix.lookup or matrix.kernel)
 
 
 class _Edges:

@@ -250,7 +250,13 @@ def evaluate_constant_expressions(
     inner: list[Node] = []
     norms: dict[str, frozenset[str]] = {}
     for node in graph.nodes:
-        if not _is_computable(node) or not all(name in sources for name in node.reads):
+        # arithmetic, a view or a part, of tensors alone
+        op = node.op
+        followed = op.name in (*_FOLLOWED, *_LOOKUPS, *PARTS) or op.name.startswith("Reduce")
+        simple = op.pointwise or op.view or (followed and not op.domain)
+        if not simple or op.dynamic or node.subgraphs or not node.reads:
+            continue
+        if not all(name in sources for name in node.reads):
             continue
         read = node.inputs[:1] if node.op.name in _LOOKUPS else node.inputs
         if node.op.name == "BatchNormalization":
@@ -291,14 +297,6 @@ def _own_sources(name: str, value: Any) -> frozenset[str] | None:
     if size > 1 and dtype.kind not in "bO" and dtype.itemsize == 1:
         return None
     return frozenset({name} if size > 1 and jnp.issubdtype(dtype, jnp.floating) else ())
-
-
-def _is_computable(node: Node) -> bool:
-    """Check whether a node may be evaluated on tensors: arithmetic, a view or a part."""
-    op = node.op
-    followed = op.name in (*_FOLLOWED, *_LOOKUPS, *PARTS) or op.name.startswith("Reduce")
-    simple = op.pointwise or op.view or (followed and not op.domain)
-    return simple and not op.dynamic and not node.subgraphs and bool(node.reads)
 
 
 def _is_small(node: Node, inputs: Sequence[Any]) -> bool:

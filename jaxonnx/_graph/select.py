@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol
 
 import jax
@@ -100,7 +100,10 @@ def matching(
     fully |= {name for name in tensors if selection in (name, aliases.get(name))}
     if fully:
         return fully
-    groups = [*_groups(places)]
+    groups: list[tuple[str, Collection[str]]] = []  # modules, nodes and ties, with their tensors
+    if places is not None:
+        groups += [*places.modules.items(), *places.nodes.items()]
+        groups += [(name, (of,)) for name, of in places.ties.items()]
     exact = {tensor for name, names in groups if name == selection for tensor in names}
     if exact & open_to_all:
         return exact & open_to_all
@@ -144,14 +147,6 @@ def _like(text: str, names: Iterable[str]) -> list[str]:
     close = [name for part in difflib.get_close_matches(text, parts) for name in parts[part]]
     close += [name for name in names if text in name]
     return [*dict.fromkeys(close)][:_NEAR]
-
-
-def _groups(places: Places | None) -> Iterator[tuple[str, Collection[str]]]:
-    """Yield the names of modules, nodes and ties, each with its tensors."""
-    if places is not None:
-        yield from places.modules.items()
-        yield from places.nodes.items()
-        yield from ((name, (of,)) for name, of in places.ties.items())
 
 
 def _error(text: str) -> str:

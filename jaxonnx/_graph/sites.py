@@ -294,7 +294,13 @@ def describe_constant(value: Any) -> str:
         ulp = float(jnp.finfo(value.dtype).eps)
         return _describe_vector(value.reshape(-1).astype(np.float64), ulp)
     if len(long) == 2 and min(long) >= _LEAST and value.size <= _LARGEST:
-        return _describe_matrix(value.reshape(long))
+        matrix = value.reshape(long)
+        for rows in (matrix, matrix.T):
+            if _are_sinusoids(rows):
+                return "rows of sinusoids"
+            if _is_bank(rows):
+                return "a bank of filters"
+        return ""
     if value.ndim > 2 and value.size <= _LARGEST and _are_mirrored(value):
         return "kernels with mirror symmetry"
     return ""
@@ -370,15 +376,6 @@ def _is_gaussian(vector: np.ndarray) -> bool:
     inside = fit[0] < 0 and abs(fit[1] / (2 * fit[0])) < len(vector) / 4
     error = np.abs(np.exp(np.polyval(fit, place)) - vector).max()
     return bool(inside and error < _CLOSE / 4 * vector.max() and vector.min() < vector.max() / 2)
-
-
-def _describe_matrix(matrix: np.ndarray) -> str:
-    for rows in (matrix, matrix.T):
-        if _are_sinusoids(rows):
-            return "rows of sinusoids"
-        if _is_bank(rows):
-            return "a bank of filters"
-    return ""
 
 
 def _sample(rows: np.ndarray) -> np.ndarray:

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._graph.bind import Graph, Node
+from jaxonnx._graph.bind import Graph
 from jaxonnx._graph.uses import Use, Weight, direct_uses, uses_by_tensor, weights
 from jaxonnx.errors import ModelError
 
@@ -115,21 +115,18 @@ def check_zero_points(graph: Graph, tensors: Mapping[str, Any]) -> None:
         for position, declared in node.op.quantized.items():
             names = [node.inputs[i : i + 1] for i in (position, *node.op.parts[position][:2])]
             codes, scale, zero = (tensors.get(name[0]) if name else None for name in names)
-            if declared.repacked and not (codes is None or scale is None or zero is None):
-                _check_packing(node, names[2][0], position, codes, scale, zero)
-
-
-def _check_packing(node: Node, name: str, position: int, codes: Any, scale: Any, zero: Any) -> None:
-    """Compare type and size of zero points with those of the codes and scales."""
-    storage, declared = node.op.storage(position, codes, node.attributes), node.op.quantized
-    assert storage is not None
-    description = f"{node.label}: zero points '{name}' are {zero.dtype} {[*zero.shape]}"
-    floats, shape = declared[position].float_zeros, storage.blocks(scale.shape)
-    stored = storage.stored_shape(shape) if zero.dtype == codes.dtype else shape
-    if zero.dtype != codes.dtype and not (floats and jnp.issubdtype(zero.dtype, jnp.floating)):
-        more = " or in floating point" if floats else ""
-        raise ModelError(f"{description}; they must be {codes.dtype} as the weights{more}")
-    if zero.size != math.prod(stored):
-        bits = f", packed in {storage.type.removeprefix('int')} bits along rows"
-        more = bits if stored != shape else ""
-        raise ModelError(f"{description}; their shape must be {[*stored]}{more}")
+            if not declared.repacked or codes is None or scale is None or zero is None:
+                continue
+            storage = node.op.storage(position, codes, node.attributes)
+            assert storage is not None
+            text = f"{node.label}: zero points '{names[2][0]}' are {zero.dtype} {[*zero.shape]}"
+            floats, shape = declared.float_zeros, storage.blocks(scale.shape)
+            stored = storage.stored_shape(shape) if zero.dtype == codes.dtype else shape
+            is_float = floats and jnp.issubdtype(zero.dtype, jnp.floating)
+            if zero.dtype != codes.dtype and not is_float:
+                more = " or in floating point" if floats else ""
+                raise ModelError(f"{text}; they must be {codes.dtype} as the weights{more}")
+            if zero.size != math.prod(stored):
+                bits = f", packed in {storage.type.removeprefix('int')} bits along rows"
+                more = bits if stored != shape else ""
+                raise ModelError(f"{text}; their shape must be {[*stored]}{more}")

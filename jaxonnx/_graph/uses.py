@@ -171,15 +171,13 @@ def direct_uses(all_uses: Sequence[Use]) -> list[Use]:
 
 def _describe(tensors: Mapping[str, Any]) -> Hashable:
     """Return all that the analyses here read of tensors: types, shapes, and values of targets."""
-    return frozenset(
-        (name, x.dtype, tuple(x.shape), _target(x) if isinstance(x, np.ndarray) else None)
-        for name, x in tensors.items()
-    )
-
-
-def _target(x: np.ndarray) -> bytes:
-    """Return the value of an array that can be the target of a Reshape, an index or the like."""
-    return x.tobytes() if x.ndim < 2 and x.dtype.kind == "i" else b""
+    described = []
+    for name, x in tensors.items():
+        value = None
+        if isinstance(x, np.ndarray):  # that of an integer, as the target of a Reshape or an index
+            value = x.tobytes() if x.ndim < 2 and x.dtype.kind == "i" else b""
+        described.append((name, x.dtype, tuple(x.shape), value))
+    return frozenset(described)
 
 
 def _walk(

@@ -147,7 +147,15 @@ def fit(value: Value, array: Any, sizes: dict[str, tuple[int, str]]) -> Any:
     if value.dtype is None:
         return array
     if value.dtype == object:
-        return _strings(value, array)
+        if isinstance(array, str | list | tuple):
+            array = np.asarray(array, object)
+        if isinstance(array, np.ndarray) and array.dtype.kind in "UT":
+            array = array.astype(object)
+        if not isinstance(array, np.ndarray) or array.dtype != object:
+            raise InputError(f"input {value} takes strings, and was given {type(array).__name__}")
+        if others := {type(x).__name__ for x in array.flat if not isinstance(x, str | bytes)}:
+            raise InputError(f"input {value} takes strings, and was given {', '.join(others)}")
+        return array
     if isinstance(array, np.ma.MaskedArray):
         raise InputError(
             f"input {value} was given a masked array, which has no values where its mask is; "
@@ -186,19 +194,6 @@ def fit(value: Value, array: Any, sizes: dict[str, tuple[int, str]]) -> Any:
                     f"input {value} needs size {declared} along axis {axis}, but was given shape "
                     f"{list(shape)}{way}"
                 )
-    return array
-
-
-def _strings(value: Value, array: Any) -> np.ndarray:
-    """Return strings as an array of dtype object; raise an InputError for other values."""
-    if isinstance(array, str | list | tuple):
-        array = np.asarray(array, object)
-    if isinstance(array, np.ndarray) and array.dtype.kind in "UT":
-        array = array.astype(object)
-    if not isinstance(array, np.ndarray) or array.dtype != object:
-        raise InputError(f"input {value} takes strings, and was given {type(array).__name__}")
-    if others := {type(x).__name__ for x in array.flat if not isinstance(x, str | bytes)}:
-        raise InputError(f"input {value} takes strings, and was given {', '.join(others)}")
     return array
 
 
