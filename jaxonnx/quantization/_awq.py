@@ -61,8 +61,12 @@ def scale_inputs(
         weights = {n: np.asarray(values.get(n, tensors[n])) for n in group.weights}
         hessian = inputs.hessian
         divided = find_divided(model.graph, model.params, group, by_place, len(inputs.magnitude))
-        if any(_is_read_elsewhere(by_name[name], group) for name in group.weights):
-            divided = None
+        # a weight with other readers than the group, as one that is the embedding, too, stays
+        own = {id(use.node) for use in group.uses}
+        for read in (by_name[name] for name in group.weights):
+            between = {name for use in read for name in use.node.inputs}
+            last = {id(use.node) for use in read if between.isdisjoint(use.node.outputs)}
+            divided = divided if last <= own else None
         if divided is not None and all(schemes[n].weights != "fp8" for n in weights):
             s = choose_scales(weights, sites, hessian, inputs.magnitude, schemes)
             hessian = hessian / np.outer(s, s)
@@ -81,13 +85,6 @@ def scale_inputs(
     return {name: x.astype(np.float32) for name, x in values.items()}, scales
 
 
-def _is_read_elsewhere(read: Sequence[Use], group: Products) -> bool:
-    """Check whether a weight has other readers than a group, as one that is the embedding, too."""
-    inputs = {name for use in read for name in use.node.inputs}
-    last = {id(use.node) for use in read if inputs.isdisjoint(use.node.outputs)}
-    return not last <= {id(use.node) for use in group.uses}
-
-
 def choose_scales(
     weights: Mapping[str, np.ndarray],
     sites: Mapping[str, WeightSite],
@@ -104,7 +101,12 @@ def choose_scales(
         error = 0.0
         for name, w in weights.items():
             scaled = from_rows(as_rows(w, sites[name]) * s, w, sites[name])
-            rounded = _round(scaled, sites[name], schemes[name])
+            # round to the nearest numbers within the full range
+            scheme, kind = schemes[name], TYPES[schemes[name].weights]
+            full = weight_parameters(scaled, sites[name], scheme, shares=(1,))
+            scale = spread_scale(full, scaled)
+            codes = kind.round(scaled / scale + kind.middle) - kind.middle
+            rounded = np.clip(codes, *scheme.weight_limits) * scale
             change = as_rows(rounded - scaled, sites[name]) / s
             error += float(np.sum((change @ hessian) * change))
         if error < least:
@@ -139,13 +141,6 @@ def fit_scales(
             least, scale[better, i] = np.where(better, error, least), step[better, 0]
             errors[better, block] = change[better]
     return result._replace(scale=from_rows(scale, w, site))
-
-
-def _round(w: np.ndarray, site: WeightSite, scheme: Quantization) -> np.ndarray:
-    """Round a weight to the nearest numbers within its full range."""
-    kind, limits = TYPES[scheme.weights], scheme.weight_limits
-    scale = spread_scale(weight_parameters(w, site, scheme, shares=(1,)), w)
-    return np.clip(kind.round(w / scale + kind.middle) - kind.middle, *limits) * scale
 
 
 def find_divided(

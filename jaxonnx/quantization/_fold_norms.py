@@ -18,7 +18,7 @@ from typing import Any
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from onnx import GraphProto, ModelProto, NodeProto
+from onnx import GraphProto, ModelProto
 
 from jaxonnx._graph.bind import Graph
 from jaxonnx._run.fold_norms import folds, read_names
@@ -129,7 +129,12 @@ def fold_rounded_norms(
         conv = makers[norm.input[0]]
         dequantize = makers[conv.input[1]]
         stored, scale, *point = dequantize.input
-        factor, shift = _factor_and_shift(norm, conv, values)
+        # the factor and the shift by channel, in float64; the shift is stored in the file's type
+        epsilon = next((part.f for part in norm.attribute if part.name == "epsilon"), 1e-5)
+        gain, b, mean, var = (values[n].astype(np.float64) for n in norm.input[1:5])
+        factor = gain / np.sqrt(var + epsilon)
+        bias = sum(values[n].astype(np.float64) for n in conv.input[2:])
+        shift = ((bias - mean) * factor + b).astype(values[norm.input[2]].dtype)
         # a scale of 0 has no inverse, which the scale of an int32 bias needs: the integers are 0
         width = np.where(factor == 0, 1, np.abs(factor))
         changed[scale] = (values[scale] * width).astype(values[scale].dtype)
@@ -139,20 +144,6 @@ def fold_rounded_norms(
         conv.output[0] = name
         graph.node.remove(norm)
     return changed
-
-
-def _factor_and_shift(
-    norm: NodeProto, conv: NodeProto, values: Mapping[str, np.ndarray]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the factor and the shift of a BatchNormalization behind a convolution, by channel.
-
-    Both are computed in float64; the second has the type of the file.
-    """
-    epsilon = next((part.f for part in norm.attribute if part.name == "epsilon"), 1e-5)
-    scale, b, mean, var = (values[n].astype(np.float64) for n in norm.input[1:5])
-    factor = scale / np.sqrt(var + epsilon)
-    bias = sum(values[n].astype(np.float64) for n in conv.input[2:])
-    return factor, ((bias - mean) * factor + b).astype(values[norm.input[2]].dtype)
 
 
 def _turn(stored: np.ndarray, sign: np.ndarray, point: np.ndarray | None = None) -> np.ndarray:

@@ -108,7 +108,9 @@ def insert(
     ranges = calibration.ranges
     reads = sites.select_reads(ranges)
     norms = folded_outputs(unfolded.graph, unfolded.tensors) if keep_norms else {}
-    norms = {name: pair for name, pair in norms.items() if _scales_channels(sites, name, schemes)}
+    # only weights with a scale for each output channel, along the first axis
+    along = {n: site for n, site in sites.weights.items() if n in norms and site.output == 0}
+    norms = {n: p for n, p in norms.items() if n in along and scales_channels(along[n], schemes[n])}
     if norms:
         model = fold_normalizations(unfolded, norms)
         outputs = [norm for _, norm in norms.values()]
@@ -145,17 +147,13 @@ def insert(
     entered = reenter(net, unfolded)
     shares = {n: clipped_share(x, ranges[n]) for n, x in observed.samples.items() if n in ranges}
     _warn_if_worse(entered, calibration, observed, writer.parameters, examples, shares, scheme)
-    _warn_of_zeros(n for n, x in observed.limits.items() if not x.any())
-    return enter(net, Rounding(clipped={n: x for n, x in shares.items() if x}))
-
-
-def _warn_of_zeros(names: Iterable[str]) -> None:
-    if zeros := [*map(repr, names)]:
+    if zeros := [repr(n) for n, x in observed.limits.items() if not x.any()]:
         warnings.warn(
             f"{list_some(zeros, '')}: 0 in all calibration data, so that the range is not known, "
             "and stays in floating point: pass examples that reach what computes it",
-            stacklevel=5,
+            stacklevel=4,
         )
+    return enter(net, Rounding(clipped={n: x for n, x in shares.items() if x}))
 
 
 def _warn_if_worse(
@@ -228,12 +226,6 @@ def _warn_if_worse(
         "method",
         stacklevel=5,
     )
-
-
-def _scales_channels(sites: Sites, weight: str, schemes: Mapping[str, Quantization]) -> bool:
-    """Check whether a weight gets a scale for each output channel, along its first axis."""
-    site = sites.weights.get(weight)
-    return site is not None and site.output == 0 and scales_channels(site, schemes[weight])
 
 
 def find_in(model: Network, whole: Network, inputs: Sequence[Any]) -> Callable[..., Sites]:

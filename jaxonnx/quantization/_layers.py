@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from onnx import NodeProto
 
 from jaxonnx._figures import new_axes
 from jaxonnx._graph.ancestors import select_part
@@ -70,7 +69,11 @@ def list_layers(model: Network, inputs: Sequence[Any] | None = None) -> list[Lay
                 quantizers_of[node.outputs[0]] = [q for q in sources if q is not None]
     quantizers = {q.outputs[0]: q for sources in quantizers_of.values() for q in sources}
     rounded = _measure(model, quantizers, inputs)
-    names = {node.output[0]: _name(node) for node in model.proto.graph.node if node.output}
+    names = {}  # the innermost module of a node, or its own name, or that of its result
+    for node in model.proto.graph.node:
+        if node.output:
+            path = modules(node)
+            names[node.output[0]] = path[-1] if path else node.name or node.output[0]
     layers = []
     for output, sources in quantizers_of.items():
         parts = dict.fromkeys(q.outputs[0] for q in sources)
@@ -79,12 +82,6 @@ def list_layers(model: Network, inputs: Sequence[Any] | None = None) -> list[Lay
         weight = rounded[weights[0]] if weights else None
         layers.append(Layer(names[output], producers[output].op.name, weight, activations))
     return layers
-
-
-def _name(node: NodeProto) -> str:
-    """Return the innermost module of a node, or its own name, or that of its result."""
-    path = modules(node)
-    return path[-1] if path else node.name or node.output[0]
 
 
 def _find_quantizer(name: str, producers: Mapping[str, Node]) -> Node | None:

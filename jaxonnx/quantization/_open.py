@@ -265,6 +265,7 @@ def unfold(
     points: dict[str, np.ndarray] = {}
     folds, names, biases = [], dict(entry.names), []
     times = order.count_readers(proto.graph)
+    values = {n for node in proto.graph.node for n in node.output}
     for node in [*result.graph.node]:
         if node.op_type != "DequantizeLinear" or node.input[0] not in stored:
             continue
@@ -283,7 +284,10 @@ def unfold(
             continue
         if name in folds:  # another node reads the same integers
             continue
-        weight = names.setdefault(name, _float_name(name, tensors, proto))
+        # without onnxruntime's suffix, if that name is free
+        short = name.removesuffix("_quantized")
+        is_free = short != name and short not in {*tensors, *values}
+        weight = names.setdefault(name, short if is_free else f"{name}_float")
         # rounding the dequantized weight with the same parameters gives the integers again
         inverse = NodeProto()
         inverse.CopyFrom(node)
@@ -306,7 +310,8 @@ def unfold(
     for name, value in (floats | points).items():
         result.graph.initializer.append(declare(name, value))
     order.sort(result.graph)
-    scales = dict.fromkeys(entry.scales or _scales_of(result.graph, tensors))
+    pairs = [n for n in result.graph.node if n.op_type in ("QuantizeLinear", "DequantizeLinear")]
+    scales = entry.scales or [n.input[1] for n in pairs if n.input[1] in tensors]
     positive = tuple(
         node.input[0]
         for node in proto.graph.node
@@ -314,7 +319,9 @@ def unfold(
         if (point := tensors.get(node.input[2])) is not None and point.size == 1
         if int(point.item()) == limits_of(point.dtype)[0]
     )
-    entry = Record(tuple(folds), tuple(scales), names, tuple(biases), opened, positive=positive)
+    entry = Record(
+        tuple(folds), tuple(dict.fromkeys(scales)), names, tuple(biases), opened, positive=positive
+    )
     records.rename_sparse(result, names)
     entry.write(result)
     return result, floats, points
@@ -334,16 +341,3 @@ def _find_bias(
                 x_scale, w_scale = (part.input[1] for part in parts if part is not None)
                 return Bias(node.output[0], node.input[0], node.input[1], (x_scale, w_scale))
     return None
-
-
-def _scales_of(graph: GraphProto, tensors: Mapping[str, Any]) -> list[str]:
-    """Return the stored scales of all QuantizeLinear and DequantizeLinear nodes."""
-    pairs = [n for n in graph.node if n.op_type in ("QuantizeLinear", "DequantizeLinear")]
-    return [node.input[1] for node in pairs if node.input[1] in tensors]
-
-
-def _float_name(name: str, tensors: Mapping[str, Any], proto: ModelProto) -> str:
-    """Name the float tensor of an integer weight: without onnxruntime's suffix, if that is free."""
-    short = name.removesuffix("_quantized")
-    values = {n for node in proto.graph.node for n in node.output}
-    return short if short != name and short not in {*tensors, *values} else f"{name}_float"

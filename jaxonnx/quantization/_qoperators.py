@@ -232,7 +232,16 @@ def close_operators(graph: GraphProto, opened: Iterable[Opened]) -> None:
         for i, x in enumerate(quantizers):
             node.output[i] = x.output[0]
             graph.node.remove(x)
-    _remove_unread(graph, used)
+    # remove the producers that nothing reads any more, and the tensors that only they read
+    times = order.count_readers(graph)
+    removed = [x for x in graph.node if x.output and x.output[0] in used and not times[x.output[0]]]
+    candidates = {name for node in removed for name in node.input}
+    for node in removed:
+        graph.node.remove(node)
+    read = order.count_readers(graph)
+    for tensor in [*graph.initializer]:
+        if tensor.name in candidates - read.keys():
+            graph.initializer.remove(tensor)
 
 
 def _arrange_inputs(op: Op, parts: list[list[str]], result_parameters: list[str]) -> list[str]:
@@ -254,18 +263,3 @@ def _arrange_inputs(op: Op, parts: list[list[str]], result_parameters: list[str]
 def _operands(op: Op, inputs: list[str]) -> tuple[int, ...]:
     """Return the positions of the operands; a variadic operator has any number of them."""
     return (*op.quantized,) if op.inputs else (*range(op.last, len(inputs), 3),)
-
-
-def _remove_unread(graph: GraphProto, names: set[str]) -> None:
-    """Remove the producers of `names` that nothing reads, and the tensors that only they read."""
-    times = order.count_readers(graph)
-    removed = [
-        x for x in graph.node if x.output and x.output[0] in names and not times[x.output[0]]
-    ]
-    candidates = {name for node in removed for name in node.input}
-    for node in removed:
-        graph.node.remove(node)
-    read = order.count_readers(graph)
-    for tensor in [*graph.initializer]:
-        if tensor.name in candidates - read.keys():
-            graph.initializer.remove(tensor)

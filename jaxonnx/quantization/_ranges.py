@@ -293,7 +293,11 @@ def _range(low: float, high: float, seen: np.ndarray, scheme: Quantization) -> t
         return low, high
     counts, edges = np.histogram(seen, _BINS, (low, high))
     if scheme.calibration == "percentile":
-        return _percentile(counts, edges)
+        # the same small share of elements is left out at both ends
+        total, tail = np.cumsum(counts) / counts.sum(), (1 - _KEPT) / 2
+        first = int(np.searchsorted(total, tail))
+        last = min(int(np.searchsorted(total, 1 - tail)) + 1, _BINS)
+        return min(float(edges[first]), 0.0), max(float(edges[last]), 0.0)
     centers = (edges[1:] + edges[:-1]) / 2
     kind = TYPES[scheme.activations or "uint8"]
     errors = []
@@ -309,14 +313,6 @@ def _range(low: float, high: float, seen: np.ndarray, scheme: Quantization) -> t
 def _with_zero(low: float, high: float) -> tuple[float, float]:
     """Widen a range so that it contains 0."""
     return min(float(low), 0.0), max(float(high), 0.0)
-
-
-def _percentile(counts: np.ndarray, edges: np.ndarray) -> tuple[float, float]:
-    """Return the range that leaves the same small share of elements out at both of its ends."""
-    total, tail = np.cumsum(counts) / counts.sum(), (1 - _KEPT) / 2
-    first = int(np.searchsorted(total, tail))
-    last = min(int(np.searchsorted(total, 1 - tail)) + 1, _BINS)
-    return min(float(edges[first]), 0.0), max(float(edges[last]), 0.0)
 
 
 def _parameters(low: float, high: float, scheme: Quantization) -> Parameters:

@@ -275,25 +275,6 @@ class Grid:
         return self.levels[np.searchsorted(between, ratio)]
 
 
-def _block_groups(columns: int, block: int) -> np.ndarray:
-    """Return `Grid.groups` for blocks of adjacent columns; the last may be shorter.
-
-    A block of 0 stands for all columns.
-    """
-    block = min(block or columns, columns)
-    numbers = np.arange(-(-columns // block) * block)
-    return np.where(numbers < columns, numbers, -1).reshape(-1, block)
-
-
-def _index_groups(index: np.ndarray, count: int) -> np.ndarray:
-    """Return `Grid.groups` for `count` groups; `index` (columns,) has the group of each column."""
-    members = [np.flatnonzero(index == i) for i in range(count)]
-    result = np.full((count, max(map(len, members))), -1)
-    for row, columns in zip(result, members, strict=True):
-        row[: len(columns)] = columns
-    return result
-
-
 def read_grid(
     storage: Storage,
     codes: np.ndarray,
@@ -334,10 +315,15 @@ def read_grid(
     rows = arrange(np.asarray(storage.unpack(codes, shape)))
     each = 1 if vector else count // len(rows)  # groups of a row
     if index is not None and index.size:
-        groups = _index_groups(index, each)
-    else:
-        block = storage.block or -(-rows.shape[1] // each)
-        groups = _block_groups(rows.shape[1], block if each > 1 else 0)
+        members = [np.flatnonzero(index == i) for i in range(each)]
+        groups = np.full((each, max(map(len, members))), -1)
+        for group, columns in zip(groups, members, strict=True):
+            group[: len(columns)] = columns
+    else:  # blocks of adjacent columns, of which the last may be shorter; one for all if each is 1
+        width = rows.shape[1]
+        block = min((storage.block or -(-width // each)) if each > 1 else width, width)
+        numbers = np.arange(-(-width // block) * block)
+        groups = np.where(numbers < width, numbers, -1).reshape(-1, block)
     divided = [each if i == place else n for i, n in enumerate(shape)]
 
     def arrange_scales(x: np.ndarray) -> np.ndarray:

@@ -133,8 +133,18 @@ def find_sites(
     if scheme.activations is None:
         return Sites(weights, {}, {}, ())
     if scheme.block and scheme.computes_integers and scheme.weights in ("int8", "uint8"):
-        _check_blocks(graph, weights)
-    quantized = _add_views(graph, weights)
+        # it makes MatMulIntegerToFloat of such a MatMul, which takes no blocks
+        products = [node for node in graph.nodes if _is(node, ("MatMul",))]
+        if wrong := [f"'{n}'" for node in products for n in node.inputs if n in weights]:
+            raise InputError(
+                "onnxruntime 1.32 refuses products of quantized activations with "
+                f"{', '.join(wrong)} in blocks of 8 bits: leave out block=, or pass "
+                "activations=None or weights='int4'"
+            )
+    quantized = {*weights}  # with their views (Transpose, Reshape, Cast...)
+    for node in graph.nodes:
+        if node.op.view and node.inputs[0] in quantized:
+            quantized.update(node.outputs)
 
     def is_activation(name: str) -> bool:
         return name not in tensors and name not in quantized and types.get(name) == np.float32
@@ -282,19 +292,6 @@ def find_wrong_int2(
     ]
 
 
-def _check_blocks(graph: Graph, weights: Mapping[str, WeightSite]) -> None:
-    """Refuse 8-bit weights in blocks that onnxruntime 1.32 multiplies by integers.
-
-    It makes MatMulIntegerToFloat of such a MatMul, which takes no blocks.
-    """
-    names = [f"'{n}'" for node in graph.nodes if _is(node, ("MatMul",)) for n in node.inputs]
-    if wrong := [name for name in names if name[1:-1] in weights]:
-        raise InputError(
-            f"onnxruntime 1.32 refuses products of quantized activations with {', '.join(wrong)} "
-            "in blocks of 8 bits: leave out block=, or pass activations=None or weights='int4'"
-        )
-
-
 def _has_outputs(node: Node, tensors: Mapping[str, Any], site: WeightSite) -> bool:
     """Check that a bias has one number for each output of a product, along its last axis.
 
@@ -333,15 +330,6 @@ def find_weights(graph: Graph, tensors: Mapping[str, Any]) -> dict[str, WeightSi
             stacked = in_blocks and tensors[name].ndim > 2
             sites[name] = WeightSite(name, place.output, place.input, in_blocks, stacked)
     return sites
-
-
-def _add_views(graph: Graph, weights: Mapping[str, WeightSite]) -> set[str]:
-    """Return the names of the weights and of their views (Transpose, Reshape, Cast...)."""
-    names = {*weights}
-    for node in graph.nodes:
-        if node.op.view and node.inputs[0] in names:
-            names.update(node.outputs)
-    return names
 
 
 def _positions(
