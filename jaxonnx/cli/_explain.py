@@ -26,7 +26,10 @@ def source(value: Any) -> str:
     match value:
         case partial():
             named = [f"{name}={source(x)}" for name, x in value.keywords.items()]
-            return f"{_public(value.func)}({', '.join([*map(source, value.args), *named])})"
+            called = value.func.__qualname__  # by the name that users call it by
+            in_package = called in jaxonnx.__all__
+            room = "jaxonnx" if in_package else value.func.__module__.partition("._")[0]
+            return f"{room}.{called}({', '.join([*map(source, value.args), *named])})"
         case Name():
             return str(value)
         case str() | Path():
@@ -66,10 +69,3 @@ def training(settings: Mapping[str, Any]) -> list[str]:
     """Return the lines that train `model` with `data`."""
     arguments = ["model", "data", *(f"{name}={source(x)}" for name, x in settings.items())]
     return ["result = jaxonnx.train(", *(f"    {argument}," for argument in arguments), ")"]
-
-
-def _public(function: Any) -> str:
-    """Return the name by which users call a function of the package."""
-    name = function.__qualname__
-    room = "jaxonnx" if name in jaxonnx.__all__ else function.__module__.partition("._")[0]
-    return f"{room}.{name}"

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxonnx._arguments import Declared, list_arguments
+from jaxonnx._arguments import list_arguments
 from jaxonnx._mesh import AUTOMATIC
 from jaxonnx.cli._declarations import SCHEME, read_declarations
 
@@ -207,15 +207,19 @@ def declared_flags(
       names: the arguments to take; all by default.
       without: arguments to leave out.
     """
-    return [
-        Flag(
-            f"--{(entry.argument.flag or name).replace('_', '-')}",
-            _help(entry),
-            _settings(name, entry),
-        )
-        for name, entry in list_arguments(group).items()
-        if entry.argument.form and name not in without and (names is None or name in names)
-    ]
+    flags = []
+    for name, entry in list_arguments(group).items():
+        argument = entry.argument
+        if not argument.form or name in without or (names is not None and name not in names):
+            continue
+        settings = {**FORMS[argument.form], "dest": name}  # without the flag: None, or False
+        if argument.form in ("choice", "name"):
+            settings["choices"] = entry.choices
+        text = entry.summary.replace("%", "%%").replace("`", "")
+        text = text[0].lower() + text[1:]
+        text += "; repeatable" if settings.get("action") is Gather else ""
+        flags.append(Flag(f"--{(argument.flag or name).replace('_', '-')}", text, settings))
+    return flags
 
 
 _KINDS: Mapping[str, Mapping[str, Any]] = {
@@ -263,15 +267,3 @@ def collect_values(options: argparse.Namespace, owner: str) -> dict[str, Any]:
         if name.startswith(f"{owner}.") and value is not None
     }
     return {name: None if value == "none" else value for name, value in values.items()}
-
-
-def _help(entry: Declared) -> str:
-    repeatable = FORMS[entry.argument.form].get("action") is Gather
-    text = entry.summary.replace("%", "%%").replace("`", "")
-    return text[0].lower() + text[1:] + ("; repeatable" if repeatable else "")
-
-
-def _settings(name: str, entry: Declared) -> Mapping[str, Any]:
-    """Return the arguments of `add_argument`; a flag that is not given is None or False."""
-    choices = {"choices": entry.choices} if entry.argument.form in ("choice", "name") else {}
-    return {**FORMS[entry.argument.form], **choices, "dest": name}

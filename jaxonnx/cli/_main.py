@@ -15,7 +15,7 @@ from jaxonnx.cli import _generation as generation
 from jaxonnx.cli import _training as training
 from jaxonnx.cli import _verbs as verbs
 from jaxonnx.cli import process
-from jaxonnx.cli._inputs import Failed, Report
+from jaxonnx.cli._inputs import Failed
 from jaxonnx.errors import Error
 from jaxonnx.training import Interrupt
 
@@ -66,7 +66,16 @@ def _run(options: argparse.Namespace) -> int:
             if options.cache is not None:
                 process.keep_programs(options.cache)
             report = _VERBS[options.verb](options)
-        return _print(report, options)
+        if options.json:
+            print(json.dumps(_plain(report.data), allow_nan=False))
+            return report.status
+        if isinstance(report.shown, str):
+            print(report.shown)
+        elif report.shown is not None:
+            Console().print(report.shown)
+        for path in report.written:
+            print(f"wrote {path}")
+        return report.status
     except Failed as error:
         _complain(options.verb, error)
         return 1
@@ -76,19 +85,6 @@ def _run(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         _complain(options.verb, "interrupted")
         return process.INTERRUPTED
-
-
-def _print(report: Report, options: argparse.Namespace) -> int:
-    if options.json:
-        print(json.dumps(_plain(report.data), allow_nan=False))
-        return report.status
-    if isinstance(report.shown, str):
-        print(report.shown)
-    elif report.shown is not None:
-        Console().print(report.shown)
-    for path in report.written:
-        print(f"wrote {path}")
-    return report.status
 
 
 def _complain(verb: str, message: Any) -> None:

@@ -33,11 +33,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=jaxonnx.__version__)
     commands = parser.add_subparsers(dest="verb", required=True, metavar="command")
     for name, verb in VERBS.items():
+        examples = "\n".join(f"  {line}" for line in verb.examples.splitlines())
         command = commands.add_parser(
             name,
             help=verb.what,
             description=f"{verb.what[0].upper()}{verb.what[1:]}.",
-            epilog=f"examples:\n{_indent(verb.examples)}\n\n{_EXITS}",
+            epilog=f"examples:\n{examples}\n\n{_EXITS}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
@@ -50,7 +51,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
                 actions[(long or [action.dest])[0].removeprefix("--")] = action
         if arguments and arguments[0] == name:
             _check_flags(command, arguments[1:], actions)
-            if (path := _config(arguments)) is not None:
+            # the file that --config names; other mistakes are left to the parser itself
+            early = argparse.ArgumentParser(prog=f"jaxonnx {arguments[0]}", add_help=False)
+            early.add_argument("--config", type=Path)
+            if (path := early.parse_known_args(arguments)[0].config) is not None:
                 _configure(command, actions, path)
             if "dry-run" in actions:
                 writes_nothing = "--dry-run" in arguments or actions["dry-run"].default
@@ -77,17 +81,6 @@ def _check_flags(
 def _nearest(name: str, others: Sequence[str]) -> list[str]:
     """Return the two names that are most similar to one, or to its name here."""
     return difflib.get_close_matches(_ALSO_CALLED.get(name, name), others, n=2, cutoff=0)
-
-
-def _indent(text: str) -> str:
-    return "\n".join(f"  {line}" for line in text.splitlines())
-
-
-def _config(arguments: Sequence[str]) -> Path | None:
-    """Return the file that `--config` names; leave other mistakes to the parser itself."""
-    early = argparse.ArgumentParser(prog=f"jaxonnx {arguments[0]}", add_help=False)
-    early.add_argument("--config", type=Path)
-    return early.parse_known_args(arguments)[0].config
 
 
 def _configure(
@@ -126,7 +119,10 @@ def _default(action: argparse.Action, value: Any) -> Any:
             raise ValueError("must be true or false")
         return value
     if isinstance(value, dict) and action.type in PAIRS:
-        value = [f"{name}={_join(x) if isinstance(x, list) else x}" for name, x in value.items()]
+        value = [
+            f"{name}={','.join(map(str, x)) if isinstance(x, list) else x}"
+            for name, x in value.items()
+        ]
     if isinstance(value, bool | dict):
         raise ValueError("must be a number or a text")
     convert: Callable[[str], Any] = action.type or str  # type: ignore[assignment]
@@ -141,7 +137,3 @@ def _default(action: argparse.Action, value: Any) -> Any:
     except ValueError:
         flag = action.option_strings[-1] if action.option_strings else action.dest
         raise ValueError(f"does not fit {flag}") from None
-
-
-def _join(values: Sequence[Any]) -> str:
-    return ",".join(map(str, values))

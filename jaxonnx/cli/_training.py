@@ -16,7 +16,7 @@ import numpy as np
 from jaxonnx import loggers, sparse
 from jaxonnx._arguments import OptimizerArguments, list_arguments
 from jaxonnx._atomic_write import check_writable
-from jaxonnx._data.batches import Batch, Source
+from jaxonnx._data.batches import Source
 from jaxonnx._data.images import preparation as images
 from jaxonnx._graph.projections import ROLES
 from jaxonnx._io.formats import check_suffix
@@ -47,9 +47,18 @@ def train(options: argparse.Namespace, sparsity: Mapping[str, Any] | None = None
 
     first = _connect_processes(options)
     model = reading.read(options)
-    if options.output is not None:  # else --dry-run
-        _check_output(options.output, model)
-    _check_report(options.report)
+    # check before the training that its results can be written
+    if (output := options.output) is not None:  # else --dry-run
+        check_suffix(output)
+        if _has_folder(output, model):  # the first folder that is there
+            existing = next(p for p in (output, *output.absolute().parents) if p.exists())
+            check_writable(existing / "config.json")
+        else:
+            check_writable(output)
+    if options.report is not None:
+        check_writable(options.report)
+        if find_spec("matplotlib") is None:
+            raise InputError("--report needs matplotlib: pip install 'jaxonnx[plot]'")
     path = reading.examples(options)
     settings = _settings(options, model, path, sparsity)
     if options.explain:
@@ -82,7 +91,9 @@ def train(options: argparse.Namespace, sparsity: Mapping[str, Any] | None = None
     if options.report is not None:
         passed = {n: x for n, x in vars(options).items() if x not in (None, False, [])}
         result.report(options.report, passed)
-    written = _output_paths(options)
+    paths = [options.output, *(options.on_log or ()), options.checkpoint_dir, options.report]
+    paths.append(getattr(options, "adapters", None))
+    written = [path for path in paths if path is not None]
     about = {"output": options.output, "written": written}
     about |= {"history": asdict(history), "changes": result.changes}
     report = Report(about, str(result), stopped, written)
@@ -126,10 +137,15 @@ def export_step(options: argparse.Namespace) -> Report:
     arguments |= collect_values(options, "export_step")
     batches = [*examples.batches(0)] if options.web else [next(examples.batches(0))]
     if options.web:
-        arguments |= {
-            "web": _join_batches(batches),
-            "runtime": None if options.web is True else options.web,
-        }
+        if len({tuple(x.shape[1:] for x in jax.tree.leaves(batch)) for batch in batches}) > 1:
+            raise InputError("--web takes examples of one shape: pad them to one width")
+        real = [batch.weight > 0 for batch in batches]  # without what fills them up
+
+        def join(*arrays: Any) -> np.ndarray:
+            return np.concatenate([x[keep] for x, keep in zip(arrays, real, strict=True)])
+
+        arguments["web"] = jax.tree.map(join, *batches)
+        arguments["runtime"] = None if options.web is True else options.web
     batch = batches[0]
     if options.any_batch:
         (size,) = jax.export.symbolic_shape("batch")
@@ -141,17 +157,6 @@ def export_step(options: argparse.Namespace) -> Report:
     return Report({"written": written, "manifest": manifest}, None, False, written)
 
 
-def _join_batches(batches: list[Batch]) -> Batch:
-    """Return the examples of batches as one, without what fills them up."""
-    if len({tuple(x.shape[1:] for x in jax.tree.leaves(batch)) for batch in batches}) > 1:
-        raise InputError("--web takes examples of one shape: pad them to one width")
-    real = [batch.weight > 0 for batch in batches]
-    return jax.tree.map(
-        lambda *arrays: np.concatenate([x[keep] for x, keep in zip(arrays, real, strict=True)]),
-        *batches,
-    )
-
-
 def import_step(options: argparse.Namespace) -> Report:
     from jaxonnx._step_files.load import import_step
 
@@ -159,24 +164,6 @@ def import_step(options: argparse.Namespace) -> Report:
     model.save(options.output)
     written = [options.output]
     return Report({"written": written}, None, False, written)
-
-
-def _check_output(path: Path, model: Model) -> None:
-    """Refuse before the training what could not be written after it."""
-    check_suffix(path)
-    if not _has_folder(path, model):
-        check_writable(path)
-    else:  # the first folder that is there
-        existing = next(p for p in (path, *path.absolute().parents) if p.exists())
-        check_writable(existing / "config.json")
-
-
-def _check_report(path: Path | None) -> None:
-    """Refuse before the training what could not be written after it."""
-    if path is not None:
-        check_writable(path)
-        if find_spec("matplotlib") is None:
-            raise InputError("--report needs matplotlib: pip install 'jaxonnx[plot]'")
 
 
 def sparsify(options: argparse.Namespace) -> Report:
@@ -212,6 +199,16 @@ def _settings(
             "carries an algorithm of its own, which has its rate"
         )
     settings = {name: getattr(options, name, None) for name in list_arguments(TrainArguments)}
+    entries = options.class_weights or []
+    if "balanced" in entries and len(entries) > 1:
+        raise InputError("--class-weights takes balanced, or NAME=X for each class, not both")
+    ratios = dict(options.dropout or ())
+    if "" in ratios and len(ratios) > 1:
+        raise InputError("--dropout takes one ratio for all nodes, or NAME=X for each, not both")
+    scheme = options.quantize
+    if isinstance(scheme, Mapping):
+        Quantization(**scheme)  # refuses fields that do not fit
+        scheme = partial(Quantization, **scheme)
     settings |= {
         "loss": options.loss or (None if carried or head else LOSS),
         "head": head,
@@ -222,9 +219,9 @@ def _settings(
         "batching": dict.fromkeys(options.batching or ()),
         # of `sparsify` this is the length of a phase
         "fixed": dict(options.fixed or ()) if sparsity is None else None,
-        "class_weights": _class_weights(options),
-        "dropout": _dropout(options),
-        "quantize": _scheme(options.quantize),
+        "class_weights": "balanced" if "balanced" in entries else dict(entries),
+        "dropout": ratios.get("", ratios) if ratios else None,
+        "quantize": scheme,
         "sparsity": sparsity,
         "lora": _lora(options) if sparsity is None else None,
         "mesh": reading.mesh(options),
@@ -293,13 +290,6 @@ def _explained_reading(
     return [f"{name} = {explain.source(path)}"]
 
 
-def _output_paths(options: argparse.Namespace) -> list[Path]:
-    """Return the paths of what a training writes."""
-    paths = [options.output, *(options.on_log or ()), options.checkpoint_dir, options.report]
-    paths.append(getattr(options, "adapters", None))
-    return [path for path in paths if path is not None]
-
-
 def _head(model: Model, options: argparse.Namespace) -> Any:
     """Return the new heads: their classes by output, or those of the only one; None for none.
 
@@ -317,30 +307,6 @@ def _head(model: Model, options: argparse.Namespace) -> Any:
     if "" in heads and len(heads) > 1:
         raise InputError("--head takes one number, or OUTPUT=N for each of several, not both")
     return heads.get("", heads) or None
-
-
-def _class_weights(options: argparse.Namespace) -> str | dict[str, float]:
-    """Return weights by class, or the word balanced."""
-    entries = options.class_weights or []
-    if "balanced" in entries and len(entries) > 1:
-        raise InputError("--class-weights takes balanced, or NAME=X for each class, not both")
-    return "balanced" if "balanced" in entries else dict(entries)
-
-
-def _dropout(options: argparse.Namespace) -> float | dict[str, float] | None:
-    """Return one ratio, or ratios by name."""
-    ratios = dict(options.dropout or ())
-    if "" in ratios and len(ratios) > 1:
-        raise InputError("--dropout takes one ratio for all nodes, or NAME=X for each, not both")
-    return ratios.get("", ratios) if ratios else None
-
-
-def _scheme(scheme: str | Mapping[str, Any] | None) -> str | partial | None:
-    """Return the name of a scheme, or the call that makes one; refuse fields that do not fit."""
-    if not isinstance(scheme, Mapping):
-        return scheme
-    Quantization(**scheme)
-    return partial(Quantization, **scheme)
 
 
 def _logger(path: Path, folder: Path | None) -> partial:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import warnings
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -244,7 +243,13 @@ def classify(options: argparse.Namespace) -> Report:
     if not images.says_numbers(model) and options.scale is None:
         warnings.warn(f"'{options.model}' does not say how pixels are scaled: 1/255", stacklevel=1)
     data, lines, broken = [], [], []
-    for path in _pictures(options.pictures):
+    paths = []
+    for path in options.pictures:
+        inside = image_paths(path) if path.is_dir() else [path]
+        if not inside:
+            raise InputError(f"the folder '{path}' has no pictures")
+        paths += inside
+    for path in paths:
         try:
             pixels = images.read(path, where, prepare.crop)
         except InputError as error:
@@ -259,18 +264,6 @@ def classify(options: argparse.Namespace) -> Report:
     for error in broken:
         warnings.warn(f"left out: {error}", stacklevel=1)
     return Report({"pictures": data}, "\n".join(lines), status=bool(broken))
-
-
-def _pictures(paths: Sequence[Path]) -> list[Path]:
-    """Return files, and those of folders.
-
-    Raises:
-      InputError: a folder has no pictures.
-    """
-    files_by_path = {path: image_paths(path) if path.is_dir() else [path] for path in paths}
-    if empty := next((path for path, files in files_by_path.items() if not files), None):
-        raise InputError(f"the folder '{empty}' has no pictures")
-    return [file for files in files_by_path.values() for file in files]
 
 
 def demo(options: argparse.Namespace) -> Report:

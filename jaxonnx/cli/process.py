@@ -52,7 +52,14 @@ def keep_programs(folder: Path | None = None) -> None:
         try:
             folder = Path(home, "jaxonnx").expanduser()
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _shrink(folder)
+            # delete the files that were not read for longest, until few enough bytes stay
+            files = [(file.stat(), file) for file in folder.iterdir()]
+            total = sum(info.st_size for info, _ in files)
+            for info, file in sorted(files, key=lambda x: max(x[0].st_atime, x[0].st_mtime)):
+                if total <= PROGRAMS:
+                    break
+                file.unlink(missing_ok=True)
+                total -= info.st_size
         except (OSError, RuntimeError):  # a user without a home, or one that cannot be written
             return
         if not os.access(folder, os.W_OK):  # JAX would warn of each program
@@ -60,17 +67,6 @@ def keep_programs(folder: Path | None = None) -> None:
         # most programs of a small network compile in less than JAX's default, a second
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     jax.config.update("jax_compilation_cache_dir", str(folder))
-
-
-def _shrink(folder: Path) -> None:
-    """Delete the files of a folder that were not read for longest, until few enough bytes stay."""
-    files = [(file.stat(), file) for file in folder.iterdir()]
-    total = sum(stat.st_size for stat, _ in files)
-    for stat, file in sorted(files, key=lambda pair: max(pair[0].st_atime, pair[0].st_mtime)):
-        if total <= PROGRAMS:
-            break
-        file.unlink(missing_ok=True)
-        total -= stat.st_size
 
 
 def exit_interrupted(number: int, frame: FrameType | None) -> None:
