@@ -107,7 +107,14 @@ def replace_head(
     result = _write_changes(proto, graph, change)
     if checkable:
         _check_output(result, tensors, change)
-    _update_records(result, labels, change.fresh)
+    # record the names of the classes; the new tensors are no sparse weights
+    entry = records.get(result, records.IMAGE, dict) or {}
+    entry = {key: value for key, value in entry.items() if key != "labels"}
+    records.put(result, records.IMAGE, entry | ({"labels": labels} if labels else {}) or None)
+    if records.has(result, records.SPARSITY):
+        from jaxonnx._io.packed import without  # imports jaxonnx.sparse
+
+        without(result, change.fresh)
     axis = -1 if change.axis == change.rank - 1 else change.axis
     logits = change.ending is None or not ending
     note = _describe_change(proto, graph, change)
@@ -125,17 +132,6 @@ def _count_classes(classes: Classes) -> tuple[int, list[str]]:
     if repeated := [name for name, times in Counter(names).items() if times > 1]:
         raise InputError(f"the names of classes must differ, and {repeated[0]!r} comes twice")
     return len(names), [*names]
-
-
-def _update_records(result: ModelProto, labels: list[str], fresh: Collection[str]) -> None:
-    """Record the names of the classes; remove the new tensors from the record of sparse weights."""
-    entry = records.get(result, records.IMAGE, dict) or {}
-    entry = {key: value for key, value in entry.items() if key != "labels"}
-    records.put(result, records.IMAGE, entry | ({"labels": labels} if labels else {}) or None)
-    if records.has(result, records.SPARSITY):
-        from jaxonnx._io.packed import without  # imports jaxonnx.sparse
-
-        without(result, fresh)
 
 
 def _write_changes(proto: ModelProto, graph: Graph, change: HeadChange) -> ModelProto:

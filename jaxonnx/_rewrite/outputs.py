@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, TypeProto, ValueInfoProto
+from onnx import FunctionProto, ModelProto, NodeProto, TypeProto, ValueInfoProto
 
 from jaxonnx._graph.ancestors import ancestors
 from jaxonnx._graph.bind import Graph, bind
@@ -42,13 +42,31 @@ def cut(
     names = [name if name in ends else resolve(proto.graph, name) for name in listed]
     fits = names and len({*names}) == len(names)
     require("outputs", listed, fits, "different values of the graph")
-    needed = _ancestors(proto.graph, graph, names)
+    # 1. the values from which the outputs are computed, themselves included
+    needed = ancestors(graph.nodes, names)
+    for node in reversed(proto.graph.node):
+        # the bound graph lacks nodes that give named tensors, and those of fused groups
+        if not needed.isdisjoint(node.output):
+            needed.update(filter(None, node.input))
+    # 2. drop the old outputs, and all that is not needed
     result = ModelProto()
     result.CopyFrom(proto)
     del result.training_info[:]
-    _drop_others(result.graph, needed)
+    main = result.graph
+    _filter(main.node, lambda node: not needed.isdisjoint(node.output))
+    for entries in (main.input, main.initializer, main.value_info):
+        _filter(entries, lambda entry: entry.name in needed)
+    _filter(main.sparse_initializer, lambda sparse: sparse.values.name in needed)
+    _filter(main.quantization_annotation, lambda entry: entry.tensor_name in needed)
+    # the declared type of an output that stays a value moves to value_info
+    known = {value.name for value in (*main.input, *main.value_info)}
+    main.value_info.extend(
+        value for value in main.output if value.name in needed and value.name not in known
+    )
+    del main.output[:]
     called = _called_functions(result, result.graph.node)
     _filter(result.functions, lambda function: _key(function, function.name) in called)
+    # 3. declare the new outputs
     declared, kinds = declared_types(result), infer_types(result, tensors, names)
     if vague := [n for n in names if n not in declared and _is_vague(kinds.get(n))]:
         shapes = evaluate_shapes(result, bind(result, result.graph, tensors.keys()), tensors)
@@ -69,31 +87,6 @@ def _is_vague(kind: TypeProto | None) -> bool:
     """
     dims = () if kind is None else kind.tensor_type.shape.dim
     return kind is None or any(d.dim_param.startswith("unk__") for d in dims)
-
-
-def _ancestors(proto: GraphProto, graph: Graph, names: Iterable[str]) -> set[str]:
-    """Return the values from which `names` are computed, themselves included."""
-    values = ancestors(graph.nodes, names)
-    for node in reversed(proto.node):
-        # the bound graph lacks nodes that give named tensors, and those of fused groups
-        if not values.isdisjoint(node.output):
-            values.update(filter(None, node.input))
-    return values
-
-
-def _drop_others(graph: GraphProto, needed: set[str]) -> None:
-    """Drop all outputs, and every node, tensor and type whose name is not in `needed`."""
-    _filter(graph.node, lambda node: not needed.isdisjoint(node.output))
-    for values in (graph.input, graph.initializer, graph.value_info):
-        _filter(values, lambda value: value.name in needed)
-    _filter(graph.sparse_initializer, lambda sparse: sparse.values.name in needed)
-    _filter(graph.quantization_annotation, lambda entry: entry.tensor_name in needed)
-    # the declared type of an output that stays a value moves to value_info
-    declared = {value.name for value in (*graph.input, *graph.value_info)}
-    graph.value_info.extend(
-        value for value in graph.output if value.name in needed and value.name not in declared
-    )
-    del graph.output[:]
 
 
 def _called_functions(proto: ModelProto, nodes: Iterable[NodeProto]) -> set[tuple[str, str, str]]:
