@@ -155,11 +155,12 @@ def on_cpu(x: Any, node: str, tensor: str) -> Any:
     """
     if getattr(x, "dtype", None) not in TYPES or isinstance(x, np.ndarray | np.generic):
         return x
-    return jax.tree.map(lambda leaf: _bind(leaf, node, tensor), x)  # also the integers of a LowRank
 
+    def bind(leaf: Any) -> Any:
+        held = leaf.dtype in TYPES  # not the integers of a LowRank
+        return _on_cpu_p.bind(leaf, node=node, tensor=tensor) if held else leaf
 
-def _bind(x: Any, node: str, tensor: str) -> Any:
-    return _on_cpu_p.bind(x, node=node, tensor=tensor) if x.dtype in TYPES else x
+    return jax.tree.map(bind, x)
 
 
 def _refuse(dtype: Any, node: str, tensor: str, platform: str) -> NoReturn:

@@ -79,7 +79,12 @@ def translate_error(node: Node, arguments: Sequence[Any], error: Exception) -> N
     if clashes := "; ".join(_clashes(node, arguments)):
         text = clashes
     elif not text or isinstance(error, KeyError) or _INTERNAL.search(text):
-        listed = ", ".join(f"{k}={_short(v)}" for k, v in node.attributes.items())
+        values = {
+            name: _kind(value) if isinstance(value, np.ndarray) else repr(value)
+            for name, value in node.attributes.items()
+        }
+        short = {n: x if len(x) <= 60 else f"{x[:57]}..." for n, x in values.items()}
+        listed = ", ".join(f"{name}={x}" for name, x in short.items())
         text = f"{node.op.name} does not take these inputs" + (f" with {listed}" if listed else "")
     return NodeError(message(node, arguments, text))
 
@@ -98,11 +103,6 @@ def _needs_check(value: Any) -> bool:
     if isinstance(value, np.ndarray) and value.dtype == object:  # strings, or symbolic dimensions
         return value.size > 0 and isinstance(value.flat[0], str)
     return getattr(value, "dtype", None) in SIX_BITS
-
-
-def _short(value: Any) -> str:
-    text = _kind(value) if isinstance(value, np.ndarray) else repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _clashes(node: Node, arguments: Sequence[Any]) -> Iterator[str]:
@@ -170,20 +170,6 @@ def requested_size(error: Exception) -> str:
     return f" for {format_bytes(int(size)) if unit == 'bytes' else f'{size} {unit}'}"
 
 
-def _out_of_memory(error: Exception, values: Sequence[Mapping[str, Any]]) -> LimitError:
-    """Return the error of a compiled call for which a device has too little memory."""
-    every = (item for part in values for item in part.items())
-    arrays = {name: value for name, value in every if hasattr(value, "dtype")}
-    sizes = {n: math.prod(v.shape) * np.dtype(v.dtype).itemsize for n, v in arrays.items()}
-    large = sorted(sizes, key=sizes.__getitem__, reverse=True)[:3]
-    listed = ", ".join(f"{name}: {_kind(arrays[name])}" for name in large)
-    return LimitError(
-        f"memory of the device is not enough{requested_size(error)}; weights and inputs take "
-        f"{format_bytes(sum(sizes.values()))} ({listed}). What helps: a smaller batch (model."
-        "predict has batch_size), weights in 16 bits, or a mesh of devices"
-    )
-
-
 @contextmanager
 def convert_errors(what: str, *values: Mapping[str, Any]) -> Iterator[None]:
     """Convert exceptions of lowering, compiling and running a program to errors of jaxonnx.
@@ -202,7 +188,16 @@ def convert_errors(what: str, *values: Mapping[str, Any]) -> Iterator[None]:
         if isinstance(error, Error) or (is_out_of_memory(error) and not values):
             raise
         if is_out_of_memory(error):
-            raise _out_of_memory(error, values) from error
+            every = (item for part in values for item in part.items())
+            arrays = {name: value for name, value in every if hasattr(value, "dtype")}
+            sizes = {n: math.prod(v.shape) * np.dtype(v.dtype).itemsize for n, v in arrays.items()}
+            large = sorted(sizes, key=sizes.__getitem__, reverse=True)[:3]
+            listed = ", ".join(f"{name}: {_kind(arrays[name])}" for name in large)
+            raise LimitError(
+                f"memory of the device is not enough{requested_size(error)}; weights and inputs "
+                f"take {format_bytes(sum(sizes.values()))} ({listed}). What helps: a smaller batch "
+                "(model.predict has batch_size), weights in 16 bits, or a mesh of devices"
+            ) from error
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise NodeError(
             f"{what} does not run: {' '.join(lines[:3])}; under jax.disable_jit() it is evaluated "

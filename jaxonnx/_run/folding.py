@@ -49,7 +49,10 @@ def fold(op: Op, arguments: list, keywords: dict) -> tuple | None:
     vast = limits.may_exceed(arguments, keywords, limits.FOLDED) and not op.dynamic
     try:
         with limits.folding(), jax.enable_x64(True):
-            if vast and _largest(op, arguments, keywords) > FOLD_LIMIT:
+            # by an evaluation on shapes, before anything is allocated
+            shapes = abstract(op.function, arguments, keywords, op.static) if vast else None
+            sizes = (limits.count_elements(s.shape) * s.dtype.itemsize for s in shapes or ())
+            if any(size > FOLD_LIMIT for size in sizes):
                 return None
             with (
                 jax.ensure_compile_time_eval(),
@@ -62,12 +65,6 @@ def fold(op: Op, arguments: list, keywords: dict) -> tuple | None:
     except LimitError:
         return None
     return results if all(size_of(result) <= FOLD_LIMIT for result in results) else None
-
-
-def _largest(op: Op, arguments: list, keywords: dict) -> int:
-    """Return the size in bytes of an operator's largest result, by an evaluation on shapes."""
-    shapes = abstract(op.function, arguments, keywords, op.static)
-    return max((limits.count_elements(s.shape) * s.dtype.itemsize for s in shapes or ()), default=0)
 
 
 def abstract(
