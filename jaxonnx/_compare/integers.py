@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from onnx import ModelProto, NodeProto, helper
+from onnx import ModelProto, helper
 
 from jaxonnx._compare.arrays import Difference, compare_arrays, largest
 from jaxonnx._compare.sessions import Session
@@ -42,18 +42,12 @@ class Integers(NamedTuple):
 
 def find_integers(proto: ModelProto) -> list[str]:
     """Return the names of the integers that operators of the main graph give."""
-    return [node.output[0] for node in proto.graph.node if _gives_integers(node)]
-
-
-def _find_types(proto: ModelProto) -> dict[str, np.dtype]:
-    """Return the types of 8-bit floats among them, of which onnxruntime gives the bits."""
-    zeros = {tensor.name: tensor.data_type for tensor in proto.graph.initializer}
-    types = {
-        node.output[0]: helper.tensor_dtype_to_np_dtype(zeros[node.input[2]])
-        for node in proto.graph.node
-        if node.op_type == "QuantizeLinear" and len(node.input) > 2 and node.input[2] in zeros
-    }
-    return {name: dtype for name, dtype in types.items() if _is_float(dtype)}
+    names = []
+    for node in proto.graph.node:
+        op = lookup(node.domain, node.op_type, sys.maxsize)
+        if node.op_type in ROUNDS or (op is not None and op.result is not None):
+            names.append(node.output[0])
+    return names
 
 
 def _to_codes(x: np.ndarray) -> np.ndarray:
@@ -66,11 +60,6 @@ def _to_codes(x: np.ndarray) -> np.ndarray:
 
 def _is_float(dtype: np.dtype) -> bool:
     return dtype.itemsize == 1 and bool(jnp.issubdtype(dtype, jnp.floating))
-
-
-def _gives_integers(node: NodeProto) -> bool:
-    op = lookup(node.domain, node.op_type, sys.maxsize)
-    return node.op_type in ROUNDS or (op is not None and op.result is not None)
 
 
 def compare_integers(
@@ -94,7 +83,14 @@ def compare_integers(
     names, count = find_integers(result), len(graph.output)
     graph.output.extend(helper.make_empty_tensor_value_info(name) for name in names)
     theirs = Session(result.SerializeToString(), optimized=optimized).run(feeds)
-    types = _find_types(result)
+    # onnxruntime gives the bits of 8-bit floats
+    zeros = {tensor.name: tensor.data_type for tensor in result.graph.initializer}
+    types = {
+        node.output[0]: helper.tensor_dtype_to_np_dtype(zeros[node.input[2]])
+        for node in result.graph.node
+        if node.op_type == "QuantizeLinear" and len(node.input) > 2 and node.input[2] in zeros
+    }
+    types = {name: dtype for name, dtype in types.items() if _is_float(dtype)}
     theirs[count:] = [
         x.view(types.get(name, x.dtype)) for name, x in zip(names, theirs[count:], strict=True)
     ]

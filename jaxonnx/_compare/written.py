@@ -6,7 +6,7 @@ are random, in the shapes that the network declares, and few; the figures are th
 
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -122,12 +122,15 @@ def compare_written(
     if isinstance(origin, ModelProto):
         names = {name for node in origin.graph.node for name in node.output}
         values = {value.name: to_value(value) for value in origin.graph.input}
-        inputs = [values[name] for name in _names_of_inputs(origin)]
+        defaults = {tensor.name for tensor in origin.graph.initializer}
+        inputs = [value for name, value in values.items() if name not in defaults]
         origin = Origin(inputs, _evaluate(origin), origin, names)
     reason = find_excess(origin.size)
     if not reason:
         written = written if isinstance(written, ModelProto) else written()
-        reason = _find_obstacle(written)
+        reason = find_excess(count_bytes(written))
+        if not reason and any(node.op_type in _RANDOM for node in all_nodes(written.graph)):
+            reason = "it draws random numbers"
         reason = reason or _check(what, written, origin, rounded=rounded, optimized=optimized)
     return reason and (
         f"{what} was not compared with the network that it was written from: {reason}"
@@ -168,15 +171,6 @@ def make_origin(
     names = frozenset(network.graph.producers)
     size = sum(x.nbytes for x in network.tensors.values()) // 4  # written types are as narrow
     return Origin(network.inputs, run, proto, names, size)
-
-
-def _find_obstacle(proto: ModelProto) -> str:
-    """Say why a file is not checked, if it is not."""
-    if reason := find_excess(count_bytes(proto)):
-        return reason
-    if any(node.op_type in _RANDOM for node in all_nodes(proto.graph)):
-        return "it draws random numbers"
-    return ""
 
 
 def count_bytes(proto: ModelProto) -> int:
@@ -372,7 +366,10 @@ def run_session(proto: ModelProto, *, optimized: bool = True) -> Run:
     def run(feeds: Mapping[str, Any], names: Sequence[str] = ()) -> Sequence[Any]:
         feeds = {name: x for name, x in feeds.items() if name in inputs}
         if names:
-            return run_session(_with_outputs(proto, names), optimized=optimized)(feeds)
+            result = ModelProto()
+            result.CopyFrom(proto)
+            result.graph.output.extend(helper.make_empty_tensor_value_info(name) for name in names)
+            return run_session(result, optimized=optimized)(feeds)
         return session.run(feeds)
 
     return run
@@ -384,13 +381,6 @@ def _knows(opset: int, ir_version: int) -> bool:
     text = f'<ir_version: {ir_version}, opset_import: ["": {opset}]> g (float[1] x) => (float[1] y)'
     proto = onnx.parser.parse_model(text + " { y = Identity(x) }")
     return _try_session(proto) is not None
-
-
-def _with_outputs(proto: ModelProto, names: Sequence[str]) -> ModelProto:
-    result = ModelProto()
-    result.CopyFrom(proto)
-    result.graph.output.extend(helper.make_empty_tensor_value_info(name) for name in names)
-    return result
 
 
 def _evaluate(proto: ModelProto) -> Run:
@@ -422,12 +412,6 @@ def _run(
         base = replace(base, outputs=(*base.outputs, *names), output_types=types)
         program = replace(program, base=base)
     return program(params, state, None, feeds)
-
-
-def _names_of_inputs(proto: ModelProto) -> Iterator[str]:
-    """Yield the names of the inputs without a default."""
-    tensors = {tensor.name for tensor in proto.graph.initializer}
-    return (value.name for value in proto.graph.input if value.name not in tensors)
 
 
 def name_difference(

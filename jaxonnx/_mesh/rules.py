@@ -23,7 +23,7 @@ import jax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxonnx._axes import Matrix
-from jaxonnx._graph.bind import Graph, Node
+from jaxonnx._graph.bind import Graph
 from jaxonnx._graph.select import matching, near
 from jaxonnx._graph.stored import StoredMatrix, stored_matrices
 from jaxonnx._graph.uses import uses, weights
@@ -369,14 +369,13 @@ def _trace_products(graph: Graph, products: Any) -> tuple[dict[int, _Products], 
             leaves = frozenset({node.index})
         elif node.op.name in _SIZES:
             leaves = empty
-        elif _is_between(node):
+        elif (
+            (node.op.pointwise or node.op.view or node.op.name in _BETWEEN)
+            and node.body is None
+            and not node.subgraphs
+        ):
             leaves = arrives
         else:
             leaves, lost = empty, lost | arrives
         reached.update(dict.fromkeys(node.outputs, leaves))
     return before, lost.union(*(reached.get(name, empty) for name in graph.outputs))
-
-
-def _is_between(node: Node) -> bool:
-    passes = node.op.pointwise or node.op.view or node.op.name in _BETWEEN
-    return passes and node.body is None and not node.subgraphs

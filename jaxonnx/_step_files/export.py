@@ -4,7 +4,6 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
@@ -175,7 +174,10 @@ class _Exporter:
         self.example = example
         used: set[str] = set()
         leaves, self._structure = jax.tree_util.tree_flatten_with_path(self.state)
-        self.names = [unused_name(_state_name(path), used) for path, _ in leaves]
+        # a parameter has the name of the file's tensor
+        names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
+        names = [name.removeprefix("params.").removeprefix("state.") for name in names]
+        self.names = [unused_name(name, used) for name in names]
         self.leaves = [value for _, value in leaves]
         self.values = [known_tensor(value, value) for value in self.leaves]
         inputs = [value.name for value in step.model.inputs]
@@ -290,7 +292,7 @@ class _Exporter:
                     save_npz(file, self.start())
                 continue
             options = {"external_data": external_data and path.suffix == ".onnx"}
-            save(path, partial(_same, proto), self.start, **options)
+            save(path, lambda proto=proto: proto, self.start, **options)
         return {
             "format": FORMAT,
             "opset": self.opset,
@@ -404,10 +406,6 @@ class _Exporter:
         }
 
 
-def _same(proto: ModelProto) -> ModelProto:
-    return proto
-
-
 OPEN = 4
 """The size of the batch that a step is checked with if the batch size is symbolic."""
 
@@ -454,9 +452,3 @@ def _leaves(tree: Any) -> list:
 def _key(name: str, path: Any) -> str:
     text = jax.tree_util.keystr(path, simple=True, separator=".")
     return f"{name}.{text}" if text else name
-
-
-def _state_name(path: Any) -> str:
-    """Return the name of a leaf of the state; a parameter has the name of the file's tensor."""
-    text = jax.tree_util.keystr(path, simple=True, separator=".")
-    return text.removeprefix("params.").removeprefix("state.")

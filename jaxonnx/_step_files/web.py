@@ -102,8 +102,20 @@ def write(
 
     Returns:
       The entry of the page in the manifest.
+
+    Raises:
+      InputError: the shapes of the examples are not those of the step.
     """
-    arrays = _arrays(data, model, manifest["step"]["batch"])
+    # the examples by the names of the step's inputs, in their dtypes
+    leaves = map(np.asarray, jax.tree.leaves(as_batch(data, model)))
+    arrays = {}
+    for (name, declared), array in zip(manifest["step"]["batch"].items(), leaves, strict=True):
+        if [*array.shape[1:]] != declared["shape"][1:]:
+            raise InputError(
+                f"the page's examples have '{name}' of shape {[*array.shape[1:]]}, and the step "
+                f"takes {declared['shape'][1:]}"
+            )
+        arrays[name] = array.astype(declared["dtype"])
     tensors = file_tensors(model)
     trained = {name: tensors[name].nbytes for name in manifest["weights"]["tensors"]}
     text, places = _places(to_proto(model, repeat=True), trained)
@@ -125,24 +137,6 @@ def write(
         if drawing := _drawing(model, arrays):
             entry["drawing"] = drawing
     return entry
-
-
-def _arrays(data: Any, model: Model, batch: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Return the examples by the names of the step's inputs, in their dtypes.
-
-    Raises:
-      InputError: their shapes are not those of the step.
-    """
-    leaves = map(np.asarray, jax.tree.leaves(as_batch(data, model)))
-    arrays = {}
-    for (name, entry), array in zip(batch.items(), leaves, strict=True):
-        if [*array.shape[1:]] != entry["shape"][1:]:
-            raise InputError(
-                f"the page's examples have '{name}' of shape {[*array.shape[1:]]}, and the step "
-                f"takes {entry['shape'][1:]}"
-            )
-        arrays[name] = array.astype(entry["dtype"])
-    return arrays
 
 
 def _examples(folder: Path, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:

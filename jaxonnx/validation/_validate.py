@@ -268,7 +268,8 @@ class _Run:
     def check_gradients(self) -> Iterator[Check]:
         """Compare gradients with central differences."""
         name, model = "gradients", self.model
-        real = [y for y in model.outputs if y.dtype is not None and _is_real(y.dtype)]
+        types = [y.dtype for y in model.outputs]
+        real = [x for x in types if x is not None and jnp.issubdtype(x, jnp.floating)]
         reason = ""
         if not model.params or not real:
             reason = "no parameters" if real else "no output is a real number"
@@ -384,10 +385,6 @@ def _judge(name: str, text: str, difference: Difference, more: str = "") -> Chec
 def _shapes(values: Mapping[str, np.ndarray]) -> str:
     shapes = dict.fromkeys("x".join(map(str, x.shape)) or "scalar" for x in values.values())
     return list_some(shapes, "")
-
-
-def _is_real(dtype: np.dtype) -> bool:
-    return bool(jnp.issubdtype(dtype, jnp.floating))
 
 
 _STEPS = 2.0 ** np.arange(-4, -15, -2)
