@@ -15,7 +15,6 @@ from jaxonnx.onnx_out._export import (
 from jaxonnx.onnx_out._nodes import Nodes, Tensor
 from jaxonnx.onnx_out._rule_table import composed, primitive
 from jaxonnx.onnx_out._tensors import known_tensor
-from jaxonnx.onnx_out.passes.chains_in_blocks import split_into_blocks
-from jaxonnx.onnx_out.passes.state_in_blocks import split_state
+from jaxonnx.onnx_out.passes import split_into_blocks, split_state
 
 __all__ = ["composed", "primitive", "to_onnx"]

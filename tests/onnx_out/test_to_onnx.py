@@ -23,7 +23,7 @@ from jaxonnx import lowering
 from jaxonnx.onnx_out import composed, primitive, to_onnx
 from jaxonnx.onnx_out._export import write_function
 from jaxonnx.onnx_out._rule_table import _RULES, names
-from jaxonnx.onnx_out.passes.chains_in_blocks import split_into_blocks
+from jaxonnx.onnx_out.passes import split_into_blocks
 from jaxonnx.ops import elementwise
 from jaxonnx.ops.windows import Window
 from tests.support.paths import DATA

@@ -1,1 +1,0 @@
-"""Passes over a finished graph, which make it quick in onnxruntime."""
