@@ -9,7 +9,7 @@ import numpy as np
 from onnx import ModelProto
 
 from jaxonnx._graph import exporter_hints
-from jaxonnx._graph.gradients import find_without_gradient
+from jaxonnx._graph.types import find_without_gradient
 from jaxonnx._io import records
 from jaxonnx._io.save import training_nodes
 from jaxonnx._rewrite.network import Network

@@ -14,7 +14,7 @@ from jaxonnx._arguments import (
     documented,
 )
 from jaxonnx._data.batches import Source
-from jaxonnx._graph.gradients import find_without_gradient
+from jaxonnx._graph.types import find_without_gradient
 from jaxonnx._require import takes_steps
 from jaxonnx._text import list_some
 from jaxonnx.errors import InputError, TrainingError
