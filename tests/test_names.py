@@ -12,8 +12,7 @@ import pytest
 
 import jaxonnx
 from jaxonnx import docs
-from jaxonnx.cli._flag_groups import COMMON
-from jaxonnx.cli._flags import VERBS
+from jaxonnx.cli._flags import COMMON, VERBS
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "jaxonnx").rglob("*.py"))

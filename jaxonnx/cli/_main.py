@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from jaxonnx.cli import _generation as generation
 from jaxonnx.cli import _training as training
 from jaxonnx.cli import _verbs as verbs
 from jaxonnx.cli import process
@@ -32,8 +31,8 @@ _VERBS = {
     "convert": verbs.convert,
     "export-step": training.export_step,
     "import-step": training.import_step,
-    "generate": generation.generate,
-    "chat": generation.chat,
+    "generate": verbs.generate,
+    "chat": verbs.chat,
     "export-safetensors": verbs.export_safetensors,
     "classify": verbs.classify,
     "demo": verbs.demo,

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import jaxonnx
-from jaxonnx.cli._flag_groups import COMMON
 from jaxonnx.cli._flag_types import PAIRS, Gather
-from jaxonnx.cli._flags import VERBS
+from jaxonnx.cli._flags import COMMON, VERBS
 
 _EXITS = (
     "exit status: 0 success, 1 stopped early or failed during the work, "

@@ -1,10 +1,12 @@
-"""The commands, each a function from options to a report."""
+"""The commands, each a function from options to a report; those of training are in `_training`."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +21,12 @@ from jaxonnx._graph.values import Value
 from jaxonnx._io.formats import check_suffix
 from jaxonnx._io.protos import text
 from jaxonnx.cli import _inputs as reading
+from jaxonnx.cli._declarations import GENERATE
 from jaxonnx.cli._flag_types import collect_values
 from jaxonnx.cli._flags import LOSS
 from jaxonnx.cli._inputs import Failed, Report
 from jaxonnx.errors import InputError
+from jaxonnx.lora import Adapters
 from jaxonnx.model import Model, load, operator_name
 
 if TYPE_CHECKING:
@@ -280,3 +284,72 @@ def demo(options: argparse.Namespace) -> Report:
     left_out = ("weights", "history")
     data = [{k: v for k, v in vars(row).items() if k not in left_out} for row in rows]
     return Report({"networks": data}, None)
+
+
+def generate(options: argparse.Namespace) -> Report:
+    prompt = options.prompt
+    if options.chat:
+        prompt = [*_begin(options), {"role": "user", "content": prompt}]
+    elif options.system is not None:
+        raise InputError("--system is for chats: pass --chat as well")
+    text = _write(_read(options), prompt, options)
+    return Report({"prompt": options.prompt, "text": text}, None)
+
+
+def chat(options: argparse.Namespace) -> Report:
+    model, messages = _read(options), _begin(options)
+    for line in _lines():
+        messages.append({"role": "user", "content": line})
+        tokens = model.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        if len(tokens) >= model._generator.positions:
+            raise Failed(
+                f"the conversation has {len(tokens)} tokens, and the model has positions for "
+                f"{model._generator.positions}: begin a new one"
+            )
+        messages.append({"role": "assistant", "content": _write(model, messages, options)})
+    return Report({"messages": messages}, None)
+
+
+def _read(options: argparse.Namespace) -> Model:
+    model = reading.read(options)
+    if options.adapter is None:
+        return model
+    return Adapters.load(options.adapter, model).attach(model)
+
+
+def _begin(options: argparse.Namespace) -> list[dict[str, Any]]:
+    return [] if options.system is None else [{"role": "system", "content": options.system}]
+
+
+def _lines() -> Iterator[str]:
+    """Yield the lines of standard input that are not blank; in terminals with a mark before."""
+    is_terminal = sys.stdin.isatty()
+    while True:
+        if is_terminal:
+            print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.strip()
+
+
+def _write(model: Model, prompt: Any, options: argparse.Namespace) -> str:
+    """Print an answer as it comes, unless the result is to be JSON; return it."""
+    settings = {"temperature": None, **collect_values(options, GENERATE[1])}
+    pieces = model.generate(
+        prompt,
+        max_new_tokens=options.max_new_tokens,
+        seed=options.seed,
+        stop=options.stop or None,
+        stream=True,
+        **settings,
+    )
+    text = ""
+    for piece in pieces:
+        text += piece
+        if not options.json:
+            print(piece, end="", flush=True)
+    if not options.json:
+        print(flush=True)
+    return text
