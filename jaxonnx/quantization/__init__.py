@@ -1,6 +1,5 @@
 """Rounding: schemes, what they round, the record in the file, and views of rounded networks."""
 
-from jaxonnx.quantization._attention import restore_attention
 from jaxonnx.quantization._bound import Bound, insert_within
 from jaxonnx.quantization._dequantize import dequantize_weights, describe_integers
 from jaxonnx.quantization._insert import insert
@@ -14,6 +13,7 @@ from jaxonnx.quantization._moving_ranges import (
     select_scales,
 )
 from jaxonnx.quantization._open import Rounding, is_quantized, open_quantized
+from jaxonnx.quantization._qoperators import restore_attention
 from jaxonnx.quantization._record import record_of, stored_types
 from jaxonnx.quantization._requantize import Loss, dequantize, requantize
 from jaxonnx.quantization._scheme import Quantization, make_schedule

@@ -1,4 +1,3 @@
 """Validation of a model: outputs, gradients, files, integers and sparsity, each with its proof."""
 
-from jaxonnx.validation._files import find_changes
-from jaxonnx.validation._validate import Check, Validation, validate
+from jaxonnx.validation._validate import Check, Validation, find_changes, validate
