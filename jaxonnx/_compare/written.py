@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 import onnx
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper
+from onnx import GraphProto, ModelProto, TensorProto, helper
 
 from jaxonnx._compare.arrays import Difference, compare_arrays, largest
 from jaxonnx._compare.inputs import find_sizes
@@ -205,7 +205,8 @@ def _check(what: str, proto: ModelProto, origin: Origin, *, rounded: bool, optim
         nodes = [*all_nodes(proto.graph)]
         if types & _HALF or any(node.op_type in ROUNDS for node in nodes):
             tolerance = QUANTIZED
-        if any(map(_reads_few_bits, nodes)):
+        operators = [lookup(node.domain, node.op_type, sys.maxsize) for node in nodes]
+        if any(op is not None and (op.quantized or op.dequantizes) for op in operators):
             written = _evaluate(proto)
     append = origin.append or (lambda run: run)
     origin = origin._replace(run=append(origin.run))
@@ -325,12 +326,6 @@ def _open_session(
         if is_new or (file is not None and _try_session(file) is None):
             return str(error)
         raise ModelError(f"{what}: {error}") from error
-
-
-def _reads_few_bits(node: NodeProto) -> bool:
-    """Check whether a node reads numbers in few bits."""
-    op = lookup(node.domain, node.op_type, sys.maxsize)
-    return op is not None and bool(op.quantized or op.dequantizes)
 
 
 def _divides_integers(proto: ModelProto) -> bool:

@@ -55,28 +55,28 @@ def find_idle_rounding(graph: Graph) -> Mapping[int, str]:
     Returns:
       The value that equals the result of a DequantizeLinear, by the index of that node.
     """
-    return graph.recall("idle rounding", lambda: _find_idle(graph))
 
-
-def _find_idle(graph: Graph) -> dict[int, str]:
-    grids: dict[str, tuple[str, ...]] = {}
-    idle = {}
-    for node in graph.nodes:
-        if node.op.domain or not node.outputs:
-            continue
-        if node.op.name == "DequantizeLinear":
-            before = graph.producers.get(node.inputs[0])
-            if before is None or before.op.name != "QuantizeLinear" or before.op.domain:
+    def find() -> dict[int, str]:
+        grids: dict[str, tuple[str, ...]] = {}
+        idle = {}
+        for node in graph.nodes:
+            if node.op.domain or not node.outputs:
                 continue
-            grid = before.inputs[1:]
-            typed = before.attributes.get("output_dtype") or node.attributes.get("output_dtype")
-            if grid == node.inputs[1:] and not typed:
-                grids[node.outputs[0]] = grid
-                if grids.get(before.inputs[0]) == grid:
-                    idle[node.index] = before.inputs[0]
-        elif node.op.name in _MOVES and node.inputs[0] in grids:
-            grids |= dict.fromkeys(node.outputs, grids[node.inputs[0]])
-    return idle
+            if node.op.name == "DequantizeLinear":
+                before = graph.producers.get(node.inputs[0])
+                if before is None or before.op.name != "QuantizeLinear" or before.op.domain:
+                    continue
+                grid = before.inputs[1:]
+                typed = before.attributes.get("output_dtype") or node.attributes.get("output_dtype")
+                if grid == node.inputs[1:] and not typed:
+                    grids[node.outputs[0]] = grid
+                    if grids.get(before.inputs[0]) == grid:
+                        idle[node.index] = before.inputs[0]
+            elif node.op.name in _MOVES and node.inputs[0] in grids:
+                grids |= dict.fromkeys(node.outputs, grids[node.inputs[0]])
+        return idle
+
+    return graph.recall("idle rounding", find)
 
 
 class _Chains:

@@ -106,10 +106,15 @@ def find_last_layer(
     if not layers:
         raise InputError("; ".join(errors))
     if len({layer.node.index for layer in layers}) > 1:
-        listed = "; ".join(f"'{x.output}' has {_describe(x, shapes)}" for x in layers)
+        described = []  # the label of each, and its numbers of inputs and outputs
+        for layer in layers:
+            weight = shapes[layer.node.inputs[layer.weight]]
+            ends = f"{weight[layer.matrix.input]} -> {weight[layer.matrix.output]}"
+            described.append(f"'{layer.output}' has {layer.node.label}, {ends}")
         raise InputError(
             "several layers could be the last one: name the output that is meant, "
-            f"model.with_head(number, at=NAME) or train(..., head={{NAME: number}}). {listed}"
+            "model.with_head(number, at=NAME) or train(..., head={NAME: number}). "
+            + "; ".join(described)
         )
     return sorted(layers, key=lambda layer: len(layer.path))[-1 if ending else 0]
 
@@ -143,13 +148,6 @@ def _trace_back(
     raise InputError(
         f"the output '{output}' has no last layer: no matrix product or convolution is before it"
     )
-
-
-def _describe(layer: LastLayer, shapes: Mapping[str, Shape]) -> str:
-    """Return the layer's label and its numbers of inputs and outputs, for an error."""
-    weight = shapes[layer.node.inputs[layer.weight]]
-    ends = (weight[layer.matrix.input], weight[layer.matrix.output])
-    return f"{layer.node.label}, {ends[0]} -> {ends[1]}"
 
 
 def _factor(node: Node, data: list[int], ranks: Mapping[str, int]) -> tuple[int, Matrix] | None:

@@ -420,17 +420,15 @@ def find_cuts(graph: Graph) -> tuple[int, ...]:
     crossing = _count_crossing(graph)
     count = round(math.sqrt(len(graph.nodes)))
     bounds = [round(i * len(graph.nodes) / (count + 1)) for i in range(1, count + 2)]
+    # before a Dropout that takes over the name of the value before it (`views.Dropout`): the last
+    # choice
+    rebinds = [not {*node.inputs}.isdisjoint(node.outputs) for node in graph.nodes]
+    rebinds.append(False)
     return tuple(
-        min(range(a, b), key=lambda i: (_rebinds(graph, i), crossing[i], -i))
+        min(range(a, b), key=lambda i: (rebinds[i], crossing[i], -i))
         for a, b in pairwise(bounds)
         if a < b
     )
-
-
-def _rebinds(graph: Graph, position: int) -> bool:
-    """Check for a Dropout that takes over the name of the value before it (`views.Dropout`)."""
-    nodes = graph.nodes[position : position + 1]
-    return any(not {*node.inputs}.isdisjoint(node.outputs) for node in nodes)
 
 
 def _count_crossing(graph: Graph) -> list[int]:

@@ -34,15 +34,16 @@ def _backward(function, saved, cotangents):
     real = (x for x in jax.tree.leaves(cotangents) if x.size and x.dtype != jax.dtypes.float0)
     first = next(real, None)
     if first is not None:
-        values = lax.platform_dependent(values, first.ravel()[0], **_AFTER, default=_barrier)
+        values = lax.platform_dependent(
+            values,
+            first.ravel()[0],
+            **_AFTER,
+            default=lambda values, signal: lax.optimization_barrier((values, signal))[0],
+        )
     return jax.vjp(function, weights, values)[1](cotangents)
 
 
 remat.defvjp(_forward, _backward)
-
-
-def _barrier(values, signal):
-    return lax.optimization_barrier((values, signal))[0]
 
 
 def _loop(values, signal):
@@ -61,4 +62,4 @@ def _loop(values, signal):
 
 
 _AFTER = {"cpu": _loop}
-"""The function that makes values wait for a signal, by platform; elsewhere `_barrier` does."""
+"""The function that makes values wait for a signal, by platform; elsewhere a barrier does."""

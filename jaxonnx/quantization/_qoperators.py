@@ -293,7 +293,27 @@ def restore_attention(file: File) -> File:
     if restored:
         del proto.graph.node[:]
         for node in nodes:
-            proto.graph.node.extend(_restore(node) if _is_misquantized(node) else [node])
+            if not _is_misquantized(node):
+                proto.graph.node.append(node)
+                continue
+            q, k, v, q_scale, k_scale, *rest = node.input
+            mask, q_zero, k_zero, past = (*rest, *("",) * 4)[:4]
+            if past:
+                raise ModelError(
+                    f"node '{node.output[0]}' (QAttention) is an Attention with a cache, half of "
+                    "which quantize_dynamic dropped: exclude the node when you quantize, or export "
+                    "it without one"
+                )
+            dequantized = [f"{node.output[0]}/{name}" for name in "qk"]
+            for inputs, name in zip(
+                ((q, q_scale, q_zero), (k, k_scale, k_zero)), dequantized, strict=True
+            ):
+                proto.graph.node.append(helper.make_node("DequantizeLinear", inputs, [name]))
+            attention = helper.make_node(
+                "Attention", [*dequantized, v, mask], node.output, node.name
+            )
+            attention.attribute.extend(node.attribute)
+            proto.graph.node.append(attention)
         warnings.warn(
             f"onnxruntime's quantizer replaced the Attention of '{list_some(restored, '')}' by a "
             "QAttention with invalid attributes, which onnxruntime refuses: it is loaded, and "
@@ -308,27 +328,3 @@ def _is_misquantized(node: NodeProto) -> bool:
     valid = any(a.name == _REQUIRED for a in node.attribute)
     kind = (node.op_type, node.domain) == ("QAttention", "com.microsoft")
     return kind and not valid and len(node.input) >= 5 and bool(node.output)
-
-
-def _restore(node: NodeProto) -> list[NodeProto]:
-    """Return DequantizeLinear of Q and K and the Attention of ONNX in place of a QAttention.
-
-    Raises:
-      ModelError: the node has a cache.
-    """
-    q, k, v, q_scale, k_scale, *rest = node.input
-    mask, q_zero, k_zero, past = (*rest, *("",) * 4)[:4]
-    if past:
-        raise ModelError(
-            f"node '{node.output[0]}' (QAttention) is an Attention with a cache, half of which "
-            "quantize_dynamic dropped: exclude the node when you quantize, or export it without one"
-        )
-    dequantized = [f"{node.output[0]}/{name}" for name in "qk"]
-    parts = [(q, q_scale, q_zero), (k, k_scale, k_zero)]
-    nodes = [
-        helper.make_node("DequantizeLinear", inputs, [name])
-        for inputs, name in zip(parts, dequantized, strict=True)
-    ]
-    attention = helper.make_node("Attention", [*dequantized, v, mask], node.output, node.name)
-    attention.attribute.extend(node.attribute)
-    return [*nodes, attention]

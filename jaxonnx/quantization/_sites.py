@@ -164,8 +164,14 @@ def find_sites(
         reads |= {(node.outputs[0], i): node.inputs[i] for i in positions}
         if positions and node.op.name in PRODUCTS and len(node.inputs) == 3:
             value, weight, bias = node.inputs
-            stored = bias in tensors and tensors[bias].dtype == np.float32
-            if stored and weight in weights and _has_outputs(node, tensors, weights[weight]):
+            if bias not in tensors or tensors[bias].dtype != np.float32 or weight not in weights:
+                continue
+            # a number for each output along the last axis; that of a Gemm may also have one for
+            # each row, or be a matrix or a single number
+            shape, outputs = tensors[bias].shape, tensors[weight].shape[weights[weight].output]
+            if node.op.name == "ConvTranspose":  # its weight has the outputs of a group
+                outputs *= node.attributes.get("group", 1)
+            if shape[-1:] == (outputs,) == (math.prod(shape),):
                 biases.append(Bias(bias, value, weight))
     if scheme.dialect == "onnxruntime":
         _add_reads(graph, tensors, reads, is_activation, floats)
@@ -290,17 +296,6 @@ def find_wrong_int2(
         if (name in fused and tensors[name].shape[site.output] % 4)
         or (name not in direct and not block)
     ]
-
-
-def _has_outputs(node: Node, tensors: Mapping[str, Any], site: WeightSite) -> bool:
-    """Check that a bias has one number for each output of a product, along its last axis.
-
-    That of a Gemm may also have one for each row, or be a matrix or a single number.
-    """
-    bias, outputs = tensors[node.inputs[2]].shape, tensors[site.name].shape[site.output]
-    if node.op.name == "ConvTranspose":  # its weight has the outputs of a group
-        outputs *= node.attributes.get("group", 1)
-    return bias[-1:] == (outputs,) == (math.prod(bias),)
 
 
 def find_weights(graph: Graph, tensors: Mapping[str, Any]) -> dict[str, WeightSite]:

@@ -14,7 +14,7 @@ from jaxonnx._io.build import unused_name
 from jaxonnx._rewrite.network import Network, reenter, with_file, with_tensors
 from jaxonnx.ops.contrib.moving_ranges import DOMAIN
 from jaxonnx.quantization._insert import find_in
-from jaxonnx.quantization._ranges import Parameters, find_origin, find_ranges, observe
+from jaxonnx.quantization._ranges import find_origin, find_ranges, observe
 from jaxonnx.quantization._record import declare
 from jaxonnx.quantization._scheme import TYPES, Quantization
 from jaxonnx.quantization._sensitivity import Changes, round_weight
@@ -102,13 +102,17 @@ def make_trials(
     groups: dict[str, list[str]] = {}
     for value in rounded:
         groups.setdefault(find_origin(value, sites.shared), []).append(value)
-    levels = {
-        origin: {
-            kind: {names[v][0]: _make_levels(ranges[kind][v]) for v in values}
-            for kind in activations
-        }
-        for origin, values in groups.items()
-    }
+    # scale, zero point, and the least and greatest integer of each range, float32 [4]
+    limits = {kind.dtype: kind.limits for kind in reversed(TYPES.values())}
+    levels: dict[str, dict[str, dict[str, np.ndarray]]] = {}
+    for origin, values in groups.items():
+        levels[origin] = {}
+        for kind in activations:
+            levels[origin][kind] = {}
+            for value in values:
+                scale, point, *_ = ranges[kind][value]
+                numbers = [scale, float(point), *limits[point.dtype]]
+                levels[origin][kind][names[value][0]] = np.array(numbers, np.float32)
     batch = max(len(x) for x in examples[0] if np.ndim(x))
     sizes |= {n: -(-observed.sizes[n] // batch) for n in levels}
     network = reenter(with_file(model, result, state=state), model)
@@ -119,10 +123,3 @@ def make_trials(
         if node.inputs[0] in rounded
     }
     return Trials(network, weights, schemes, levels, sizes, factors)
-
-
-def _make_levels(parameters: Parameters) -> np.ndarray:
-    """Return scale, zero point, and the least and greatest integer of a range, float32 [4]."""
-    scale, zero_point, *_ = parameters
-    kind = next(kind for kind in TYPES.values() if kind.dtype == zero_point.dtype)
-    return np.array([scale, float(zero_point), *kind.limits], np.float32)

@@ -509,10 +509,10 @@ def measure_slopes(model: Model, feeds: Mapping[str, Any], seed: int = 0) -> lis
         return jax.grad(project)(params)
 
     slopes = gradients(model.params)
-    drawn = {
-        name: (_root_mean_square(w) * random.standard_normal(w.shape)).astype(np.float32)
-        for name, w in model.params.items()
-    }
+    drawn = {}  # random numbers with the root mean square of each tensor
+    for name, w in model.params.items():
+        size = float(np.sqrt(np.mean(np.square(np.asarray(w, np.float64))))) or 1.0
+        drawn[name] = (size * random.standard_normal(w.shape)).astype(np.float32)
 
     def project(direction, step) -> np.ndarray:
         """Multiply all outputs with their weights; the sum of these products is differentiated."""
@@ -543,8 +543,3 @@ def measure_slopes(model: Model, feeds: Mapping[str, Any], seed: int = 0) -> lis
     chosen = [names[i] for i in np.linspace(0, len(names) - 1, _SAMPLE).round().astype(int)]
     sample = [measure(f"'{name}'", [name]) for name in dict.fromkeys(chosen)]
     return [*sample, measure("all tensors", names)]
-
-
-def _root_mean_square(w: Any) -> float:
-    size = float(np.sqrt(np.mean(np.square(np.asarray(w, np.float64)))))
-    return size or 1.0
