@@ -250,15 +250,15 @@ def _find_switches(graph: Graph, inputs: Sequence[Value]) -> dict[str, np.ndarra
 def _live_reads(graph: Graph, switches: Collection[str]) -> set[str]:
     """Return the names that a graph reads while the switches are off (the else branch is taken)."""
     behind = _follow(graph, {name: name for name in switches})
-    read: set[str] = {*graph.outputs}
+    names: set[str] = {*graph.outputs}
     for node in graph.nodes:
         else_branch = node.graphs.get("else_branch")
         if isinstance(else_branch, Graph) and behind.get(node.inputs[0]) in switches:
-            read |= {*node.inputs, *else_branch.outputs}
-            read.update(name for inner in else_branch.nodes for name in inner.reads)
+            names |= {*node.inputs, *else_branch.outputs}
+            names.update(name for inner in else_branch.nodes for name in inner.reads)
         else:
-            read |= {*node.reads}
-    return read
+            names |= {*node.reads}
+    return names
 
 
 def _find_omissible(graph: Graph, pairs: Mapping[str, str]) -> frozenset[str]:

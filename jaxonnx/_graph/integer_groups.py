@@ -58,11 +58,11 @@ def fuse_integer_products(graph: Graph, tensors: Collection[str]) -> Graph:
             )
         nodes.append(node)
     parts = {node.index for group in groups.values() for node in group.parts}
-    read = Counter([*graph.outputs, *(name for node in nodes for name in node.reads)])
+    times = Counter([*graph.outputs, *(name for node in nodes for name in node.reads)])
     remaining = []
     for node in reversed(nodes):  # backwards: dropping a part can leave an earlier part unread
-        if node.index in parts and not any(read[name] for name in node.outputs):
-            read.subtract(node.reads)
+        if node.index in parts and not any(times[name] for name in node.outputs):
+            times.subtract(node.reads)
         else:
             remaining.append(node)
     return replace(graph, nodes=(*reversed(remaining),))

@@ -124,15 +124,15 @@ class Roles:
             for name, value in everything.items()
             if jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize > 1
         }
-        read = uses(graph, everything, results)
-        self.used = [use for use in read if use.name not in results]
+        all_uses = uses(graph, everything, results)
+        self.used = [use for use in all_uses if use.name not in results]
         # what is part of an expression is judged by what the expression's result is
         parts = frozenset[str]().union(*(expression.parts for expression in expressions.values()))
         norms = frozenset[str]().union(*(expression.norms for expression in expressions.values()))
         facts = Facts(graph, normalizations(graph, tensors), norms - parts)
-        sites = [Site(use, floats[use.name], facts) for use in read if use.name in floats]
+        sites = [Site(use, floats[use.name], facts) for use in all_uses if use.name in floats]
         visible = [site for site in sites if not (site.name in parts and site.meets_no_data)]
-        integers = (use for use in read if use.name not in floats)
+        integers = (use for use in all_uses if use.name not in floats)
         find_layers(facts, visible, initializers, integers)
         self.rules: dict[str, Rule] = {}
         for site in visible:
@@ -258,24 +258,24 @@ def evaluate_constant_expressions(
             continue
         if not all(name in sources for name in node.reads):
             continue
-        read = node.inputs[:1] if node.op.name in _LOOKUPS else node.inputs
+        operands = node.inputs[:1] if node.op.name in _LOOKUPS else node.inputs
         if node.op.name == "BatchNormalization":
-            read = node.inputs[:3]  # the others are statistics of the first
+            operands = node.inputs[:3]  # the others are statistics of the first
         if node.op.name == "Div" and sources[node.inputs[0]]:
-            read = node.inputs[:1]  # the divisor of a weight is its norm or a quantization step
+            operands = node.inputs[:1]  # the divisor of a weight is its norm or a quantization step
         behind: frozenset[str] | None = frozenset()
-        for name in filter(None, read):
+        for name in filter(None, operands):
             read_sources = sources[name]
             behind = None if read_sources is None or behind is None else behind | read_sources
         divided = frozenset[str]().union(*(norms.get(name, ()) for name in node.inputs))
-        for name in arithmetic.intersection({*node.inputs} - {*read}):
+        for name in arithmetic.intersection({*node.inputs} - {*operands}):
             divisor = sources[name] or frozenset()
             divided |= divisor if len(divisor) > 1 else frozenset()
         norms.update(dict.fromkeys(node.outputs, divided))
         sources.update(dict.fromkeys(filter(None, node.outputs), behind))
         inner.append(node)
         moved = node.op.view or (not node.op.domain and node.op.name in PARTS)
-        if behind and not (moved and arithmetic.isdisjoint(read)):
+        if behind and not (moved and arithmetic.isdisjoint(operands)):
             arithmetic.update(filter(None, node.outputs))
     inside = {node.index for node in inner}
     outer = {name for node in graph.nodes if node.index not in inside for name in node.reads}

@@ -38,12 +38,12 @@ def stored_matrices(
     Scales and zero points that several matrices share, and those among `apart`, are not part of
     one.
     """
-    read = uses_by_tensor(graph, tensors)
+    uses_of = uses_by_tensor(graph, tensors)
     result = {}
     for name, weight in weights(graph, tensors).items():
         if not (weight.storage and weight.matrix):
             continue
-        members = [n for n in find_own_parts(read, name) if n in tensors and n not in apart]
+        members = [n for n in find_own_parts(uses_of, name) if n in tensors and n not in apart]
         axes = {n: _follow_axes(tensors[n].shape, weight) for n in (name, *members)}
         lengths = dict(zip(axes[name], tensors[name].shape, strict=True))
         units = tuple(math.gcd(size, lengths.get(i, 1)) for i, size in enumerate(weight.shape))
@@ -52,13 +52,13 @@ def stored_matrices(
     return result
 
 
-def find_own_parts(read: Mapping[str, Sequence[Use]], name: str) -> list[str]:
+def find_own_parts(uses_of: Mapping[str, Sequence[Use]], name: str) -> list[str]:
     """Return the scales and zero points that only the nodes of a weight read."""
 
     def find_nodes(name: str) -> set[int]:
-        return {use.node.index for use in read.get(name, ())}
+        return {use.node.index for use in uses_of.get(name, ())}
 
-    (first, *_), nodes = direct_uses(read[name]) or read[name], find_nodes(name)
+    (first, *_), nodes = direct_uses(uses_of[name]) or uses_of[name], find_nodes(name)
     return [part for part in first.parts[:2] if part and find_nodes(part) <= nodes]
 
 
@@ -78,8 +78,8 @@ def check_stored(graph: Graph, tensors: Mapping[str, Any], names: Collection[str
       ModelError: floating-point scales or zero points are not finite, or a group index is out of
         range.
     """
-    read = uses_by_tensor(graph, tensors)
-    for use in (use for name in names for use in read.get(name, ()) if use.is_direct):
+    uses_of = uses_by_tensor(graph, tensors)
+    for use in (use for name in names for use in uses_of.get(name, ()) if use.is_direct):
         node = use.node
         for name in node.inputs:
             value = tensors.get(name)

@@ -147,10 +147,10 @@ def uses_by_tensor(graph: Graph, tensors: Mapping[str, Any]) -> Mapping[str, Seq
     """Return the uses of each named tensor that has any. The graph keeps the result."""
 
     def group() -> Mapping[str, Sequence[Use]]:
-        read: dict[str, list[Use]] = {}
+        by_name: dict[str, list[Use]] = {}
         for use in uses(graph, tensors):
-            read.setdefault(use.name, []).append(use)
-        return read
+            by_name.setdefault(use.name, []).append(use)
+        return by_name
 
     return graph.recall(("uses by tensor", _describe(tensors)), group)
 
@@ -238,26 +238,26 @@ def _views(
     name, inputs = node.op.name, node.inputs
     if not node.op.view and name not in (*PARTS, *_RESAMPLES):
         return ()
-    seen: tuple[View, ...] = (behind.get(inputs[0]) if inputs else None) or ()
+    views: tuple[View, ...] = (behind.get(inputs[0]) if inputs else None) or ()
     others = [tensors.get(name) for name in inputs[1:]]
     if node.op.view:
-        return tuple(_view_elementwise(view, node, others) for view in seen)
+        return tuple(_view_elementwise(view, node, others) for view in views)
     if node.op.domain:
         return ()
     if name in _RESAMPLES:
-        return tuple(replace(view, axes=None, shape=(), part=True) for view in seen)
+        return tuple(replace(view, axes=None, shape=(), part=True) for view in views)
     # the sizes of views may depend on data: a table that is resized to the image
     if name == "Concat" and (fed.isdisjoint(inputs) or all(map(behind.get, inputs))):
         joined = [view for i in inputs for view in behind.get(i) or ()]
         return _concat_views(joined, node.attributes.get("axis", 1))
     if name in ("Slice", "Split"):
-        return tuple(_view_slice(view, node, others) for view in seen)
+        return tuple(_view_slice(view, node, others) for view in views)
     if name == "Gather" and inputs[1] not in fed:
-        return tuple(_view_gather(view, node, others[0]) for view in seen)
+        return tuple(_view_gather(view, node, others[0]) for view in views)
     if name == "Tile":
-        return tuple(_view_tile(view, others[0]) for view in seen)
+        return tuple(_view_tile(view, others[0]) for view in views)
     if name == "Expand":
-        return tuple(_view_expand(view, others[0]) for view in seen)
+        return tuple(_view_expand(view, others[0]) for view in views)
     return ()
 
 
@@ -369,12 +369,12 @@ def _concat_views(views: Sequence[View], axis: int) -> tuple[View, ...]:
     total = sum(view.shape[axis] for view in views if -len(view.shape) <= axis < len(view.shape))
     once: dict[str, View] = {}
     for view in views:
-        seen = replace(view, part=True)
+        joined = replace(view, part=True)
         if -len(view.shape) <= axis < len(view.shape):
             at = axis % len(view.shape)
-            seen = replace(seen, shape=(*view.shape[:at], total, *view.shape[at + 1 :]))
-        if once.setdefault(view.name, seen) != seen:
-            once[view.name] = replace(seen, axes=None, shape=())
+            joined = replace(joined, shape=(*view.shape[:at], total, *view.shape[at + 1 :]))
+        if once.setdefault(view.name, joined) != joined:
+            once[view.name] = replace(joined, axes=None, shape=())
     return tuple(once.values())
 
 
@@ -407,10 +407,10 @@ def weights(graph: Graph, tensors: Mapping[str, Any]) -> dict[str, Weight]:
 
 
 def _find_weights(graph: Graph, tensors: Mapping[str, Any]) -> dict[str, Weight]:
-    read = uses_by_tensor(graph, tensors)
+    uses_of = uses_by_tensor(graph, tensors)
     return {
-        name: _weight(tensors[name], [u for u in read.get(name, ()) if u.node.body is None])
-        for name in dict.fromkeys([*read, *tensors])
+        name: _weight(tensors[name], [u for u in uses_of.get(name, ()) if u.node.body is None])
+        for name in dict.fromkeys([*uses_of, *tensors])
     }
 
 

@@ -114,9 +114,9 @@ class Places:
         """The weights that each node reads, by its name and by those of its outputs."""
         names: dict[str, dict[str, None]] = {}
         for node in self.proto.node:
-            read = dict.fromkeys(self._read.get(node.output[0], ()) if node.output else ())
-            for name in filter(None, (node.name, *node.output)) if read else ():
-                names.setdefault(name, {}).update(read)
+            tensors = dict.fromkeys(self._read.get(node.output[0], ()) if node.output else ())
+            for name in filter(None, (node.name, *node.output)) if tensors else ():
+                names.setdefault(name, {}).update(tensors)
         return names
 
     @cached_property

@@ -139,12 +139,12 @@ class Processes:
             self._flags[pressed] = put(flags, each)
         return self._flags[pressed]
 
-    def reduce_stop(self, seen: jax.Array, flag: jax.Array | None) -> jax.Array:
+    def reduce_stop(self, report: jax.Array, flag: jax.Array | None) -> jax.Array:
         """Append the maximum of all stop flags to the report of a step, within the program."""
         if self._mesh is None or flag is None:
-            return seen
-        seen = jax.numpy.append(seen, flag.max().astype(seen.dtype))
-        return jax.lax.with_sharding_constraint(seen, NamedSharding(self._mesh, PartitionSpec()))
+            return report
+        report = jax.numpy.append(report, flag.max().astype(report.dtype))
+        return jax.lax.with_sharding_constraint(report, NamedSharding(self._mesh, PartitionSpec()))
 
     def gather(self, model: M) -> M:
         """Gather a model into host memory, one tensor at a time."""

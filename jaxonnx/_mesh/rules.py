@@ -301,30 +301,30 @@ def pairs(graph: Graph, tensors: Mapping[str, Any]) -> list[dict[str, int]]:
       For each pair, the axis to split each of its weights and biases along, by name. For a
       quantized matrix it is an axis of the matrix, not of its tensor.
     """
-    read = _collect_weights(graph, tensors)
+    collected = _collect_weights(graph, tensors)
     shapes = {name: weight.shape for name, weight in weights(graph, tensors).items()}
-    before, lost = _trace_products(graph, read.products.keys())
+    before, lost = _trace_products(graph, collected.products.keys())
     # the products that each product leads to
     leads: dict[int, set[int]] = {}
-    for sink in read.products:
+    for sink in collected.products:
         for source in before[sink]:
             leads.setdefault(source, set()).add(sink)
     result: list[dict[str, int]] = []
     used: set[int] = set()
-    for sink, (name, matrix) in read.products.items():
+    for sink, (name, matrix) in collected.products.items():
         sources = before[sink]
         # every use of the sources' results must end in this product
         if not sources or sources & (lost | used) or any(leads[s] != {sink} for s in sources):
             continue
         used |= {sink, *sources}
-        first = [read.products[source] for source in sources]
+        first = [collected.products[source] for source in sources]
         split = {name: matrix.input} | {name: matrix.output for name, matrix in first}
-        for index, name, axis in read.vectors:
+        for index, name, axis in collected.vectors:
             # a bias of a source, or a vector that acts on features between sources and sink
-            if index in read.products and index not in sources:
+            if index in collected.products and index not in sources:
                 continue
             beside = {index} if index in sources else before[index]
-            matrices = (read.products[source] for source in beside)
+            matrices = (collected.products[source] for source in beside)
             sizes = {shapes[member][matrix.output] for member, matrix in matrices}
             if beside and beside <= sources and sizes == {tensors[name].shape[axis]}:
                 split[name] = axis
@@ -334,10 +334,10 @@ def pairs(graph: Graph, tensors: Mapping[str, Any]) -> list[dict[str, int]]:
 
 def _collect_weights(graph: Graph, tensors: Mapping[str, Any]) -> _Weights:
     """Collect the weights and vectors that are used once, whole, by a node of the main graph."""
-    read = [use for use in uses(graph, tensors) if not use.passes]
-    count = Counter(use.name for use in read)
+    all_uses = [use for use in uses(graph, tensors) if not use.passes]
+    count = Counter(use.name for use in all_uses)
     result = _Weights()
-    for use in read:
+    for use in all_uses:
         if count[use.name] > 1 or use.node is not use.outer or use.view.part:
             continue
         matrix, shape = use.matrix, tensors[use.name].shape

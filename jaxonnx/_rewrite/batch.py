@@ -87,8 +87,8 @@ def free_batch(
     tensors = {**program.constants, **fixed, **state, **params}
     changes = _find_changes(program.graph, inputs, tensors, size)
     nodes, outputs = program.graph.nodes, program.graph.outputs
-    left = ancestors([*map(changes.apply, nodes)], outputs)
-    if lost := {*fixed} & ancestors(nodes, outputs) - left:  # states that are zeros
+    needed = ancestors([*map(changes.apply, nodes)], outputs)
+    if lost := {*fixed} & ancestors(nodes, outputs) - needed:  # states that are zeros
         listed = ", ".join(f"'{name}'" for name in sorted(lost))
         raise InputError(f"fixed inputs have the batch in their values: {listed}; {_WAY_OUT}")
     result = ModelProto()

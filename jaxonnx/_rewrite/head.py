@@ -144,15 +144,15 @@ def _write_changes(proto: ModelProto, graph: Graph, change: HeadChange) -> Model
         nodes[first].input[position] = name
     # `reads` maps each value of the path to the nearest one before it that stays; the last node
     # that stays gets the name of the output
-    left = {node.outputs[0] for node in change.left}
+    dropped = {node.outputs[0] for node in change.left}
     value = change.layer.node.outputs[0]
     reads = {value: value}
     for node, _ in change.layer.path:
-        value = value if node.outputs[0] in left else node.outputs[0]
+        value = value if node.outputs[0] in dropped else node.outputs[0]
         reads[node.outputs[0]] = value
     # nodes behind the layer that the output does not need compute the other outputs
     changed = behind(graph.nodes, change.layer.node.outputs)
-    removed = left | (changed - ancestors(graph.nodes, reads))
+    removed = dropped | (changed - ancestors(graph.nodes, reads))
     for i, node in reversed([*enumerate(main.node)]):
         results = {*node.output} - {""}
         if results and results <= removed:

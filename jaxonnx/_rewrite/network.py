@@ -215,12 +215,12 @@ def with_file(
     ]
     tensors = {n: x for group in groups for n, x in group.items() if n not in after - before}
     graph = bind_file(proto, tensors)
-    read = {*graph_tensors(graph)}
+    stored = {*graph_tensors(graph)}
     new_params, new_state, constants = (
-        {name: value for name, value in group.items() if name in read} for group in groups
+        {name: value for name, value in group.items() if name in stored} for group in groups
     )
     program = model.program.replace_file(graph, constants)
-    heads = tuple(head for head in model.heads if read.issuperset(head.tensors))
+    heads = tuple(head for head in model.heads if stored.issuperset(head.tensors))
     return replace(
         model, params=new_params, state=new_state, proto=proto, program=program, heads=heads
     )

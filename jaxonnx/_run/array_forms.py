@@ -157,8 +157,8 @@ def on_cpu(x: Any, node: str, tensor: str) -> Any:
         return x
 
     def bind(leaf: Any) -> Any:
-        held = leaf.dtype in TYPES  # not the integers of a LowRank
-        return _on_cpu_p.bind(leaf, node=node, tensor=tensor) if held else leaf
+        is_few = leaf.dtype in TYPES  # not the integers of a LowRank
+        return _on_cpu_p.bind(leaf, node=node, tensor=tensor) if is_few else leaf
 
     return jax.tree.map(bind, x)
 

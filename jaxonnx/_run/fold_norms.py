@@ -90,7 +90,7 @@ def fold_norms(graph: Graph, norms: Collection[int]) -> Graph:
 def _find_pairs(graph: Graph, tensors: Mapping[str, Any]) -> Iterator[Pair]:
     """Yield the pairs of the main graph whose weight and b nothing else reads."""
     times = Counter(read_names(graph))
-    read = tensors.keys() & graph.weights
+    stored = tensors.keys() & graph.weights
     convs = {node.outputs[0]: node for node in graph.nodes if node.outputs and _is(node, "Conv")}
     for norm in graph.nodes:
         if not _is(norm, "BatchNormalization") or norm.inputs[0] not in convs:
@@ -100,7 +100,12 @@ def _find_pairs(graph: Graph, tensors: Mapping[str, Any]) -> Iterator[Pair]:
         single = times[norm.inputs[0]] == times[weight] == times[b] == 1
         statistics = any(times[name] for name in norm.outputs[1:])
         foldable = not statistics and norm.attributes.get("spatial", 1)
-        if single and foldable and pair.conv.inputs[0] != weight and read.issuperset(pair.tensors):
+        if (
+            single
+            and foldable
+            and pair.conv.inputs[0] != weight
+            and stored.issuperset(pair.tensors)
+        ):
             yield pair
 
 

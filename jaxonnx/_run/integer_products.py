@@ -123,8 +123,8 @@ def fuse_products(graph: Graph, indices: Collection[int]) -> Graph:
     # The float products and their DequantizeLinear nodes go unless something else reads them; to
     # drop a product can leave its operands unread, hence the loop.
     while True:
-        read = {*graph.outputs, *(name for node in nodes for name in node.reads)}
-        left = [n for n in nodes if n.index not in parts or not read.isdisjoint(n.outputs)]
-        if len(left) == len(nodes):
-            return replace(graph, nodes=(*left,))
-        nodes = left
+        needed = {*graph.outputs, *(name for node in nodes for name in node.reads)}
+        remaining = [n for n in nodes if n.index not in parts or not needed.isdisjoint(n.outputs)]
+        if len(remaining) == len(nodes):
+            return replace(graph, nodes=(*remaining,))
+        nodes = remaining

@@ -125,8 +125,8 @@ def split(
         else:
             before.append(node)
     computed = {name for node in before for name in node.outputs} - constant
-    read = {name for node in after for name in node.reads} | {*graph.outputs}
-    boundary = tuple(sorted(computed & read))
+    needed = {name for node in after for name in node.reads} | {*graph.outputs}
+    boundary = tuple(sorted(computed & needed))
     first = replace(graph, nodes=tuple(before), outputs=boundary)
     return first, replace(graph, nodes=tuple(after))
 

@@ -146,8 +146,8 @@ class Scope:
         later = {name for node in self.graph.nodes[end:] for name in node.reads}
         later.update(self.graph.outputs)
         computed = {name for node in nodes for name in node.outputs}
-        read = {name: self[name] for node in nodes for name in node.reads if name not in computed}
-        crossing = {name: value for name, value in read.items() if not is_known(value)}
+        inputs = {name: self[name] for node in nodes for name in node.reads if name not in computed}
+        crossing = {name: value for name, value in inputs.items() if not is_known(value)}
         weights = {name: crossing.pop(name) for name in self.graph.weights if name in crossing}
         # `remat` returns tracers; known values leave the segment by this dictionary instead
         constants = {}

@@ -212,10 +212,10 @@ class _Exporter:
         graphs = {name: getattr(self, name)() for name in names if name != "init"}
         # state that only the step reads (moments, say) may be stored in the shape of its blocks;
         # `init` is written after that, with the arrays reshaped
-        read = {name for other in graphs.keys() - {"step"} for name in graphs[other][1]["state"]}
+        needed = {name for other in graphs.keys() - {"step"} for name in graphs[other][1]["state"]}
         proto, entry = graphs["step"]
-        read.update(self.state.params, self.state.state)
-        inner = {name: new for name, new in entry["state"].items() if name not in read}
+        needed.update(self.state.params, self.state.state)
+        inner = {name: new for name, new in entry["state"].items() if name not in needed}
         shapes = split_state(proto, inner)
         pairs = zip(self.names, self.values, strict=True)
         self.values = [x.reshape(shapes.get(name, x.shape)) for name, x in pairs]
@@ -379,8 +379,8 @@ class _Exporter:
 
     def _drop_unread(self, proto: ModelProto) -> list[str]:
         """Remove the inputs of state that a graph does not read; return the names of the others."""
-        read = {name for node in proto.graph.node for name in reads(node)}
-        for value in [v for v in proto.graph.input if v.name in {*self.names} - read]:
+        names = {name for node in proto.graph.node for name in reads(node)}
+        for value in [v for v in proto.graph.input if v.name in {*self.names} - names]:
             proto.graph.input.remove(value)
         return [value.name for value in proto.graph.input if value.name in self.names]
 

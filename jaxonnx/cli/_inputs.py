@@ -149,9 +149,9 @@ def table(path: Path, names: Any = None) -> Mapping[str, Any] | None:
     Args:
       names: new names of columns.
     """
-    opened = open_file(path, names)
+    data = open_file(path, names)
     try:
-        return opened.table
+        return data.table
     except TrainingError as error:
         raise InputError(f"'{path}' is not a file of data: {error}") from error
 

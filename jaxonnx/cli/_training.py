@@ -74,8 +74,8 @@ def train(options: argparse.Namespace, sparsity: Mapping[str, Any] | None = None
         settings.pop("on_log", None)
     arguments = {name: explain.evaluate_calls(value) for name, value in settings.items()}
     if options.dry_run:
-        seen = preview(model, data, **{n: x for n, x in arguments.items() if n != "on_log"})
-        return Report(asdict(seen), seen)
+        overview = preview(model, data, **{n: x for n, x in arguments.items() if n != "on_log"})
+        return Report(asdict(overview), overview)
     result = train(model, data, progress=progress, **arguments)
     history, trained = result.history, result.model
     stopped = bool(history.stopped) and not history.early

@@ -221,8 +221,8 @@ class Conv:
         It does if the image that it reads is smaller than the kernel; with large weights it is then
         40 times slower. The gradient of the weight is not affected.
         """
-        read = (self.out, self.kernel, self.size)[out]
-        return any(n < k for n, k in zip(read, self.kernel, strict=True))
+        image = (self.out, self.kernel, self.size)[out]
+        return any(n < k for n, k in zip(image, self.kernel, strict=True))
 
     def _by_onednn(self, out, u, v):
         """Contract to images by convolutions that oneDNN takes, if there are such.

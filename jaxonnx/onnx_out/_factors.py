@@ -146,11 +146,11 @@ def reduce_sum(g: Any, x: Any, axes: list[int]) -> Tensor:
                 factors.append(factor)
         if factors:
             x = Tensor(g("Mul", *operands), x.shape, x.dtype)
-    left = [i for i in range(x.ndim) if i not in axes]
-    shape = [x.shape[i] for i in left]
+    remaining = [i for i in range(x.ndim) if i not in axes]
+    shape = [x.shape[i] for i in remaining]
     total = Tensor(g.reduce("ReduceSum", x, axes), shape, x.dtype)
     for factor in factors:
-        sizes = [factor.shape[i] for i in left] if factor.ndim == x.ndim else []
+        sizes = [factor.shape[i] for i in remaining] if factor.ndim == x.ndim else []
         total = Tensor(g("Mul", total, g.reshape(factor, sizes)), shape, x.dtype)
     return total
 

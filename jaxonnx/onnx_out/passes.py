@@ -70,8 +70,8 @@ def _with_axes(proto: ModelProto) -> ModelProto:
     def fill(graph: GraphProto) -> None:
         for node in graph.node:
             for inner in subgraphs(node):
-                read = {name for other in inner.node for name in reads(other)}
-                inner.initializer.extend(small[name] for name in sorted(read & small.keys()))
+                names = {name for other in inner.node for name in reads(other)}
+                inner.initializer.extend(small[name] for name in sorted(names & small.keys()))
                 fill(inner)
 
     fill(result.graph)
@@ -195,11 +195,11 @@ def _chain_in_blocks(
     block = _block(shape) or 1
     chain = _sort_nodes(chain)
     inner = {node.output[0] for node in chain}
-    read = dict.fromkeys(name for node in chain for name in node.input if name not in inner)
-    whole = [name for name in read if kinds[name][1] == shape]
+    operands = dict.fromkeys(name for node in chain for name in node.input if name not in inner)
+    whole = [name for name in operands if kinds[name][1] == shape]
     results = [node.output[0] for node in chain if node.output[0] in needed]
     # operands of one element with axes, (1, 1) say: within a block of rank 1 they must have rank 1
-    ranked = [name for name in read if kinds[name][1] not in ((), shape)]
+    ranked = [name for name in operands if kinds[name][1] not in ((), shape)]
     scanned = block < prod(shape)
     rows = [prod(shape) // block, block] if scanned else [block]
     sizes = [
@@ -333,7 +333,7 @@ def _hoist_reshapes(branches: list[_Branch], name: str, result: int) -> tuple[in
     scan, sizes = first.makers.get(back.input[0]), first.makers.get(into.input[1])
     if scan is None or scan.op_type != "Scan" or sizes is None:
         return None
-    places = [i for i, read in enumerate(scan.input) if read == into.output[0]]
+    places = [i for i, source in enumerate(scan.input) if source == into.output[0]]
     if len(places) != 1:
         return None
     scan.input[places[0]], end.input[0] = name, back.input[0]

@@ -403,12 +403,12 @@ class Writer:
         attributes = {key: value for key, value in options.items() if value is not None}
         quantized = self._name(f"{name}_quantized")
         result = self._name(f"{name}_DequantizeLinear_Output")
-        for op, read, output in (
+        for op, source, output in (
             ("QuantizeLinear", name, quantized),
             ("DequantizeLinear", quantized, result),
         ):
             label = f"{name}_{op}"
-            node = helper.make_node(op, [read, *inputs], [output], label, **attributes)
+            node = helper.make_node(op, [source, *inputs], [output], label, **attributes)
             self.proto.graph.node.append(node)
         self.parameters[name] = inputs
         return quantized, result

@@ -61,12 +61,12 @@ def find_products(model: Network, sites: Mapping[str, WeightSite]) -> list[Produ
     nodes read is in the group of the first.
     """
     groups: dict[tuple, Products] = {}
-    seen: set[str] = set()
+    grouped: set[str] = set()
     for use in uses(model.graph, model.tensors):
-        read = _read_activation(use, model.tensors) if use.name in sites else None
-        if read is not None and use.name not in seen and read[0] not in model.tensors:
-            seen.add(use.name)
-            group = groups.setdefault(read, Products(*read))
+        key = _read_activation(use, model.tensors) if use.name in sites else None
+        if key is not None and use.name not in grouped and key[0] not in model.tensors:
+            grouped.add(use.name)
+            group = groups.setdefault(key, Products(*key))
             group.uses.append(use)
     return [*groups.values()]
 

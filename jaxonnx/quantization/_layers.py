@@ -154,8 +154,8 @@ def _clipped(
         available = tensors.keys() | fed.keys()
         computed = [*{q.inputs[0] for q in quantizers.values()} - available]
         program = model.program.with_values(computed)
-        read = jit(program.evaluate)(model.params, model.state, fed)
-        tensors |= fed | dict(zip(computed, read[len(model.graph.outputs) :], strict=True))
+        outputs = jit(program.evaluate)(model.params, model.state, fed)
+        tensors |= fed | dict(zip(computed, outputs[len(model.graph.outputs) :], strict=True))
     shares = {}
     for name, node in quantizers.items():
         if node.inputs[0] in tensors:
@@ -174,15 +174,17 @@ def plot_ranges(layers: Sequence[Layer], axes: Any = None) -> Any:
     """Draw the ranges of weights and activations of each layer; return the matplotlib axes."""
     axes = new_axes(axes)
     parts = [("weights", [(i, x.weight) for i, x in enumerate(layers) if x.weight])]
-    read = [(i, x) for i, layer in enumerate(layers) for x in layer.activations]
-    for k, (label, rounded) in enumerate([*parts, ("activations", read)]):
+    activations = [(i, x) for i, layer in enumerate(layers) for x in layer.activations]
+    for k, (label, rounded) in enumerate([*parts, ("activations", activations)]):
         places = [i + 0.4 * k for i, _ in rounded]
         starts = [x.range[0] for _, x in rounded]
         widths = [x.range[1] - x.range[0] for _, x in rounded]
         axes.barh(places, widths, 0.4, starts, label=label)
     axes.set_yticks(np.arange(len(layers)) + 0.2, [layer.name for layer in layers])
     axes.invert_yaxis()
-    smallest = min((abs(e) for p in (*parts[0][1], *read) for e in p[1].range if e), default=1.0)
+    smallest = min(
+        (abs(e) for p in (*parts[0][1], *activations) for e in p[1].range if e), default=1.0
+    )
     axes.set_xscale("symlog", linthresh=smallest)
     axes.set(xlabel="numbers that are not clipped")
     axes.axvline(0, color="black", linewidth=0.8)

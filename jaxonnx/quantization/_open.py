@@ -107,7 +107,7 @@ def fold(proto: ModelProto, graph: Graph, values: Mapping[str, np.ndarray]) -> M
     part = select_part(graph, names)
     folded = dict(zip(names, map(np.asarray, run(part, {}, Context(values))), strict=True))
     computed = {name for node in part.nodes for name in node.outputs}
-    read = {name for node in part.nodes for name in node.reads}
+    candidates = {name for node in part.nodes for name in node.reads}
     for i, node in reversed([*enumerate(main.node)]):
         if computed.intersection(node.output):
             del main.node[i]
@@ -116,15 +116,15 @@ def fold(proto: ModelProto, graph: Graph, values: Mapping[str, np.ndarray]) -> M
     tensors = {**values, **folded}
     norms = [node for node in main.node if node.output[0] in entry.norms]
     convs = [node for node in main.node if {*node.output} & {norm.input[0] for norm in norms}]
-    read.update(name for node in (*norms, *convs) for name in node.input[1:])
+    candidates.update(name for node in (*norms, *convs) for name in node.input[1:])
     for name, value in fold_rounded_norms(main, entry.norms, tensors).items():
         tensors[name] = value
         remove_tensor(main, name)
         main.initializer.append(numpy_helper.from_array(value, name))
     for bias in entry.biases:
         _store_bias(main, bias, tensors[bias.name], *(tensors[name] for name in bias.scales))
-    read |= _remove_idle(main, entry.idle, tensors)
-    for name in read - order.count_readers(main).keys() - folded.keys():
+    candidates |= _remove_idle(main, entry.idle, tensors)
+    for name in candidates - order.count_readers(main).keys() - folded.keys():
         remove_tensor(main, name)
     records.rename_sparse(
         proto, {entry.names[stored]: stored for stored in entry.folds if stored in entry.names}
@@ -174,7 +174,7 @@ def _remove_idle(
     """
     producers = {node.output[0]: node for node in graph.node if node.output[0] in results}
     times = order.count_readers(graph)
-    read: set[str] = set()
+    names: set[str] = set()
     for node in graph.node:
         before = producers.get(node.input[0]) if node.op_type == "QuantizeLinear" else None
         if before is None or times[node.input[0]] > 1 or len(node.input) < 3:
@@ -188,9 +188,9 @@ def _remove_idle(
             low, high = np.rint(np.asarray(limits, np.float32) / scale) + point.astype(np.float32)
         if low <= least and most <= high:
             node.input[0] = before.input[0]
-            read.update(before.input)
+            names.update(before.input)
             graph.node.remove(before)
-    return read
+    return names
 
 
 def _limits_of(node: NodeProto, tensors: Mapping[str, np.ndarray]) -> tuple[Any, Any] | None:

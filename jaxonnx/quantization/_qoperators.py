@@ -242,9 +242,9 @@ def close_operators(graph: GraphProto, opened: Iterable[Opened]) -> None:
     candidates = {name for node in removed for name in node.input}
     for node in removed:
         graph.node.remove(node)
-    read = order.count_readers(graph)
+    remaining = order.count_readers(graph)
     for tensor in [*graph.initializer]:
-        if tensor.name in candidates - read.keys():
+        if tensor.name in candidates - remaining.keys():
             graph.initializer.remove(tensor)
 
 

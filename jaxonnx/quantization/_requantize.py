@@ -48,11 +48,11 @@ def requantize(
       InputError: a weight is dequantized in several ways, or by an operator whose weights cannot be
         quantized again.
     """
-    read = uses_by_tensor(graph, tensors)
+    uses_of = uses_by_tensor(graph, tensors)
     arrays: dict[str, np.ndarray] = {}
     losses: dict[str, Loss] = {}
     for name, change in changes.items():
-        first, *others = direct_uses(read[name])
+        first, *others = direct_uses(uses_of[name])
         for use in others:
             if use.parts != first.parts or use.node.attributes != first.node.attributes:
                 raise InputError(
@@ -60,7 +60,7 @@ def requantize(
                     f"{use.node.label}, so nothing can be merged into it: "
                     "use adapters='nodes'"
                 )
-        grid, free = _read(first, tensors), find_own_parts(read, name)
+        grid, free = _read(first, tensors), find_own_parts(uses_of, name)
         scale, zero, _ = first.parts
         rounded, losses[name] = _round(grid, change, scale in free, zero in free)
         parts = zip((name, scale, zero), rounded, strict=False)
@@ -80,13 +80,13 @@ def dequantize(
     Raises:
       InputError: a weight is read where it cannot be rounded again.
     """
-    all_weights, read = weights(graph, tensors), uses_by_tensor(graph, tensors)
+    all_weights, uses_of = weights(graph, tensors), uses_by_tensor(graph, tensors)
     result = {}
     for name in names:
         if not all_weights[name].storage:
             result[name] = np.asarray(tensors[name], np.float32)
             continue
-        grid = _read(direct_uses(read[name])[0], tensors)
+        grid = _read(direct_uses(uses_of[name])[0], tensors)
         present, shape = grid.groups >= 0, all_weights[name].shape
         group = np.empty(grid.codes.shape[1], int)
         group[grid.groups[present]] = np.nonzero(present)[0]

@@ -256,8 +256,8 @@ def _add_reads(
 
     def is_quantized(name: str) -> bool:
         """Check whether every reader of a value reads it quantized."""
-        read = [place for node in graph.readers.get(name, ()) for place in places(node, name)]
-        return name not in graph.outputs and {*read} <= reads.keys()
+        reading = [place for node in graph.readers.get(name, ()) for place in places(node, name)]
+        return name not in graph.outputs and {*reading} <= reads.keys()
 
     for node in graph.nodes:
         if _is(node, ("Conv",)) and (node.outputs[0], 0) in reads:

@@ -227,10 +227,10 @@ class AllSteps(CallView):
 
     def enter(self, graph: Graph, constants: Mapping[str, np.ndarray]) -> Graph:
         tensors, producers = {**graph.initializers, **constants}, graph.producers
-        read = ancestors(graph.nodes, [self.output])
+        needed = ancestors(graph.nodes, [self.output])
         for node in reversed(graph.nodes):
             source = (
-                None if read.isdisjoint(node.outputs) else _find_source(node, tensors, producers)
+                None if needed.isdisjoint(node.outputs) else _find_source(node, tensors, producers)
             )
             if source is not None:
                 new = {node.outputs[0]: source}

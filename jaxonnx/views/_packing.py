@@ -81,8 +81,8 @@ class PackedRows(CallView):
             starts = jnp.pad(
                 numbers[:, 1:] != numbers[:, :-1], ((0, 0), (1, 0)), constant_values=True
             )
-            begun = jnp.where(starts, places, 0)
-            token_positions, texts = places - jnp.maximum.accumulate(begun, axis=1), numbers
+            begins = jnp.where(starts, places, 0)
+            token_positions, texts = places - jnp.maximum.accumulate(begins, axis=1), numbers
             derived = {self.input: (numbers > 0).astype(numbers.dtype)}
         else:  # a text starts at position 0; padding counts as texts of one token
             token_positions, texts = numbers, jnp.cumsum(numbers == 0, axis=1)

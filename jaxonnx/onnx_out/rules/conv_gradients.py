@@ -147,9 +147,9 @@ def channels_of_weight(g: Any, form: Any, x: Any, dy: Any) -> Any:
     pairs = _pairs(inner)
     if (pairs == cells * places).any():  # a tap in the padding reads zero
         every = g("Concat", every, np.zeros((kernels, 1), x.dtype), axis=1)
-    read = Tensor(g("Gather", every, pairs, axis=1), (kernels, len(pairs)), x.dtype)
-    read = g.reshape(read, [kernels, len(pairs) // places, places])
-    return g.reshape(g.reduce_tensor("ReduceSum", read, [2]), [channels, 1, *form.kernel])
+    gathered = Tensor(g("Gather", every, pairs, axis=1), (kernels, len(pairs)), x.dtype)
+    gathered = g.reshape(gathered, [kernels, len(pairs) // places, places])
+    return g.reshape(g.reduce_tensor("ReduceSum", gathered, [2]), [channels, 1, *form.kernel])
 
 
 def channels_of_images(g: Any, form: Any, dy: Any, w: Any) -> Any:

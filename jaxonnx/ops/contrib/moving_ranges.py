@@ -66,9 +66,9 @@ def moving_range(
     if training:
         x = lax.stop_gradient(x)
         least = jnp.zeros_like(low) if positive else jnp.minimum(x.min(), 0)
-        seen = least, jnp.maximum(x.max(), 0)
+        observed = least, jnp.maximum(x.max(), 0)
         moved = (
-            old + (1 - decay) * (new - old) for old, new in zip((low, high), seen, strict=True)
+            old + (1 - decay) * (new - old) for old, new in zip((low, high), observed, strict=True)
         )
         moves = True if freeze is None else count < freeze
         low, high = (
