@@ -148,7 +148,7 @@ def check_valid(what: str, proto: ModelProto, original: Callable[[], ModelProto]
 
     Args:
       what: as in `check_written`.
-      original: make the file before the change; what refuses that one as well is no fault of this.
+      original: makes the file before the change; a refusal of that one as well is no fault.
 
     Raises:
       ModelError: with the node that is refused.
@@ -187,6 +187,7 @@ def find_excess(size: int) -> str:
 
 def _check(what: str, proto: ModelProto, origin: Origin, *, rounded: bool, optimized: bool) -> str:
     """Check a file; say why its results were not compared, if they were not."""
+    # 1. choose what evaluates the file, and what the network: onnxruntime both where it can
     _check_validity(what, proto, lambda: origin.file)
     if _divides_integers(proto):
         session = "a division of integers by zero, in onnxruntime, would end the process"
@@ -208,6 +209,7 @@ def _check(what: str, proto: ModelProto, origin: Origin, *, rounded: bool, optim
         operators = [lookup(node.domain, node.op_type, sys.maxsize) for node in nodes]
         if any(op is not None and (op.quantized or op.dequantizes) for op in operators):
             written = _evaluate(proto)
+    # 2. compare them on random inputs
     append = origin.append or (lambda run: run)
     origin = origin._replace(run=append(origin.run))
     expect = append(original) if original else origin.run
@@ -244,6 +246,7 @@ def _check(what: str, proto: ModelProto, origin: Origin, *, rounded: bool, optim
                     f"the results ({difference}); reduce_range=True avoids it"
                 )
             where = integers.first and f"; from {integers.first} on, integers differ by more than 1"
+    # 3. name the first node that differs
     if not where:
         where = name_difference(proto.graph, origin.names, (written, expect), feeds, tolerance)
     raise ModelError(

@@ -420,7 +420,7 @@ def _free_names(graph: Graph) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Rules:
-    """What one version of a schema demands of a node."""
+    """The requirements of one version of a schema on a node."""
 
     inputs: tuple[str | None, ...]
     """The names of the required inputs, None for those that may be omitted."""
@@ -444,7 +444,7 @@ def check_node(
       op: its operator.
       version: the opset that the graph imports.
       attributes: those of the node, references resolved.
-      label: what messages call the node.
+      label: the name of the node in messages.
     """
     unknown = {*attributes} - op.attributes - {"consumed_inputs"}
     if unknown:

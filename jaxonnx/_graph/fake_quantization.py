@@ -17,7 +17,7 @@ from jaxonnx._graph.bind import Graph, Node
 from jaxonnx.registry import is_known
 
 _BETWEEN = ("Add", "Cast", "Clip", "Identity", "Max", "Min", "Sub")
-"""What stands between the division, the rounding and the product: zero points and limits."""
+"""Operators between the division, the rounding and the product: zero points and limits."""
 
 
 def pass_rounding(graph: Graph, tensors: Mapping[str, Any]) -> Graph:
@@ -87,7 +87,7 @@ class _Chains:
         self._graph = graph
 
     def is_fake(self, node: Node) -> bool:
-        """Check whether what is rounded was divided by the scale that multiplies it later."""
+        """Check whether the rounded value was divided by the scale that multiplies it later."""
         if node.op.name != "Round" or node.op.domain:
             return False
         divisors = [n.inputs[1] for n in self._walk(node, self._before, ("Div",))]

@@ -39,7 +39,7 @@ class Normalizations:
     statistics: set[str] = field(default_factory=set)
     """Stored means and variances, and what is added to a variance."""
     values: set[str] = field(default_factory=set)
-    """What is computed from the input up to its multiplication with a scale."""
+    """The values from the input up to its multiplication with a scale."""
 
 
 def normalizations(graph: Graph, tensors: Mapping[str, Any]) -> Normalizations:

@@ -20,12 +20,12 @@ _ATTENTIONS = (
     *("PackedAttention", "PackedMultiHeadAttention"),
 )
 _PRODUCTS = ("MatMul", "FusedMatMul", "Einsum")
-"""What a decomposed attention is made of, around a Softmax."""
+"""The operators of a decomposed attention, around a Softmax."""
 _KEEPS_LOGITS = (
     *("Add", "Mul", "Div", "Tanh", "Cast", "Identity", "Reshape", "Transpose", "Slice", "Gather"),
     *("Softmax", "LogSoftmax"),
 )
-"""What may stand between the head and the output."""
+"""Operators that may stand between the head and the output."""
 
 
 def find_projections(

@@ -157,7 +157,7 @@ class Roles:
 
     @property
     def constants(self) -> dict[str, str]:
-        """The tensors that stand where weights do and are constants, with what they are."""
+        """Constants in weight positions, with the rule that made them constant."""
         return {n: r.name for n, r in self.rules.items() if r.verdict == CONSTANT}
 
     @property
@@ -249,8 +249,8 @@ def evaluate_constant_expressions(
     arithmetic: set[str] = set()
     inner: list[Node] = []
     norms: dict[str, frozenset[str]] = {}
+    # 1. collect the nodes that compute with tensors alone: arithmetic, views and parts
     for node in graph.nodes:
-        # arithmetic, a view or a part, of tensors alone
         op = node.op
         followed = op.name in (*_FOLLOWED, *_LOOKUPS, *PARTS) or op.name.startswith("Reduce")
         simple = op.pointwise or op.view or (followed and not op.domain)
@@ -277,6 +277,7 @@ def evaluate_constant_expressions(
         moved = node.op.view or (not node.op.domain and node.op.name in PARTS)
         if behind and not (moved and arithmetic.isdisjoint(operands)):
             arithmetic.update(filter(None, node.outputs))
+    # 2. evaluate the results that other nodes read
     inside = {node.index for node in inner}
     outer = {name for node in graph.nodes if node.index not in inside for name in node.reads}
     results = arithmetic & outer

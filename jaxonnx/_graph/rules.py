@@ -39,7 +39,7 @@ class Rule:
     """A rule for uses of tensors; its test's docstring says which networks or exporters need it."""
 
     name: str
-    """What the tensor is, as `print(model)` says of a constant."""
+    """A description of the tensor, as `print(model)` shows that of a constant."""
     verdict: str
     test: Callable[[Site], bool]
     file: str

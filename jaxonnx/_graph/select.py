@@ -150,7 +150,7 @@ def _like(text: str, names: Iterable[str]) -> list[str]:
 
 
 def _error(text: str) -> str:
-    """Return why a text is not a regular expression; empty if it is one."""
+    """Describe the error in a regular expression; "" without one."""
     try:
         re.compile(text)
     except re.error as error:

@@ -1,4 +1,4 @@
-"""Where a tensor stands in a graph, and what else the rules of what is trained ask about it.
+"""The position of a tensor in a graph, and the other facts that rules of training ask for.
 
 A `Site` is one use of a tensor. Its properties are small pure functions of the use, of the tensor's
 numbers and of the graph; each is evaluated when a rule first asks, and once.
@@ -79,7 +79,7 @@ class Tensor:
 
     @cached_property
     def largest(self) -> float:
-        """The greatest magnitude; NaN if there is one."""
+        """The greatest magnitude; NaN if any element is NaN."""
         return float(np.abs(self.value.astype(np.float64)).max(initial=0))
 
     @cached_property
@@ -117,7 +117,7 @@ class Facts:
     graph: Graph
     normalized: Normalizations
     norms: frozenset[str]
-    """The tensors that meet weights only in the computation of what divides these."""
+    """Tensors that meet weights only in the computation of their divisors."""
     layers: set[int] = field(default_factory=set)
     """The indices of the nodes that have weights."""
     weights_stored: bool = False

@@ -383,7 +383,7 @@ class Weight:
     """The meaning of a tensor to all the operators that read it."""
 
     matrix: Matrix | None
-    """What its axes mean, by the first use that tells; None if it is not a matrix."""
+    """The meaning of its axes, by the first use that tells; None if it is not a matrix."""
     start: float | None
     """The constant that a fresh weight is filled with; None if it is drawn at random."""
     dense: str

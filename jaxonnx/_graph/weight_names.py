@@ -170,5 +170,5 @@ def _part(use: Use, data: Collection[str]) -> str:
 
 
 def _is_normalized(use: Use) -> bool:
-    """Check whether the tensor is what a normalization normalizes."""
+    """Check whether a normalization normalizes the tensor."""
     return use.position == 0 and use.node.op.start(1) == 1.0

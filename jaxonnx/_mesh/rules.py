@@ -3,7 +3,7 @@
 "fsdp" splits the largest axis of every large tensor (ZeRO stage 3, arXiv 1910.02054). "tensor"
 splits pairs of matrix products, the first by its outputs and the second by its inputs, so that one
 all-reduce follows a pair (Megatron-LM, arXiv 1909.08053). Megatron takes the pairs from the code of
-a transformer; here `_graph.pairs` finds them in the graph, so that any network with such pairs
+a transformer; here `pairs` finds them in the graph, so that any network with such pairs
 works. A tensor that devices cannot divide evenly is not split.
 
 A matrix in few bits is one entry to all rules, by the name of its codes and with the axes of the

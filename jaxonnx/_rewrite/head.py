@@ -140,9 +140,10 @@ def _write_changes(proto: ModelProto, graph: Graph, change: HeadChange) -> Model
     result.CopyFrom(proto)
     main, output = result.graph, change.layer.output
     nodes = {node.output[0]: node for node in main.node if node.output}
+    # 1. inputs with other values
     for (first, position), name in change.inputs.items():
         nodes[first].input[position] = name
-    # `reads` maps each value of the path to the nearest one before it that stays; the last node
+    # 2. the path behind the layer: `reads` maps each value of the path to the nearest one before it that stays; the last node
     # that stays gets the name of the output
     dropped = {node.outputs[0] for node in change.left}
     value = change.layer.node.outputs[0]
@@ -150,7 +151,7 @@ def _write_changes(proto: ModelProto, graph: Graph, change: HeadChange) -> Model
     for node, _ in change.layer.path:
         value = value if node.outputs[0] in dropped else node.outputs[0]
         reads[node.outputs[0]] = value
-    # nodes behind the layer that the output does not need compute the other outputs
+    # 3. nodes behind the layer that the output does not need compute the other outputs
     changed = behind(graph.nodes, change.layer.node.outputs)
     removed = dropped | (changed - ancestors(graph.nodes, reads))
     for i, node in reversed([*enumerate(main.node)]):
@@ -163,7 +164,7 @@ def _write_changes(proto: ModelProto, graph: Graph, change: HeadChange) -> Model
                 node.input[i] = output if reads[name] == value else reads[name]
         if value in node.output:
             node.output[0] = output
-    # declared types of values behind the layer have the old number of classes
+    # 4. declared types of values behind the layer have the old number of classes
     stale = {*changed, *change.fresh} - {output}
     for values in (main.value_info, main.output):
         for i, entry in reversed([*enumerate(values)]):
@@ -177,6 +178,7 @@ def _write_changes(proto: ModelProto, graph: Graph, change: HeadChange) -> Model
         if entry.name == output and len(dims) == change.rank:
             dims[change.axis].Clear()
             dims[change.axis].dim_value = change.count
+    # 5. the new tensors
     for name, array in {**change.fresh, **change.constants}.items():
         _define(main, name, array)
     return result

@@ -22,7 +22,7 @@ _CONVOLUTIONS = ("Conv", "ConvTranspose", "FusedConv")
 _PRODUCTS = ("FusedGemm", "FusedMatMul", "Gemm", "MatMul", *_CONVOLUTIONS)
 
 _LISTED = 5
-"""How many layers an error lists at most."""
+"""The most layers that an error lists."""
 
 Shape = tuple[int | str | None, ...]
 
@@ -173,7 +173,7 @@ def _activation(node: Node) -> str:
 
 
 def _obstacle(node: Node, data: list[int], value: str) -> str:
-    """Return why a node ends the search for a layer before it, as part of an error; else ""."""
+    """Explain, for an error, why the search for a layer ends at a node; "" if it does not."""
     if node.body is not None:
         return (
             "a function of the file: put its nodes in the place of the call with "

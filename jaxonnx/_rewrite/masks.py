@@ -37,7 +37,7 @@ def find_masks(graph: Graph, tensors: Mapping[str, Any]) -> dict[str, tuple[str,
 
 
 def describe_masks(graph: Graph, tensors: Mapping[str, Any]) -> str:
-    """Describe the weights that are multiplied by masks, "" if there is none."""
+    """Describe the weights that are multiplied by masks; "" without such weights."""
     weights = [f"'{weight}'" for weight, _ in find_masks(graph, tensors).values()]
     if not weights:
         return ""

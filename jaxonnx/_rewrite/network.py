@@ -52,7 +52,7 @@ class Network:
     new_rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """The rows of tokens that `with_tokens` added, by the embedding or output layer."""
     companion: Companion = ALONE
-    """What lies beside the file, and is saved with it."""
+    """The companion of the file, saved with it."""
     source: ModelProto | None = field(default=None, repr=False)
     """`proto` as it was loaded, to see whether nodes were added or rewritten since."""
 
@@ -172,7 +172,7 @@ def reenter(model: N, before: Network) -> N:
 
 
 def refuse_change(model: Network, what: str) -> None:
-    """Raise an InputError if a view of a model would not fit what changes beneath it."""
+    """Raise an InputError if the model has a view that would not fit a changed graph."""
     if model.program.adapts:
         raise InputError(
             f"{what} of a model with adapters cannot be changed: set it before they are attached, "

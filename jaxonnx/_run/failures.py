@@ -21,10 +21,10 @@ from jaxonnx.errors import Error, LimitError, NodeError, StaticError
 _OF_PYTHON = TypeError, ValueError, AttributeError, LookupError, ArithmeticError, MemoryError
 
 FOREIGN = (*_OF_PYTHON, RuntimeError, InconclusiveDimensionOperation, MLIRError)
-"""What NumPy and JAX raise inside an operator, JaxRuntimeError and RecursionError among it."""
+"""Exceptions of NumPy and JAX inside an operator, JaxRuntimeError and RecursionError among it."""
 
 _UNCOMPILED = (*_OF_PYTHON, NotImplementedError, jax.errors.JaxRuntimeError, MLIRError)
-"""What JAX and XLA raise for a program that was traced."""
+"""Exceptions of JAX and XLA for a traced program."""
 
 _INTERNAL = re.compile(
     r"\blax\b|jnp|jax\.|jaxlib|mlir|loc\(|static extent|tuple index|unpack|itera(tor|ble)|"

@@ -99,7 +99,7 @@ def make_key(changes: Changes, others: frozenset[str], fixed: Mapping[str, np.nd
 def split(
     graph: Graph, cuts: Collection[int], others: Collection[str], constant: Collection[str]
 ) -> tuple[Graph, Graph | None]:
-    """Split a graph where compiling must stop: into what is compiled, and the rest if there is one.
+    """Split a graph where compiling must stop: the compiled part, and the rest or None.
 
     Args:
       graph: the bound graph.

@@ -17,7 +17,7 @@ _EXITS = (
 )
 
 _ALSO_CALLED = {"lr": "rate", "learning-rate": "rate", "max-norm": "clip", "wd": "weight-decay"}
-"""What others call a flag."""
+"""Names that other tools have for a flag."""
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

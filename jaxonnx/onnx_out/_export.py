@@ -167,19 +167,22 @@ def append(
     Returns:
       The results, which are not added to the graph's outputs.
     """
+    # 1. trace the function
     call, weights = split_weights(function)
     leaves, tree = jax.tree_util.tree_flatten_with_path(examples)
     structs = [_struct(leaf, path) for path, leaf in leaves]
     arguments = jax.tree_util.tree_unflatten(tree, structs)
     closed, shapes = trace(call, weights, arguments)
     closed = live(closed)
+    # 2. name its results
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(shapes)[0]]
     used = {*names_of(graph), *inputs}
     default = [unused_name("output" + _key(path), used) for path in paths]
     results = default if outputs is None else _names(outputs, default, "outputs")
-    if taken := used.difference(default).intersection(results):
-        raise InputError(f"{sorted(taken)[0]!r} is the name of another tensor; give outputs=")
+    if shared := used.difference(default).intersection(results):
+        raise InputError(f"{sorted(shared)[0]!r} is the name of another tensor; give outputs=")
     used.update(results)
+    # 3. write a node, or several, for each equation
     before = len(graph.node), len(graph.initializer)
     writer = Writer(graph.name, used)
     writer.graph = graph
@@ -212,6 +215,7 @@ def append(
     _merge_identities(graph, before[0])
     if functions is not None:
         functions.extend(g.functions.protos)
+    # 4. a function that evaluates the same, and its values within by the names of tensors
     declared = [value_info(n, plain(a)) for n, a in zip(results, closed.out_avals, strict=True)]
     compiled = jax.jit(call)
 

@@ -1,4 +1,4 @@
-"""The jaxpr of a function, or the reason why there is none, with the line of the program."""
+"""Trace functions to jaxprs; errors name the line of the user's program."""
 
 import re
 import sys

@@ -81,6 +81,7 @@ def insert(
     whole = reenter(model, unfolded)
     tensors = model.tensors
     find = find_in(model, whole, examples[0])
+    # 1. what is quantized: weights, each by a scheme of its type, and activations
     sites = find(scheme)
     types = types or {}
     kinds = {name: types.get(name, scheme.weights) for name in sites.weights}
@@ -103,10 +104,12 @@ def insert(
         values, fitted = scale_inputs(whole, sites.weights, examples, schemes)
         model, whole = with_tensors(model, values), with_tensors(whole, values)
         tensors = model.tensors
+    # 2. the ranges of activations on the calibration data
     observed = observe(whole, sites.range_names, examples)
     calibration = find_ranges(observed, sites.shared, scheme, types)
     ranges = calibration.ranges
     reads = sites.select_reads(ranges)
+    # 3. BatchNormalizations that stay for training
     norms = folded_outputs(unfolded.graph, unfolded.tensors) if keep_norms else {}
     # only weights with a scale for each output channel, along the first axis
     along = {n: site for n, site in sites.weights.items() if n in norms and site.output == 0}
@@ -118,6 +121,7 @@ def insert(
         tensors = model.tensors
         convs = {norm: conv for conv, norm in norms.values()}
         reads = {(convs.get(node, node), i): name for (node, i), name in reads.items()}
+    # 4. the scales of weights
     writer = Writer(model.proto, {*tensors, *(value.name for value in model.inputs)})
     biases = {bias.weight: bias for bias in sites.biases if bias.value in ranges}
 
@@ -135,6 +139,7 @@ def insert(
         values, scales = round_weights(whole, sites.weights, examples, schemes, fit)
         model = with_tensors(model, values)
     scales = {n: scales[n] if n in scales else fit(n) for n in sites.weights}
+    # 5. write the QDQ pairs
     for name, parameters in scales.items():
         # onnxruntime (1.32) refuses zero points per column of a stack of matrices of integers
         bare = sites.weights[name].stacked and schemes[name].computes_integers
@@ -144,6 +149,7 @@ def insert(
     writer.quantize_outputs((n for n in sites.outputs if n in ranges), ranges)
     writer.store_biases((b.name, b.value, b.weight) for b in sites.biases if b.value in ranges)
     net = with_file(model, writer.finish(norm for _, norm in norms.values()), writer.added)
+    # 6. compare with the widest ranges, and warn
     entered = reenter(net, unfolded)
     shares = {n: clipped_share(x, ranges[n]) for n, x in observed.samples.items() if n in ranges}
     _warn_if_worse(entered, calibration, observed, writer.parameters, examples, shares, scheme)

@@ -103,6 +103,7 @@ def fold(proto: ModelProto, graph: Graph, values: Mapping[str, np.ndarray]) -> M
     if entry is None or entry.folded:
         return proto
     main, entry = proto.graph, _restrict(entry, proto.graph, values)
+    # 1. compute the integers of the weights, in place of the nodes that do
     names = entry.folds
     part = select_part(graph, names)
     folded = dict(zip(names, map(np.asarray, run(part, {}, Context(values))), strict=True))
@@ -114,6 +115,7 @@ def fold(proto: ModelProto, graph: Graph, values: Mapping[str, np.ndarray]) -> M
     for name, value in folded.items():
         main.initializer.append(numpy_helper.from_array(value, name))
     tensors = {**values, **folded}
+    # 2. fold BatchNormalizations that training kept, store biases in int32, drop idle limits
     norms = [node for node in main.node if node.output[0] in entry.norms]
     convs = [node for node in main.node if {*node.output} & {norm.input[0] for norm in norms}]
     candidates.update(name for node in (*norms, *convs) for name in node.input[1:])
@@ -124,11 +126,13 @@ def fold(proto: ModelProto, graph: Graph, values: Mapping[str, np.ndarray]) -> M
     for bias in entry.biases:
         _store_bias(main, bias, tensors[bias.name], *(tensors[name] for name in bias.scales))
     candidates |= _remove_idle(main, entry.idle, tensors)
+    # 3. remove the float tensors that nothing reads any more
     for name in candidates - order.count_readers(main).keys() - folded.keys():
         remove_tensor(main, name)
     records.rename_sparse(
         proto, {entry.names[stored]: stored for stored in entry.folds if stored in entry.names}
     )
+    # 4. quantized operators in place of the pairs around them
     close_operators(main, entry.opened)
     order.sort(main)
     replace(entry, norms=(), idle=(), positive=(), folded=True, learned={}).write(proto)

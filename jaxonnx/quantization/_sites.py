@@ -250,7 +250,7 @@ def _add_reads(
         return name
 
     def places(node: Node, name: str) -> list[tuple[str, int]]:
-        """Return where a node reads a value; -1 stands for its subgraphs."""
+        """List the places at which a node reads a value; -1 stands for its subgraphs."""
         positions = [i for i, x in enumerate(node.inputs) if x == name] or [-1]
         return [(node.outputs[0], i) for i in positions]
 

@@ -103,7 +103,7 @@ class View:
         return network
 
     def leave(self, network: N, form: str | None) -> tuple[N, list[Addition]]:
-        """Return a network without this view, as a file is written of it, and what is added.
+        """Return the network without this view, as it is saved, and its additions to the file.
 
         Args:
           network: a network whose last view this is.
