@@ -106,6 +106,7 @@ def find_caches(graph: Graph, inputs: Sequence[Value]) -> Caches | None:
     Returns:
       None if there are no caches, or no inputs of rank 2 and more besides them (tokens).
     """
+    # 1. inputs of rank 3 and more that an output continues
     kinds = {value.name: value for value in inputs}
     floats = {name for name, value in kinds.items() if len(value.shape or ()) > 2}
     carried = _follow(graph, {name: name for name in floats})
@@ -114,6 +115,7 @@ def find_caches(graph: Graph, inputs: Sequence[Value]) -> Caches | None:
         name = carried.get(output)
         if name is not None and name != output:
             pairs.setdefault(name, output)
+    # 2. the other inputs: switches, those that are not read while these are off, tokens
     others = [value for value in inputs if value.name not in pairs]
     switches = _find_switches(graph, others) if pairs else {}
     # a network that only joins features to an input and returns both looks the same, but has no
@@ -125,12 +127,12 @@ def find_caches(graph: Graph, inputs: Sequence[Value]) -> Caches | None:
         return None
     values = tuple(kinds[name] for name in graph.inputs if name in pairs)
     types = dict(zip(graph.outputs, graph.output_types, strict=True))
-    sizes = {}  # the named sizes of each cache after a step
+    # 3. the named sizes of each cache after a step, and what a Concat joins to it
+    sizes = {}
     for name, output in pairs.items():
         kind = types[output]
         dims = () if kind is None else kind.tensor_type.shape.dim
         sizes[name] = {dim.dim_param for dim in dims if dim.dim_param}
-    # Concats of a cache with another value
     caches = {value.name: value for value in values}
     joined: dict[str, tuple[str, int]] = {}
     for node in graph.nodes:
@@ -141,8 +143,14 @@ def find_caches(graph: Graph, inputs: Sequence[Value]) -> Caches | None:
         for axis, size in enumerate(caches[names[0]].shape or ()):
             if axis and isinstance(size, str) and size in sizes[names[0]]:
                 joined.setdefault(size, (other, axis))
-    omissible = _find_omissible(graph, pairs)
-    return Caches(pairs, sizes, values, switches, omissible, frozenset(unread & floats), joined)
+    # 4. caches that are read only as optional pasts of operators (`Op.pasts`)
+    omissible = {*pairs}
+    for node in graph.nodes:
+        pasts = {node.inputs[i] for i in node.op.pasts if i < len(node.inputs)}
+        needed = {n for n, w in zip(node.inputs, node.op.needed, strict=False) if w is not None}
+        omissible -= {*node.reads} - (pasts - needed if node.body is None else set())
+    idle = frozenset(unread & floats)
+    return Caches(pairs, sizes, values, switches, frozenset(omissible), idle, joined)
 
 
 def find_states(graph: Graph, inputs: Sequence[Value]) -> dict[str, str]:
@@ -180,23 +188,15 @@ def _continue_states(graph: Graph, carried: dict[str, str]) -> dict[str, str]:
             source = node.inputs[position] if position < len(node.inputs) else ""
             if i + 1 < len(node.outputs) and source in carried:
                 ends[node.outputs[i + 1]] = carried[source]
-    ends = ends or {
-        output: carried[source]
-        for node in graph.nodes
-        for output, source in _find_carried(node)
-        if source in carried
-    }
+    for node in graph.nodes if not ends else ():  # values that a Scan or Loop carries
+        sources: Sequence[str] = ()
+        if node.op.name == "Scan" and node.version >= 9:
+            sources = node.inputs[: len(node.inputs) - node.attributes["num_scan_inputs"]]
+        elif node.op.name == "Loop":
+            sources = node.inputs[2:]
+        pairs = zip(node.outputs, sources, strict=False)
+        ends |= {output: carried[source] for output, source in pairs if source in carried}
     return _follow(graph, ends)
-
-
-def _find_carried(node: Node) -> Iterator[tuple[str, str]]:
-    """Yield (output, source) of the values that a Scan or Loop carries from step to step."""
-    sources: Sequence[str] = ()
-    if node.op.name == "Scan" and node.version >= 9:
-        sources = node.inputs[: len(node.inputs) - node.attributes["num_scan_inputs"]]
-    elif node.op.name == "Loop":
-        sources = node.inputs[2:]
-    yield from zip(node.outputs, sources, strict=False)
 
 
 def _follow(graph: Graph, carried: dict[str, str]) -> dict[str, str]:
@@ -259,13 +259,3 @@ def _live_reads(graph: Graph, switches: Collection[str]) -> set[str]:
         else:
             names |= {*node.reads}
     return names
-
-
-def _find_omissible(graph: Graph, pairs: Mapping[str, str]) -> frozenset[str]:
-    """Return the caches that are read only as optional pasts of operators (`Op.pasts`)."""
-    omissible = {*pairs}
-    for node in graph.nodes:
-        pasts = {node.inputs[i] for i in node.op.pasts if i < len(node.inputs)}
-        needed = {n for n, w in zip(node.inputs, node.op.needed, strict=False) if w is not None}
-        omissible -= {*node.reads} - (pasts - needed if node.body is None else set())
-    return frozenset(omissible)

@@ -244,8 +244,14 @@ def evaluate_constant_expressions(
       The results that nodes with data read, by name.
     """
     constants = {**graph.initializers, **tensors}
-    # the floating-point tensors behind each value; None behind packed weights
-    sources = {name: _own_sources(name, value) for name, value in constants.items()}
+    # the floating-point tensors behind each value: no scalars; None behind packed weights, which
+    # have types of one byte
+    sources: dict[str, frozenset[str] | None] = {}
+    for name, value in constants.items():
+        dtype, several = np.asarray(value).dtype, np.size(value) > 1
+        is_packed = several and dtype.kind not in "bO" and dtype.itemsize == 1
+        tensors_behind = {name} if several and jnp.issubdtype(dtype, jnp.floating) else ()
+        sources[name] = None if is_packed else frozenset(tensors_behind)
     arithmetic: set[str] = set()
     inner: list[Node] = []
     norms: dict[str, frozenset[str]] = {}
@@ -287,17 +293,6 @@ def evaluate_constant_expressions(
         for n, v in values.items()
         if n in results
     }
-
-
-def _own_sources(name: str, value: Any) -> frozenset[str] | None:
-    """Return the sources of a tensor: itself, or nothing for scalars and integers.
-
-    None for one-byte types, which are packed weights.
-    """
-    dtype, size = np.asarray(value).dtype, np.size(value)
-    if size > 1 and dtype.kind not in "bO" and dtype.itemsize == 1:
-        return None
-    return frozenset({name} if size > 1 and jnp.issubdtype(dtype, jnp.floating) else ())
 
 
 def _is_small(node: Node, inputs: Sequence[Any]) -> bool:

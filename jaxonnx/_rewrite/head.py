@@ -143,8 +143,8 @@ def _write_changes(proto: ModelProto, graph: Graph, change: HeadChange) -> Model
     # 1. inputs with other values
     for (first, position), name in change.inputs.items():
         nodes[first].input[position] = name
-    # 2. the path behind the layer: `reads` maps each value of the path to the nearest one before it that stays; the last node
-    # that stays gets the name of the output
+    # 2. the path behind the layer: `reads` maps each of its values to the nearest one before it
+    # that stays; the last node that stays gets the name of the output
     dropped = {node.outputs[0] for node in change.left}
     value = change.layer.node.outputs[0]
     reads = {value: value}

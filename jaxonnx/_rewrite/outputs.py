@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from onnx import FunctionProto, ModelProto, NodeProto, TypeProto, ValueInfoProto
+from onnx import FunctionProto, ModelProto, NodeProto, ValueInfoProto
 
 from jaxonnx._graph.ancestors import ancestors
 from jaxonnx._graph.bind import Graph, bind
@@ -59,16 +59,23 @@ def cut(
     _filter(main.sparse_initializer, lambda sparse: sparse.values.name in needed)
     _filter(main.quantization_annotation, lambda entry: entry.tensor_name in needed)
     # the declared type of an output that stays a value moves to value_info
-    known = {value.name for value in (*main.input, *main.value_info)}
+    typed = {value.name for value in (*main.input, *main.value_info)}
     main.value_info.extend(
-        value for value in main.output if value.name in needed and value.name not in known
+        value for value in main.output if value.name in needed and value.name not in typed
     )
     del main.output[:]
     called = _called_functions(result, result.graph.node)
     _filter(result.functions, lambda function: _key(function, function.name) in called)
     # 3. declare the new outputs
     declared, kinds = declared_types(result), infer_types(result, tensors, names)
-    if vague := [n for n in names if n not in declared and _is_vague(kinds.get(n))]:
+    vague = []  # a type is unknown, or has a dimension that inference names unk__0, unk__1, ...
+    for name in names:
+        kind = kinds.get(name)
+        dims = () if kind is None else kind.tensor_type.shape.dim
+        unknown = kind is None or any(dim.dim_param.startswith("unk__") for dim in dims)
+        if unknown and name not in declared:
+            vague.append(name)
+    if vague:
         shapes = evaluate_shapes(result, bind(result, result.graph, tensors.keys()), tensors)
         values = shapes.values if shapes else {}
         kinds |= {name: type_of(values[name]) for name in vague if name in values}
@@ -78,15 +85,6 @@ def cut(
         if value.name in kinds:
             value.type.CopyFrom(kinds[value.name])
     return result
-
-
-def _is_vague(kind: TypeProto | None) -> bool:
-    """Check whether a type is unknown, or has a dimension without a size or a name of the file.
-
-    ONNX's shape inference names such dimensions unk__0, unk__1, ...
-    """
-    dims = () if kind is None else kind.tensor_type.shape.dim
-    return kind is None or any(d.dim_param.startswith("unk__") for d in dims)
 
 
 def _called_functions(proto: ModelProto, nodes: Iterable[NodeProto]) -> set[tuple[str, str, str]]:

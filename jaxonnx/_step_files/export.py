@@ -186,8 +186,16 @@ class _Exporter:
         self.batch = [unused_name(name, used) for name in names]
         self.next = [unused_name(f"next.{name}", used) for name in self.names]
         self.results = unused_name("loss", used), unused_name("is_finite", used)
-        sizes = {_open_size(leaf) for leaf in jax.tree.leaves(batch)} - {None}
-        self.examples = [_with_size(x, *sizes) for x in jax.tree.leaves(example)]
+        self.examples = jax.tree.leaves(example)
+        sizes = [*({_open_size(leaf) for leaf in jax.tree.leaves(batch)} - {None})]
+        if len(sizes) > 1:
+            raise InputError(
+                f"the arrays of a batch have several symbolic sizes: {sizes[0]}, {sizes[1]}"
+            )
+        if sizes:
+            types = [jax.dtypes.canonicalize_dtype(x.dtype) for x in self.examples]
+            shapes = [(*sizes, *np.shape(x)[1:]) for x in self.examples]
+            self.examples = [*map(jax.ShapeDtypeStruct, shapes, types)]
         self._written: dict[str, tuple[Written, Sequence[str]]] = {}
         """The functions of the graphs, with the names of their inputs."""
 
@@ -429,20 +437,6 @@ def _concrete(leaf: Any) -> Any:
     if not all(isinstance(n, int) for n in shape):
         raise InputError(f"only the first size of a batch may be symbolic, not {leaf.shape}")
     return np.zeros(shape, leaf.dtype)
-
-
-def _with_size(array: Any, size: Any = None, *others: Any) -> Any:
-    """Return an array, or its shape and dtype with a symbolic first size if there is one.
-
-    Raises:
-      InputError: there are several symbolic sizes.
-    """
-    if others:
-        raise InputError(f"the arrays of a batch have several symbolic sizes: {size}, {others[0]}")
-    if size is None:
-        return array
-    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
-    return jax.ShapeDtypeStruct((size, *np.shape(array)[1:]), dtype)
 
 
 def _leaves(tree: Any) -> list:

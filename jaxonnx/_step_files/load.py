@@ -61,7 +61,14 @@ def import_step(
         raise InputError(f"'{path}' is not a manifest of export_step: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise InputError(f"'{path}' is not a manifest of export_step: it is not a {FORMAT!r}")
-    what, arrays, _ = read_weights(_read_saved_state(Path(folder)) if state is None else state)
+    if state is None:
+        files = [Path(folder) / "state.npz", Path(folder) / "state.safetensors"]
+        state = next((file for file in files if file.exists()), None)
+        if state is None:
+            raise InputError(
+                f"there is no state: neither '{files[0]}' nor '{files[1]}'; give its path"
+            )
+    what, arrays, _ = read_weights(state)
     graph = manifest.get("weights")
     if graph is None:
         needed = [*_names(path, manifest, "params"), *_names(path, manifest, "statistics")]
@@ -140,12 +147,3 @@ def _finish_tensors(
 def _is_folder_of_step(path: Any) -> bool:
     """Check whether this is the path of a folder with a manifest."""
     return isinstance(path, str | os.PathLike) and Path(path, "manifest.json").is_file()
-
-
-def _read_saved_state(folder: Path) -> Path:
-    """Return the path of `state.npz` or `state.safetensors` in a folder."""
-    files = [folder / "state.npz", folder / "state.safetensors"]
-    for file in files:
-        if file.exists():
-            return file
-    raise InputError(f"there is no state: neither '{files[0]}' nor '{files[1]}'; give its path")

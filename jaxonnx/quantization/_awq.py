@@ -62,11 +62,11 @@ def scale_inputs(
         hessian = inputs.hessian
         divided = find_divided(model.graph, model.params, group, by_place, len(inputs.magnitude))
         # a weight with other readers than the group, as one that is the embedding, too, stays
-        own = {id(use.node) for use in group.uses}
+        products = {id(use.node) for use in group.uses}
         for readers in (by_name[name] for name in group.weights):
             between = {name for use in readers for name in use.node.inputs}
             last = {id(use.node) for use in readers if between.isdisjoint(use.node.outputs)}
-            divided = divided if last <= own else None
+            divided = divided if last <= products else None
         if divided is not None and all(schemes[n].weights != "fp8" for n in weights):
             s = choose_scales(weights, sites, hessian, inputs.magnitude, schemes)
             hessian = hessian / np.outer(s, s)
