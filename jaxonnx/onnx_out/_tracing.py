@@ -66,7 +66,8 @@ def trace(call: Callable, weights: Any, arguments: Any) -> tuple[Any, Any]:
             f"{subject} has side effects ({effects}), which no ONNX model has; take callbacks, "
             "prints and references out of the function"
         )
-    for verb, variables in (("takes", closed.jaxpr.invars), ("gives", closed.jaxpr.outvars)):
+    jaxpr: Any = closed.jaxpr
+    for verb, variables in (("takes", jaxpr.invars), ("gives", jaxpr.outvars)):
         if any(jnp.issubdtype(variable.aval.dtype, jnp.complexfloating) for variable in variables):
             raise UnsupportedError(
                 f"the function {verb} complex numbers, which runtimes do not; use their real and "

@@ -90,10 +90,10 @@ def make_trials(
         for i, name in enumerate(node.input):
             if node.output and reads.get((node.output[0], i)) == name:
                 node.input[i] = names[name][1]
-    for value, (levels, output) in names.items():
+    for value, (limits, output) in names.items():
         label = f"{value}_RoundTo"
         result.graph.node.append(
-            helper.make_node("RoundTo", [value, levels], [output], label, domain=DOMAIN)
+            helper.make_node("RoundTo", [value, limits], [output], label, domain=DOMAIN)
         )
     result.opset_import.add(domain=DOMAIN, version=1)
     state = {levels: np.zeros(4, np.float32) for levels, _ in names.values()}
@@ -103,7 +103,7 @@ def make_trials(
     for value in rounded:
         groups.setdefault(find_origin(value, sites.shared), []).append(value)
     # scale, zero point, and the least and greatest integer of each range, float32 [4]
-    limits = {kind.dtype: kind.limits for kind in reversed(TYPES.values())}
+    ends = {kind.dtype: kind.limits for kind in reversed(TYPES.values())}
     levels: dict[str, dict[str, dict[str, np.ndarray]]] = {}
     for origin, values in groups.items():
         levels[origin] = {}
@@ -111,7 +111,7 @@ def make_trials(
             levels[origin][kind] = {}
             for value in values:
                 scale, point, *_ = ranges[kind][value]
-                numbers = [scale, float(point), *limits[point.dtype]]
+                numbers = [scale, float(point), *ends[point.dtype]]
                 levels[origin][kind][names[value][0]] = np.array(numbers, np.float32)
     batch = max(len(x) for x in examples[0] if np.ndim(x))
     sizes |= {n: -(-observed.sizes[n] // batch) for n in levels}
