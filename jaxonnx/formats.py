@@ -5,7 +5,6 @@ and is saved with it. `register` makes a subclass of `Format` one of those that 
 `read_proto` makes a `File` of a ModelProto.
 """
 
-import jaxonnx.llm  # noqa: F401 (it registers formats, which are asked after those of a user)
 from jaxonnx._io.formats import register
 from jaxonnx._io.protocol import Companion, File, Format
 from jaxonnx._io.read import read_proto

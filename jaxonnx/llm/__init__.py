@@ -13,7 +13,7 @@ from jaxonnx.llm._configuration import (
     vocabulary,
 )
 from jaxonnx.llm._folders import CHAT_TEMPLATES, ModelFolder, describe_classes
-from jaxonnx.llm._formats import DescribedFormat, ExportedFormat, GenaiFormat, HubFormat
+from jaxonnx.llm._formats import HubFormat
 from jaxonnx.llm._generate import Generator, generate
 from jaxonnx.llm._module_names import (
     BESIDE_VISION,

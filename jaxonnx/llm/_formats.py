@@ -19,7 +19,8 @@ from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from jaxonnx._io.formats import register
+from jaxonnx._io.checkpoints import RunFormat
+from jaxonnx._io.formats import FORMATS
 from jaxonnx._io.protocol import File, Format
 from jaxonnx.errors import InputError, ModelError
 from jaxonnx.llm._encoder_decoder import EncoderDecoder
@@ -241,6 +242,6 @@ def _is_part(name: str) -> bool:
     return not data and not nested
 
 
-# the last one is asked first
-for _kind in (HubFormat, ExportedFormat, GenaiFormat, DescribedFormat):
-    register(_kind)
+# before folders of runs, and behind the formats that a user has registered
+_place = next(i for i, form in enumerate(FORMATS) if isinstance(form, RunFormat))
+FORMATS[_place:_place] = DescribedFormat(), GenaiFormat(), ExportedFormat(), HubFormat()
