@@ -9,6 +9,7 @@
 namespace {
 
 constexpr int64_t kWork = 1 << 16;  // multiplications of a part, at least
+constexpr int64_t kAhead = 2048;    // bytes: the processor itself does not read ahead of a page's end
 
 struct Product {
   int64_t count, rows, blocks, half;  // rows of x and of the matrix; bytes of a block: `half`
