@@ -41,9 +41,13 @@ def scores(q, k, scale=None):
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if is_half(q):
         return scale * product(_rows(q, k.shape[1]), k.mT).reshape(*q.shape[:3], k.shape[2])
-    root = math.sqrt(abs(scale))
-    signed = math.copysign(root, scale)
-    y = jnp.einsum("bhgqd,bhkd->bhgqk", group_queries(q * signed, k.shape[1]), k * root)
+    if k.shape[2] > 4 * q.shape[2]:  # a cache: XLA would copy it, to scale and to transpose it
+        y = jnp.einsum("bhkd,bhgqd->bhkgq", k, group_queries(q * scale, k.shape[1]))
+        y = jnp.moveaxis(y, 2, -1)
+    else:
+        root = math.sqrt(abs(scale))
+        grouped = group_queries(q * math.copysign(root, scale), k.shape[1])
+        y = jnp.einsum("bhgqd,bhkd->bhgqk", grouped, k * root)
     return y.reshape(*q.shape[:3], k.shape[2])
 
 

@@ -6,7 +6,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import jaxonnx.ops  # noqa: F401 - registers the operators
 from jaxonnx.errors import NodeError, StaticError
+from jaxonnx.lowering import jit
 from jaxonnx.registry import lookup
 from tests.ops.contrib_cases import DOMAIN, Fused, i32
 from tests.ops.contrib_table import onnxruntime_result
@@ -212,3 +214,24 @@ def test_the_number_of_keys_may_be_traced_while_the_cache_is_empty():
     full = [np.zeros((2, KV_HEADS, 8, SIZE), np.float32)] * 2
     with pytest.raises(StaticError, match="total_sequence_length"):
         jax.jit(lambda total: prompt(total, full))(np.array(4, np.int32))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_token_is_written_into_a_donated_cache(batch):
+    """A step of generation makes no copy of a cache: to write, to scale or to transpose it."""
+    room = 512
+    tables = [jnp.asarray(part) for part in angles_of(room)]
+
+    def step(caches, news, lengths):
+        more = lengths, np.array([room], np.int32), *tables
+        y, *caches = attention(*news, *caches, *more, **GROUPED, do_rotary=1)
+        return y, caches
+
+    cache = jax.ShapeDtypeStruct((batch, KV_HEADS, room, SIZE), np.float32)
+    lengths = jax.ShapeDtypeStruct((batch,), np.int32)
+    lowered = jit(step, donate_argnums=0)
+    lowered = lowered.lower(lowered.trace([cache] * 2, steps_of(batch, 1, 0), lengths))
+    memory = lowered.compile().memory_analysis()
+    size = cache.size * cache.dtype.itemsize
+    assert memory.alias_size_in_bytes >= 2 * size
+    assert memory.temp_size_in_bytes < size
