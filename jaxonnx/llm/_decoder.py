@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxonnx._data.ragged import derived_inputs
 from jaxonnx._graph.ancestors import ancestors, find_boundary
-from jaxonnx._graph.bind import Node
+from jaxonnx._graph.bind import Graph, Node
 from jaxonnx._graph.caches import Caches, find_caches
 from jaxonnx._graph.values import Value
 from jaxonnx._rewrite.network import Network
@@ -345,3 +345,24 @@ class Decoder:
                 )
         if not rows:
             raise InputError(f"there are no input features for {value.name!r}")
+
+
+_PRODUCTS = ("MatMul", "MatMulNBits")
+_ELEMENTWISE = ("Add", "Cast", "Div", "Identity", "Mul", "Sub", "Tanh")
+"""Operators behind the product of an output layer: biases, soft caps, scales."""
+
+
+def find_head_input(graph: Graph, logits: str) -> str | None:
+    """Find the value [batch, steps, size] of which an output layer computes logits, step by step.
+
+    None if the layer is not known to keep steps apart.
+    """
+    producers, inputs, value = graph.producers, {*graph.inputs}, logits
+    while (node := producers.get(value)) is not None:
+        sources = [n for n in node.inputs if not inputs.isdisjoint(ancestors(graph.nodes, [n]))]
+        if len(sources) == 1 and node.op.name in _PRODUCTS:
+            return sources[0] if sources[0] == node.inputs[0] else None
+        if len(sources) != 1 or node.op.name not in _ELEMENTWISE:
+            return None
+        (value,) = sources
+    return None

@@ -28,12 +28,20 @@ import numpy as np
 from jaxonnx._require import describe, require, require_integer
 from jaxonnx._run.program import Program
 from jaxonnx.errors import InputError
-from jaxonnx.llm._decoder import Decoder, Side
+from jaxonnx.llm._decoder import Decoder, Side, find_head_input
 from jaxonnx.llm._images import encode_chat, is_open, stack_images
 from jaxonnx.llm._sampling import Sampling, choose_tokens, stop_tokens
 from jaxonnx.llm._shapes import is_chat
 from jaxonnx.lowering import jit
-from jaxonnx.views import SHIFT, VISIBLE, AllSteps, EmptyCaches, Outputs, omit_caches
+from jaxonnx.views import (
+    SHIFT,
+    VISIBLE,
+    AllSteps,
+    EmptyCaches,
+    Outputs,
+    Part,
+    omit_caches,
+)
 
 _LEAST = 16
 """The smallest width of prompts and room of caches."""
@@ -356,12 +364,12 @@ class Generator(Decoder):
             past = {**past, name: jnp.pad(value, pads)}
         new = jax.lax.dynamic_slice_in_dim(tokens, start, added, 1)
         ends = jnp.reshape(start + added, 1)
-        logits, past = self._extend_caches(side, params, state, new, past, ends, {})
+        more = new, length - start - 1, past, ends, {}
+        logits, past = self._extend_caches(side, params, state, *more)
         if pads_left:
             behind = start + added - length
             axes = self._growing_axes
             past = {n: jnp.roll(x, behind, axes[n]) if n in axes else x for n, x in past.items()}
-        logits = logits[:, length - start - 1]
         rows = jnp.where(jnp.arange(size) < length, tokens, logits.shape[1])
         lengths = jnp.reshape(length, 1)
         return self._choose_first(top_k, numbers, key, logits, rows, past, lengths)
@@ -388,9 +396,8 @@ class Generator(Decoder):
             past = past.at[places, ends].set(new.astype(past.dtype), mode="drop")
             logits = self._run_whole(params, state, encoded, past, lengths)
         else:
-            more = new[:, None], past, lengths, encoded
+            more = new[:, None], 0, past, lengths, encoded
             logits, past = self._extend_caches(side, params, state, *more)
-            logits = logits[:, -1]
         number, (_, always) = carry["step"] + 1, self._suppressed_tokens
         if (recent := carry["recent"]) is not None:
             recent = jnp.append(recent, new[:, None], 1)[:, 1:]
@@ -407,10 +414,27 @@ class Generator(Decoder):
         places = jnp.arange(tokens.shape[1])
         positions = jnp.broadcast_to(places, tokens.shape)
         feed = {**encoded, **self._feed(tokens, places < lengths[:, None], positions)}
-        logits = self._run(program, params, state, feed)[self._logits_output]
         # longer rows end before shorter ones, and their last place is then read again
         ends = jnp.minimum(lengths, tokens.shape[1]) - 1
-        return logits[jnp.arange(len(tokens)), ends]
+        return self._run_at(ends, program, params, state, feed)[0]
+
+    def _run_at(self, places, program, params, state, feed):
+        """Return the logits [batch, tokens] of one place of each row, and the other outputs.
+
+        An output layer computes no other places: it has a column for each token of the vocabulary.
+        """
+        name, rows = self._logits_output, jnp.arange(len(places))
+        layer = self._read_logits(self._program)
+        below = find_head_input(layer.graph, name)
+        if below is None or below not in program.graph.producers:
+            values = self._run(program, params, state, feed)
+            return values.pop(name)[rows, places], values
+        others = (output for output in program.graph.outputs if output != name)
+        program = program.enter(Part(frozenset(), (below, *others)))
+        values = self._run(program, params, state, feed)
+        feed = {below: values.pop(below)[rows, places][:, None]}
+        layer = layer.enter(Part(frozenset({below}), (name,)))
+        return self._run(layer, params, state, feed)[name][:, 0], values
 
     @cached_property
     def _first_program(self) -> Program:
@@ -451,8 +475,8 @@ class Generator(Decoder):
         assert caches is not None
         positions = (mask.cumsum(1) - 1).clip(0)
         feed = {**encoded, **self._feed(tokens, mask, positions)}
-        outputs = self._run(self._first_program, params, state, feed)
         ends = jnp.full(batch, width - 1) if pads_left else lengths - 1
+        logits, outputs = self._run_at(ends, self._first_program, params, state, feed)
 
         def make_room(name: str, value: jax.Array) -> jax.Array:
             pads = [(0, 0)] * value.ndim
@@ -463,10 +487,13 @@ class Generator(Decoder):
 
         past = {name: make_room(name, outputs[out]) for name, out in caches.pairs.items()}
         crossed = {name: outputs[out] for name, out in self._cross_caches.items()}
-        return outputs[self._logits_output][jnp.arange(batch), ends], past, crossed
+        return logits, past, crossed
 
-    def _extend_caches(self, side: Side, params, state, new, past, lengths, encoded):
-        """Return the logits of new tokens [batch, added], and caches with `lengths` tokens."""
+    def _extend_caches(self, side: Side, params, state, new, place, past, lengths, encoded):
+        """Return the logits [batch, tokens] behind one of `new` [batch, added], and the caches.
+
+        The caches have `lengths` tokens.
+        """
         caches, pads_left, added = self._caches, side != "behind", new.shape[1]
         assert caches is not None
         name, axis = next(iter(self._growing_axes.items()))
@@ -477,12 +504,13 @@ class Generator(Decoder):
         feed |= {**caches.switches_on, **past, **encoded}
         if side == "hidden":  # all rows have the same length
             feed |= {VISIBLE: mask[:1, None, None], SHIFT: lengths[0] - size}
-        outputs = self._run(self._cached_program, params, state, feed)
+        places = jnp.broadcast_to(place, len(new))
+        logits, outputs = self._run_at(places, self._cached_program, params, state, feed)
         past = {name: outputs[out] for name, out in caches.pairs.items()}
         if pads_left:  # drop the oldest slots, which are padding, to keep the size
             for name, axis in self._growing_axes.items():
                 past[name] = jax.lax.slice_in_dim(past[name], added, None, axis=axis)
-        return outputs[self._logits_output], past
+        return logits, past
 
 
 def generate(

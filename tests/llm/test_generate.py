@@ -1,6 +1,8 @@
 """`Model.generate` against onnxruntime on whole sequences, and onnxruntime-genai."""
 
 import json
+import math
+import re
 import shutil
 import warnings
 
@@ -79,6 +81,19 @@ def test_files_of_the_builder_continue_as_without_caches(name):
         logits = whole(**{v.name: feeds[v.name] for v in whole.inputs})
         row = np.append(row, np.asarray(logits)[0, -1].argmax())
     np.testing.assert_array_equal(model.generate(PROMPT, max_new_tokens=4, stop=[]), row)
+
+
+@pytest.mark.parametrize("side", ["behind", None])
+@pytest.mark.parametrize("name", ["qwen2", "phi3"])  # logits of all steps, and of the last one
+def test_the_output_layer_computes_one_place(name, side):
+    """Of a prompt, whether it fills caches or is read again in each step."""
+    model = jaxonnx.load(DATA / "llm" / "builder" / f"{name}.onnx")
+    tokens, lengths = np.ones((2, 7), int), np.array([7, 5])
+    more = model.params, model.state, {}, {}, jax.random.key(0), tokens, lengths
+    jaxpr = jax.make_jaxpr(lambda: model._generator._begin(side, None, *more, size=16))()
+    (vocabulary,) = {value.shape[-1] for value in model.outputs if value.name == "logits"}
+    sizes = re.findall(rf"f32\[([\d,]+),{vocabulary}\]", str(jaxpr))
+    assert {math.prod(map(int, size.split(","))) for size in sizes} == {2}
 
 
 def test_a_row_ends_with_its_stop():
