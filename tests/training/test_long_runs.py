@@ -506,3 +506,23 @@ def test_what_is_not_trained_is_not_stored_but_compared(tmp_path):
     other = other.replace(params=other.params | {"w1": other.params["w1"] + 1})
     with pytest.raises(jaxonnx.TrainingError, match="of another run"):
         train(other, epochs=2, **settings)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"class_weights": {1: 3.0}}, r"class_weights=\{'1': 2\.0\}, and class_weights=\{'1': 3"),
+        ({"dropout": {"h": 0.5}}, r"dropout=\{'h': 0\.25\}, and dropout=\{'h': 0\.5\} would not"),
+        ({"dropout": None}, r"dropout=\{'h': 0\.25\}, and dropout=None would not"),
+        ({"statistics": "frozen"}, "statistics=None, and statistics=frozen would not"),
+    ],
+)
+def test_a_resumed_run_has_the_weights_of_classes_dropout_and_statistics(
+    changed, message, tmp_path
+):
+    """They change each step and none of the arrays that a checkpoint compares."""
+    settings = {"class_weights": {1: 2.0}, "dropout": {"h": 0.25}, "checkpoint_dir": tmp_path}
+    train(**settings)
+    with pytest.raises(jaxonnx.TrainingError, match=message):
+        train(epochs=2, resume=True, **settings | changed)
+    assert train(epochs=2, resume=True, **settings).history.epochs[-1]["epoch"] == 2

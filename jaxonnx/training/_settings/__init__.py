@@ -1,5 +1,6 @@
 """The settings of a run, checked before anything is compiled."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, make_dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -85,6 +86,9 @@ class Settings(_VALUES):
         same["fixed"] = self.fixed and {n: np.asarray(x).tolist() for n, x in self.fixed.items()}
         same["batching"] = sorted(self.batching or ()) or None
         same["quantize"] = scheme and scheme.as_json
+        for name in ("class_weights", "dropout"):
+            if isinstance(same[name], Mapping):
+                same[name] = {str(key): float(x) for key, x in same[name].items()} or None
         same["length_buckets"] = None if padding.buckets is None else [*padding.buckets]
         return same
 

@@ -26,6 +26,7 @@ class ClassWeightsArguments(TypedDict, total=False):
         Argument(
             form="class_weights",
             expected="'balanced', or a dict from classes to weights",
+            resume=True,
             needs_loss=True,
         ),
     ]
@@ -47,7 +48,6 @@ def weigh_classes(plan: Plan) -> None:
     terms, labels = plan.goal.terms, images.preparation(plan.model).labels
     losses = [term.loss for term in terms]
     weights = class_weights_by_index(plan.settings.class_weights, labels, plan.examples, losses)
-    plan.settings = replace(plan.settings, class_weights=weights)
     if not weights:
         return
     chosen = [t for t in terms if t.loss.class_axis is not None or t.loss.one_hot] or [*terms]

@@ -10,7 +10,9 @@ from jaxonnx.training._settings.plan import Plan
 class DropoutArguments(TypedDict, total=False):
     """Ratios of Dropout."""
 
-    dropout: Annotated[float | Mapping[str, float] | None, Argument(form="ratios", needs_loss=True)]
+    dropout: Annotated[
+        float | Mapping[str, float] | None, Argument(form="ratios", resume=True, needs_loss=True)
+    ]
     """The ratio of all Dropout nodes, or ratios by value, node or module.
 
     A ratio by name also inserts Dropout where an exporter removed it (`Model.with_dropout`)."""

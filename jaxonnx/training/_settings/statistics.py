@@ -28,7 +28,7 @@ class StatisticsArguments(TypedDict, total=False):
 
     statistics: Annotated[
         Literal["batch", "frozen", "recompute"] | None,
-        Argument(form="choice", needs_loss=True),
+        Argument(form="choice", resume=True, needs_loss=True),
     ]
     """The statistics that BatchNormalization uses in training: "batch", "frozen" or "recompute".
 
