@@ -23,6 +23,15 @@ class Companion:
     A format that reads more than a graph has a subclass, an instance of which stays with the model.
     """
 
+    def __init_subclass__(cls, **named: Any) -> None:
+        """Check that what accepts paths writes them."""
+        super().__init_subclass__(**named)
+        if cls.accepts is not Companion.accepts and cls.save is Companion.save:
+            raise InputError(
+                f"{cls.__name__} accepts paths, and has no save, which writes them: define "
+                "save(path, graph, classes=())"
+            )
+
     @property
     def folder(self) -> Any:
         """The folder of a language model (configuration, tokenizer); None if there is none."""

@@ -184,3 +184,5 @@ def test_a_new_format_has_its_own_errors(path, tmp_path):
     assert not (tmp_path / "new.bundle").exists()
     with pytest.raises(jaxonnx.InputError, match=r"a subclass of jaxonnx\.formats\.Format"):
         formats.register(Labels)
+    with pytest.raises(jaxonnx.InputError, match="Silent accepts paths, and has no save"):
+        type("Silent", (formats.Companion,), {"accepts": lambda self, path: True})
