@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal, TypedDict
 from jaxonnx._arguments.declare import Argument
 
 Hook = Callable[[int, dict[str, Any]], None]
-NEEDS_VALIDATION = "needs validation data: pass validation= as well"
 
 
 class RunArguments(TypedDict, total=False):
@@ -50,27 +49,13 @@ class RunArguments(TypedDict, total=False):
     each epoch, on the examples in order."""
     validate_every: Annotated[
         int | None,
-        Argument(
-            form="count",
-            least=1,
-            needs=("validation",),
-            reason=NEEDS_VALIDATION,
-            resume=True,
-        ),
+        Argument(form="count", least=1, resume=True),
     ]
     """The number of steps between validations, and at the end of the run; by default each epoch.
 
     `history.epochs` then has a row for each validation, with the loss since the one before. What
     else is done once in an epoch (checkpoints, `patience`, `samples`) is done there."""
-    validate_first: Annotated[
-        bool,
-        Argument(
-            False,
-            form="switch",
-            needs=("validation",),
-            reason=NEEDS_VALIDATION,
-        ),
-    ]
+    validate_first: Annotated[bool, Argument(False, form="switch")]
     """Validate the initial weights as well, before the first step.
 
     `history.epochs` begins with this row, of epoch 0, which can be the best."""

@@ -57,10 +57,13 @@ def open_data(data: Any, settings: Settings) -> OpenedData:
     """Open data and the validation data of the settings; choose among splits by name.
 
     Raises:
-      TrainingError: a split or a column is missing, or a file cannot be read.
+      TrainingError: a split, a column or validation data is missing, or a file cannot be read.
     """
     opened = open_kind(data, "data", settings.columns)
     opened, validation, notes = opened.split(settings.validation)
+    for name in ("validate_every", "validate_first"):
+        if validation is None and getattr(settings, name):
+            raise TrainingError(f"{name} needs validation data: pass validation= as well")
     if validation is not None and not isinstance(validation, int | float):
         validation = open_kind(validation, "validation", settings.columns)
     return OpenedData(opened, validation, (*notes,))

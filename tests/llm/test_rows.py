@@ -404,6 +404,8 @@ def test_splits_are_taken_by_name():
     assert "validation_loss" in result.history.epochs[0]
     assert "validation is the split 'validation' of the data" in result.history.notes
     assert "splits of the data that nothing reads: 'test'" in result.history.notes
+    result = jaxonnx.train(GENAI, splits, validate_first=True, validate_every=1, **SETTINGS)
+    assert [row["step"] for row in result.history.epochs][:2] == [0, 1]
     result = jaxonnx.train(GENAI, splits, validation=0.25, **SETTINGS)
     assert "splits of the data that nothing reads: 'validation', 'test'" in result.history.notes
     with pytest.raises(jaxonnx.TrainingError, match=r"the splits 'a', .* like data\['a'\]"):
