@@ -138,6 +138,10 @@ def export_safetensors(
         settings.pop("quantization_config", None)
         settings |= _describe_classes(net, settings)
         settings |= {"tie_word_embeddings": tied} if TABLE in arrays else {}
+        if TABLE in arrays and "vocab_size" in settings:
+            table = blocks[TABLE][0].source  # `original` may not have all tokens
+            rows, *_ = torch_axes(net, table, meanings[table])
+            settings["vocab_size"] = meanings[table].shape[rows]
         ((kind, _),) = types.most_common(1)
         settings |= dict.fromkeys({"dtype", "torch_dtype"} & settings.keys(), kind)
         _write_json(target / "config.json", settings)

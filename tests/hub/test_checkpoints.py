@@ -248,3 +248,14 @@ def test_a_checkpoint_that_was_written_wrongly_is_refused(tmp_path, monkeypatch)
     monkeypatch.setattr(checkpoints, "name_weights", name_fewer)
     with pytest.raises(jaxonnx.ModelError, match=r"rows of 'model\.layers\.1\.attn\.qkv_proj"):
         jaxonnx.export_safetensors(model, tmp_path / "hf", original=config)
+
+
+def test_the_vocabulary_is_that_of_the_tables(tmp_path):
+    """The configuration of the original checkpoint has fewer tokens: transformers refused it."""
+    config = LLM / "qwen3-optimum" / "config.json"
+    model = jaxonnx.load(LLM / "qwen3-genai").with_tokens(["<tool>", "</tool>"])
+    jaxonnx.export_safetensors(model, tmp_path / "hf", original=config)
+    told = json.loads((tmp_path / "hf" / "config.json").read_text())
+    table = read(tmp_path / "hf")["model.embed_tokens.weight"]
+    assert (json.loads(config.read_text())["vocab_size"], told["vocab_size"]) == (192, 194)
+    assert table.shape == (194, 32)
