@@ -20,7 +20,7 @@ from onnx import ModelProto
 
 from jaxonnx._atomic_write import write_atomically
 from jaxonnx._data.images.preparation import preparation
-from jaxonnx._graph.uses import Weight, uses_by_tensor, weights
+from jaxonnx._graph.uses import Weight, weights
 from jaxonnx._io.files import open_safetensors, write_safetensors
 from jaxonnx._require import check_arguments, require
 from jaxonnx._text import list_some
@@ -33,8 +33,8 @@ from jaxonnx.llm import (
     ModelFolder,
     describe_classes,
     find_family,
+    includes_one,
     name_weights,
-    scales_from_one,
     torch_axes,
 )
 from jaxonnx.lora import read_weight
@@ -122,7 +122,7 @@ def export_safetensors(
             "dequantize=True writes them as floating-point numbers"
         )
     arrays: Arrays = {
-        key: partial(_read_tensor, net, meanings, parts, scales_from_one(key, family), dtype)
+        key: partial(_read_tensor, net, meanings, parts, family, dtype)
         for key, parts in blocks.items()
     }
     if check:
@@ -173,29 +173,19 @@ def _read_tensor(
     model: Model,
     meanings: Mapping[str, Weight],
     blocks: list[Block],
-    offset: bool,
+    family: str,
     dtype: str | None,
 ) -> np.ndarray:
-    """Return a tensor of a checkpoint, made of rows of the file's tensors.
-
-    Args:
-      offset: transformers adds 1 to it.
-    """
+    """Return a tensor of a checkpoint, made of rows of the file's tensors."""
     pieces = []
     for name, first, _, _, rows in sorted(blocks, key=lambda block: block.start):
         value = read_weight(model, name).transpose(torch_axes(model, name, meanings[name]))
         pieces.append(value[first : first + rows] if rows else value)
-        offset = offset and not _is_added(model, name)
     result = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype)) if dtype else result.dtype
-    result = result.astype(np.float32) - 1 if offset else result
+    if any(includes_one(model, block.source, block.target, family) for block in blocks):
+        result = result.astype(np.float32) - 1
     return result.astype(kind, copy=False)
-
-
-def _is_added(model: Model, name: str) -> bool:
-    """Check whether a node adds something to a vector: 1, before it scales."""
-    used = uses_by_tensor(model.graph, model.tensors)[name]
-    return any(use.node.op.name == "Add" for use in used)
 
 
 def _check_rows(

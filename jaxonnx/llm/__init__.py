@@ -24,6 +24,8 @@ from jaxonnx.llm._module_names import (
     find_blocks,
     find_family,
     find_matrices,
+    find_vectors,
+    includes_one,
     module_name,
     name_modules,
     split_name,
@@ -31,7 +33,7 @@ from jaxonnx.llm._module_names import (
 )
 from jaxonnx.llm._samples import Continuations
 from jaxonnx.llm._sampling import Sampling
-from jaxonnx.llm._tensor_names import HEAD, TABLE, name_weights, scales_from_one
+from jaxonnx.llm._tensor_names import HEAD, TABLE, name_weights
 from jaxonnx.llm._texts import Texts, take_packed_rows
 from jaxonnx.llm._tokenizer import Tokenizer
 from jaxonnx.llm._vocabulary import add_tokens

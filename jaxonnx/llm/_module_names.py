@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxonnx._few_bits import is_float
 from jaxonnx._graph.bind import Graph, Node
-from jaxonnx._graph.uses import Use, Weight, uses, weights
+from jaxonnx._graph.uses import Use, Weight, uses, uses_by_tensor, weights
 from jaxonnx._graph.weight_names import is_numbered
 from jaxonnx._rewrite.network import Network
 
@@ -42,6 +42,24 @@ LIKE_LLAMA = (
     *("smollm3", "granite", "olmo", "olmo2", "nemotron", "ernie45", "hunyuandensev1", "causallm"),
 )
 """Model types whose modules are named as those of Llama; mobius has a CausalLMModel for many."""
+_VECTORS = (
+    (r"^(model\.layers\.\d+)\.attn\.", r"\1.self_attn."),
+    (r"\.layers\.\d+\.final_norm_layernorm\.", ".norm."),
+    (r"_norm\.layernorm\.", "_norm."),
+    (r"\.Add\.bias$", ".bias"),
+)
+"""Parts of the builder's names of vectors, and those of transformers."""
+_VECTORS_OF = {
+    "phi": ((r"\.norm\.", ".final_layernorm."),),
+    "lfm2": (
+        (r"\.norm\.", ".embedding_norm."),
+        (r"\.(operator|ffn)_layernorm\.", r".\1_norm."),
+        (r"\.([qk])_norm\.", r".\1_layernorm."),
+    ),
+}
+"""By model type, more of them."""
+_OFFSETS = ("gemma", "gemma2", "gemma3", "gemma3text", "nemotron")
+"""Model types whose norms multiply by 1 + weight."""
 BESIDE_VISION = "model.language_model."
 """Where transformers has the modules of a decoder's "model" beside a vision encoder."""
 EXPORTED = re.compile(r"\.MatMul\.|_t$")
@@ -186,6 +204,57 @@ def find_blocks(
             blocks.append(Block(weight, first, module, start, size))
             start += size
     return blocks
+
+
+def find_vectors(
+    vectors: Collection[str],
+    aliases: Mapping[str, str],
+    modules: Mapping[str, str],
+    parts: Mapping[str, Sequence[Block]],
+    family: str,
+) -> dict[str, list[Block]]:
+    """Find the entries of vectors (sources) that are those of transformers' (targets).
+
+    A bias of a matrix that exporters pack has a part for each module. A target ends in ".weight"
+    or ".bias".
+
+    Args:
+      vectors: biases and norms of the file.
+      aliases: the names of tensors in transformers, as far as the file tells.
+      modules: the module of each matrix.
+      parts: by matrix, its rows in modules (`find_blocks`).
+      family: the model type.
+
+    Returns:
+      Blocks by vector; 0 rows are all.
+    """
+    matrix_of = {blocks[0].target: matrix for matrix, blocks in parts.items()}
+    matrix_of |= {module: matrix for matrix, module in modules.items()}
+    result = {}
+    for name in vectors:
+        target = aliases.get(name, name)
+        for pattern, new in (*_VECTORS, *_VECTORS_OF.get(family, ())):
+            target = re.sub(pattern, new, target)
+        bias = re.fullmatch(r"(.*?)\.bias(__.*)?", target)  # mobius joins the names of biases
+        matrix = matrix_of.get(bias[1], "") if bias else ""
+        blocks = [b._replace(source=name, target=f"{b.target}.bias") for b in parts.get(matrix, ())]
+        result[name] = blocks or [Block(name, 0, target, 0, 0)]
+    return result
+
+
+def includes_one(model: Network, name: str, target: str, family: str) -> bool:
+    """Check whether a norm of the file is 1 + that of transformers, which adds the 1.
+
+    Args:
+      model: the model.
+      name: of the norm in the file.
+      target: its name in transformers.
+      family: the model type.
+    """
+    if family not in _OFFSETS or not target.endswith("norm.weight"):
+        return False
+    used = uses_by_tensor(model.graph, model.tensors)[name]
+    return not any(use.node.op.name == "Add" for use in used)  # the file adds it as well
 
 
 def split_name(weight: str, module: str) -> list[str]:

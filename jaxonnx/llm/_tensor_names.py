@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Mapping
 
@@ -17,29 +16,12 @@ from jaxonnx.llm._module_names import (
     Block,
     find_blocks,
     find_matrices,
+    find_vectors,
 )
 
 HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
-_NAMES = (
-    (r"^(model\.layers\.\d+)\.attn\.", r"\1.self_attn."),
-    (r"\.layers\.\d+\.final_norm_layernorm\.", ".norm."),
-    (r"_norm\.layernorm\.", "_norm."),
-    (r"\.Add\.bias$", ".bias"),
-)
-"""Parts of the builder's names of vectors, and those of transformers."""
-_NAMES_OF = {
-    "phi": ((r"\.norm\.", ".final_layernorm."),),
-    "lfm2": (
-        (r"\.norm\.", ".embedding_norm."),
-        (r"\.(operator|ffn)_layernorm\.", r".\1_norm."),
-        (r"\.([qk])_norm\.", r".\1_layernorm."),
-    ),
-}
-"""By model type, more of them."""
 _OTHER_FORMS = {"gptoss": "experts", "olmo": "norms"}
 """Model types, and their weights that files have in another form than transformers."""
-_OFFSETS = ("gemma", "gemma2", "gemma3", "gemma3text", "nemotron")
-"""Model types whose norms multiply by 1 + weight."""
 _ROTATE = ("GroupQueryAttention", "RotaryEmbedding")
 """Operators whose tensors without a role are tables of positions, which transformers computes."""
 
@@ -84,22 +66,20 @@ def name_weights(
     for block in find_blocks(modules, rows, packed, family):
         parts.setdefault(block.source, []).append(block)
     tied = {*find_tied(model.graph, model.tensors)}
-    matrix_of = {blocks[0].target: weight for weight, blocks in parts.items()}
-    matrix_of |= {module: weight for weight, module in modules.items()}
+    vectors = find_vectors(learned, model.aliases, modules, parts, family)
     result: dict[str, list[Block]] = {}
     for name in learned:
         if ".rotary_emb." in model.aliases.get(name, name):
             continue  # frequencies, which transformers computes
-        key = names.get(name) or _rename(model.aliases.get(name, name), family)
-        module = re.fullmatch(r"(.*?)\.bias(__.*)?", key)  # mobius joins the names of biases
-        vector = module and parts.get(matrix_of.get(module[1], ""))
-        if name in names or not (vector or name in parts):
-            _check_name(name, meanings[name], key, names)
-            pieces = {key: Block(name, 0, key, 0, 0)}
-        else:
-            end, blocks = ".bias" if vector else ".weight", vector or parts[name]
-            whole = {"rows": 0} if len(blocks) == 1 else {}
-            pieces = {b.target + end: b._replace(source=name, **whole) for b in blocks}
+        targets = vectors[name]
+        if name in names:
+            targets = [Block(name, 0, names[name], 0, 0)]
+        elif name in parts and not targets[0].target.endswith(".bias"):
+            whole = {"rows": 0} if len(parts[name]) == 1 else {}
+            targets = [b._replace(target=f"{b.target}.weight", **whole) for b in parts[name]]
+        elif not targets[0].rows:
+            _check_name(name, meanings[name], targets[0].target, names)
+        pieces = {block.target: block for block in targets}
         if name in tied and HEAD in pieces:
             pieces = {TABLE: pieces[HEAD]}
         for key, block in pieces.items():
@@ -113,11 +93,6 @@ def name_weights(
     return result
 
 
-def scales_from_one(key: str, family: str) -> bool:
-    """Check whether a norm of transformers multiplies by 1 + weight."""
-    return key.endswith("norm.weight") and family in _OFFSETS
-
-
 def _list_weights(model: Network, meanings: Mapping[str, Weight]) -> list[str]:
     """List the tensors that are learned, without scales and zero points."""
     roles, read = model._places.roles, uses_by_tensor(model.graph, model.tensors)
@@ -127,12 +102,6 @@ def _list_weights(model: Network, meanings: Mapping[str, Weight]) -> list[str]:
     trained = model.params.keys() & read.keys()  # factors of adapters are not read as such
     chosen = {*stored, *roles.of, *looks, *trained} - parts
     return [name for name in model.tensors if name in chosen]
-
-
-def _rename(name: str, family: str) -> str:
-    for pattern, new in (*_NAMES, *_NAMES_OF.get(family, ())):
-        name = re.sub(pattern, new, name)
-    return name
 
 
 def _check_name(name: str, meaning: Weight, key: str, names: Mapping[str, str]) -> None:

@@ -8,6 +8,7 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal, cast
 
 import jax
@@ -21,7 +22,7 @@ from jaxonnx._graph.uses import find_tied, weights
 from jaxonnx._require import check_arguments
 from jaxonnx._safe_read import wrap_errors
 from jaxonnx.errors import InputError, ModelError
-from jaxonnx.llm import Block, module_name, torch_axes
+from jaxonnx.llm import Block, find_family, includes_one, module_name, torch_axes
 from jaxonnx.lora import _files as files
 from jaxonnx.lora import _peft_modules as peft_modules
 from jaxonnx.lora._merge import (
@@ -276,9 +277,8 @@ class Adapters:
         others = {name: x for name, x in self.values.items() if name not in self._members}
         meanings = weights(model.graph, model.tensors) if model else {}
         whole = {n: meanings[n] for n in others if n in meanings and meanings[n].matrix}
-        vectors = {n: (model.aliases if model else {}).get(n, n) for n in others if n not in whole}
-        if not model or any(not name.endswith((".bias", ".weight")) for name in vectors.values()):
-            self._refuse_others(whole)
+        if not model:
+            self._refuse_others()
         if stacked := [name for name, place in self.layouts.items() if place.batch]:
             raise InputError(f"PEFT has no format for the adapter of '{stacked[0]}'; save an .npz")
         tied = find_tied(model.graph, model.tensors) if model else []
@@ -303,6 +303,11 @@ class Adapters:
         more |= {n: w.matrix for n, w in whole.items() if w.matrix}
         rows |= {name: place.sizes(meanings[name].shape)[0] for name, place in more.items()}
         blocks = peft_modules.choose_blocks(model, names, rows)
+        vectors: dict[str, list[Block]] = {}
+        if model:
+            vectors = peft_modules.place_vectors(model, others.keys() - whole, blocks)
+            if any(not b.target.endswith((".bias", ".weight")) for b in chain(*vectors.values())):
+                self._refuse_others(whole)
         heights = {}
         for block in blocks:
             heights[block.target] = heights.get(block.target, 0) + block.rows
@@ -326,10 +331,16 @@ class Adapters:
                 self._refuse_others()
             axes = torch_axes(cast(Model, model), block.source, whole[block.source])
             full[block.target] = np.asarray(others[block.source]).transpose(axes)
-        biases = {}
-        for name, alias in vectors.items():
-            module, _, kind = alias.rpartition(".")
-            (full if kind == "weight" else biases)[module] = np.asarray(others[name])
+        biases: dict[str, np.ndarray] = {}
+        family = find_family(model) if model else ""
+        of_file = [*chain(*vectors.values())]
+        for block in sorted(of_file, key=lambda block: block.start):
+            module, _, kind = block.target.rpartition(".")
+            into = full if kind == "weight" else biases
+            piece = np.asarray(others[block.source])[block.first : block.first + block.rows]
+            if includes_one(cast(Model, model), block.source, block.target, family):
+                piece = piece.astype(np.float32) - 1
+            into[module] = np.concatenate([into[module], piece]) if block.start else piece
         home = model.folder if model else None
         if home and not base_model:
             base_model = home.origin or home.repository or str(home.path.absolute())

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import os
+import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -20,6 +23,8 @@ from jaxonnx.llm import (
     find_blocks,
     find_family,
     find_matrices,
+    find_vectors,
+    includes_one,
     module_name,
     name_modules,
     split_name,
@@ -111,11 +116,13 @@ def read(
             module = files.plain_name(block.target)
             targets.setdefault(module, []).append(block._replace(target=module).invert())
         places = targets | places
-    for module, blocks in [*places.items()]:
-        inner = module.removeprefix(BESIDE_VISION)
-        if inner != module:  # also of a decoder trained alone, or by transformers before 4.52
-            for other in (f"model.{inner}", f"language_model.model.{inner}"):
-                places[other] = [block._replace(source=other) for block in blocks]
+    vectors = _list_vectors(model, layouts)
+    for table in (places, vectors):
+        for name, blocks in [*table.items()]:
+            inner = name.removeprefix(BESIDE_VISION)
+            if inner != name:  # also of a decoder trained alone, or by transformers before 4.52
+                for other in (f"model.{inner}", f"language_model.model.{inner}"):
+                    table[other] = [block._replace(source=other) for block in blocks]
     tied = find_tied(model.graph, model.tensors)
     places |= {
         table_of(module): blocks
@@ -139,6 +146,8 @@ def read(
         if place is not None and place.lookup != (module in tables):  # a tied table, the other way
             a, b, norms = changes[module]
             changes[module] = b.T, a.T, norms
+    for module, change in _keep_norms(path, model, changes, places, layouts).items():
+        changes[module], scales[module] = change, next(iter(scales.values()))
     alone = [m for m in changes if places[m][0].target in tied]
     if alone:
         raise InputError(f"'{os.fspath(path)}' adapts '{alone[0]}': {files.describe_ties(tied)}")
@@ -179,8 +188,46 @@ def read(
         for member, value in zip((*pair(weight), magnitude(weight)), change, strict=True)
         if value is not None
     }
-    named |= trained_rows | _place_weights(path, model, meanings, contents, places)
+    named |= trained_rows | _place_weights(path, model, meanings, contents, places, vectors)
     return named, rank, rank * scale, files.read_base(path)
+
+
+def _keep_norms(
+    path: str | os.PathLike[str],
+    model: Model,
+    changes: Mapping[str, Change],
+    places: Mapping[str, Sequence[Block]],
+    layouts: Sequence[Sequence[Block]],
+) -> dict[str, Change]:
+    """Return changes that change nothing, of modules beside ones with norms in one matrix.
+
+    A DoRA adapter of `q_proj` alone leaves `k_proj` as it is: its outputs keep their norms.
+    """
+    result: dict[str, Change] = {}
+    for blocks in layouts:
+        packs: dict[str, list[str]] = {}
+        for block in blocks:
+            packs.setdefault(block.source, []).append(files.plain_name(block.target))
+        for modules in packs.values():
+            if any(module in changes and changes[module][2] is not None for module in modules):
+                for module in {*modules} - changes.keys() - result.keys():
+                    matrix = _read_matrix(path, model, module, places)
+                    a, b = np.zeros_like(matrix[:1]), np.zeros_like(matrix[:, :1])
+                    result[module] = a, b, np.linalg.norm(matrix, axis=1)
+    return result
+
+
+def _list_vectors(model: Model, layouts: Sequence[Sequence[Block]]) -> dict[str, list[Block]]:
+    """Return the entries of transformers' vectors (sources) in those of the file (targets)."""
+    names = [name for name, tensor in model.tensors.items() if tensor.ndim]
+    vectors = {}
+    for blocks in layouts:
+        targets: dict[str, list[Block]] = {}
+        for block in chain(*place_vectors(model, names, blocks).values()):
+            key = files.plain_name(block.target)
+            targets.setdefault(key, []).append(block._replace(target=key).invert())
+        vectors = targets | vectors
+    return vectors
 
 
 def _read_matrix(
@@ -233,7 +280,8 @@ def _find_copies(
         place = weight.matrix
         if place is None or place.batch or place.kernel or place.lookup:
             continue
-        if place.sizes(weight.shape) == table.shape:
+        rows = sum(block.rows for block in blocks)
+        if (rows, place.sizes(weight.shape)[1]) == table.shape:
             difference = _read_matrix(path, model, other, places) - table
             if np.linalg.norm(difference) < 0.25 * np.linalg.norm(table):
                 result.append(other)
@@ -305,49 +353,98 @@ def _place_weights(
     meanings: Mapping[str, Weight],
     contents: files.Contents,
     places: Mapping[str, Sequence[Block]],
+    vectors: Mapping[str, Sequence[Block]],
 ) -> dict[str, np.ndarray]:
     """Return weights that were trained in full by their names in the file, as it has them.
+
+    Args:
+      path: of the adapters.
+      model: the model of the weights.
+      meanings: the meaning of its tensors.
+      contents: of the adapters.
+      places: by module, the rows of its matrix (sources) in those of the file (targets).
+      vectors: the same of vectors, by their names.
 
     Raises:
       InputError: a tensor is not known in the file, or is a matrix in few bits there.
     """
-    result = {}
-    names = {files.plain_name(model.aliases.get(name, name)): name for name in model.tensors}
+    result: dict[str, np.ndarray] = {}
     others = {files.plain_name(key): value for key, value in contents.others.items()}
     for module, value in contents.biases.items():
-        name = names.get(f"{module}.bias")
-        if name is None:
+        key = f"{module}.bias"
+        if key not in vectors:
             raise InputError(
                 f"'{os.fspath(path)}' has lora_bias, which adds to the bias of '{module}', and "
-                "this module has none in the file"
+                "this module has none in the file: train the adapters without lora_bias"
             )
-        present = others.get(f"{module}.bias", np.asarray(model.tensors[name], np.float32))
-        others[f"{module}.bias"] = present + value
+        present = [model.tensors[b.target][b.start : b.start + b.rows] for b in vectors[key]]
+        others[key] = others.get(key, np.concatenate(present).astype(np.float32)) + value
     tied = find_tied(model.graph, model.tensors)
     for key, value in others.items():
         module = key.removesuffix(".weight")
         blocks = places.get(module, ()) if key.endswith(".weight") else ()
-        name = blocks[0].target if len(blocks) == 1 else names.get(key)
+        blocks = blocks if len(blocks) == 1 else vectors.get(key, ())
+        name = blocks[0].target if blocks else None
+        size = model.tensors[name].size if name else 0
+        part = name and (len(blocks) > 1 or blocks[0].rows < size == len(model.tensors[name]))
+        size = sum(block.rows for block in blocks) if part else size
         alike = tied and sum(np.array_equal(value, other) for other in others.values()) > 1
         if name is None and alike:  # an output layer that stayed tied
             continue
         if name is None:
+            near = difflib.get_close_matches(key, [*vectors, *(f"{m}.weight" for m in places)], 3)
             hint = files.describe_ties(tied)
+            if near and not module.endswith((_HEAD, _TABLE)):
+                hint = f"near it are {', '.join(near)}"
             reason = f"unknown here{hint and f'; {hint}'}"
         elif meanings[name].storage:
             reason = "in few bits here"
-        elif value.size != model.tensors[name].size:
+        elif value.size != size:
             reason = f"of shape {[*model.tensors[name].shape]} here, not {[*value.shape]}"
+        elif part:  # of the bias of a matrix that packs several modules
+            for block in blocks:
+                present = np.array(model.tensors[block.target])
+                whole, piece = result.setdefault(block.target, present), value[block.first :]
+                whole[block.start : block.start + block.rows] = piece[: block.rows]
+            continue
         else:
             present = model.tensors[name]
             value = value.transpose(np.argsort(torch_axes(model, name, meanings[name])))
             if name not in tied or alike:
-                result[name] = value
+                is_more = includes_one(model, name, key, find_family(model))
+                value = value.astype(np.float32) + 1 if is_more else value
+                result[name] = value.astype(present.dtype)  # PEFT has float32 beside 16 bits
                 continue
             if np.array_equal(value.astype(present.dtype), np.asarray(present)):
                 continue
             reason = f"tied here: {files.describe_ties([name])}"
         raise InputError(f"'{os.fspath(path)}': '{key}' was trained in full, and is {reason}")
+    return result
+
+
+def place_vectors(
+    model: Model, names: Collection[str], blocks: Sequence[Block]
+) -> dict[str, list[Block]]:
+    """Return the entries of vectors (sources) that are those of transformers' (targets).
+
+    Args:
+      model: the model of the vectors.
+      names: biases and norms.
+      blocks: the rows of its matrices in modules.
+    """
+    modules, _, _ = find_matrices(model, None)
+    beside_vision = model.folder is not None and model.folder.image_token is not None
+    parts: dict[str, list[Block]] = {}
+    for block in blocks:
+        parts.setdefault(block.source, []).append(block)
+    blocks_of = find_vectors(names, model.aliases, modules, parts, find_family(model))
+    result: dict[str, list[Block]] = {}
+    for name, pieces in blocks_of.items():
+        for block in pieces:
+            target, rows = block.target, block.rows or len(model.tensors[name])
+            if beside_vision:
+                target = re.sub(r"^model\.(?=layers\.|norm\.)", BESIDE_VISION, target)
+            result.setdefault(name, []).append(block._replace(target=target, rows=rows))
     return result
 
 

@@ -11,6 +11,7 @@ import warnings
 
 import numpy as np
 import onnx
+import optax
 import pytest
 from onnx.helper import make_node, make_operatorsetid
 from safetensors.numpy import load_file, save_file
@@ -18,10 +19,11 @@ from safetensors.numpy import load_file, save_file
 import jaxonnx
 from tests.support.adapter_files import changed, peft_folder
 from tests.support.few_bit_files import network, normal
-from tests.support.genai_builder import FOLDER, STORED
+from tests.support.genai_builder import FOLDER, STORED, describe
 from tests.support.paths import DATA
 
 IDS = np.array(json.loads((FOLDER / "losses.json").read_text())["ids"])
+CHECKPOINTS = json.loads((FOLDER / "checkpoints.json").read_text())
 MODULES = json.loads((FOLDER / "modules.json").read_text())
 PEFT = FOLDER / "peft"
 
@@ -40,6 +42,10 @@ def saved(adapters, folder, *model, **named):
     adapters.save(f"{folder}/", *model, **named)
     arrays = load_file(folder / "adapter_model.safetensors")
     return arrays, json.loads((folder / "adapter_config.json").read_text())
+
+
+def find_names(model, pattern):
+    return [name for name in model.params if re.fullmatch(pattern, name)]
 
 
 def product(adapters, name):
@@ -72,6 +78,103 @@ def test_modules_are_those_of_transformers(name, tmp_path):
     arrays, _ = saved(jaxonnx.Adapters.of(changed(model, 2, where)), tmp_path / "peft", model)
     stems = {re.sub(r"^base_model\.model\.|\.lora_[AB]\.weight$", "", key) for key in arrays}
     assert sorted(stems) == MODULES[name]
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "lfm2", "qwen2", "qwen3"])
+def test_vectors_trained_beside_adapters_have_the_names_of_transformers(name, tmp_path):
+    """Gemma's norms are 1 + those of transformers, and the file of Qwen2 packs three biases.
+
+    PEFT ignores names that it does not find; `describe` gives shape and values of transformers'.
+    """
+    model = load_family(name, tmp_path / "model")
+    vectors = [key for key, value in model.params.items() if value.ndim == 1]
+    lora, still = jaxonnx.LoRA(2, where="attention"), optax.sgd(1e-6)
+    settings = {"loss": "causal_lm", "optimizer": still, "lora": lora, "trainable": vectors}
+    result = jaxonnx.train(model, {"input_ids": IDS[:, :4]}, **settings)
+    arrays, _ = saved(result.lora, tmp_path / "peft")
+    written = {
+        re.sub(r"^base_model\.model\.|base_layer\.", "", key): x
+        for key, x in arrays.items()
+        if ".lora_" not in key
+    }
+    theirs = {key: x for key, x in CHECKPOINTS[name].items() if len(x[0]) == 1}
+    assert written.keys() == theirs.keys()
+    for key, (shape, total) in describe(written).items():
+        assert [*shape] == theirs[key][0]
+        np.testing.assert_allclose(total, theirs[key][1], rtol=0, atol=2e-2)
+    more = {key: x + 0.5 if ".lora_" not in key else x for key, x in arrays.items()}
+    save_file(more, tmp_path / "peft" / "adapter_model.safetensors")
+    again = jaxonnx.Adapters.load(tmp_path / "peft", model)
+    for key in vectors:
+        value, present = again.values[key], model.params[key]
+        assert value.dtype == present.dtype  # float16 for Qwen
+        np.testing.assert_allclose(value, present + 0.5, rtol=0, atol=2e-3)
+
+
+def test_a_part_of_a_packed_bias_leaves_the_others(tmp_path):
+    """As `bias="lora_only"` with q_proj alone: keys and values keep theirs."""
+    model = load_family("qwen2", tmp_path / "model")
+    stem = "model.layers.1.self_attn.q_proj"
+    arrays = peft_folder(tmp_path / "peft", {stem: {"A": normal(2, 32), "B": normal(32, 2)}})
+    bias = normal(32)
+    arrays[f"base_model.model.{stem}.base_layer.bias"] = bias
+    save_file(arrays, tmp_path / "peft" / "adapter_model.safetensors")
+    (name,) = {*jaxonnx.Adapters.load(tmp_path / "peft", model).values} & model.params.keys()
+    value = jaxonnx.Adapters.load(tmp_path / "peft", model).values[name]
+    np.testing.assert_allclose(value[:32], bias, rtol=0, atol=1e-3)
+    np.testing.assert_array_equal(value[32:], model.params[name][32:])
+
+
+def test_names_of_vectors_that_are_not_there_are_said(tmp_path):
+    model = load_family("qwen3", tmp_path / "model")
+    stem = "model.layers.1.self_attn.o_proj"
+    arrays = peft_folder(tmp_path / "peft", {stem: {"A": normal(2, 32), "B": normal(32, 2)}})
+    arrays["base_model.model.model.layers.1.input_norm.weight"] = normal(32)
+    save_file(arrays, tmp_path / "peft" / "adapter_model.safetensors")
+    words = "input_norm.*unknown here; near it are model.layers.1.input_layernorm.weight"
+    with pytest.raises(jaxonnx.InputError, match=words):
+        jaxonnx.Adapters.load(tmp_path / "peft", model)
+
+
+def test_dora_of_a_part_of_a_packed_matrix(tmp_path):
+    """The keys beside q_proj and v_proj keep the norms that they have in the base."""
+    model = load_family("gemma3_text", tmp_path / "model")
+    stem, (name,) = "model.layers.0.self_attn", find_names(model, r".*layers\.0.*qkv_proj.*")
+    parts = {"q_proj": slice(32), "v_proj": slice(48, 64)}
+    factors, norms, wanted = {}, {}, np.array(model.params[name]).T
+    for end, rows in parts.items():
+        a, b, norm = normal(2, 16), normal(len(wanted[rows]), 2), normal(len(wanted[rows]))
+        factors[f"{stem}.{end}"], norms[end] = {"A": a, "B": b}, norm
+        whole = wanted[rows] + 2 * b @ a
+        wanted[rows] = norm[:, None] * whole / np.linalg.norm(whole, axis=1, keepdims=True)
+    arrays = peft_folder(tmp_path / "peft", factors, use_dora=True)
+    for end, norm in norms.items():
+        arrays[f"base_model.model.{stem}.{end}.lora_magnitude_vector"] = norm
+    save_file(arrays, tmp_path / "peft" / "adapter_model.safetensors")
+    adapters = jaxonnx.Adapters.load(tmp_path / "peft", model)
+    whole = np.array(model.params[name]).T + product(adapters, name)
+    scale = adapters.values[f"{name}.lora_magnitude"] / np.linalg.norm(whole, axis=1)
+    np.testing.assert_allclose(scale[:, None] * whole, wanted, rtol=0, atol=1e-5)
+
+
+def test_rows_of_tokens_where_a_packed_matrix_has_the_shape_of_the_table(tmp_path):
+    """64 tokens, and 64 queries, keys and values of 16 inputs."""
+    model = load_family("gemma3_text", tmp_path / "model")
+    (name,) = find_names(model, r".*qkv_proj.*")[:1]
+    (table,) = find_names(model, "lm_head.*")
+    assert {*model.params[name].shape} == {*model.params[table].shape} == {16, 64}
+    stem = "model.layers.1.self_attn.o_proj"
+    factors = {stem: {"A": normal(2, 32), "B": normal(16, 2)}}
+    arrays = peft_folder(tmp_path / "peft", factors, trainable_token_indices=[4, 6])
+    rows = normal(2, 16)
+    arrays["base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"] = rows
+    save_file(arrays, tmp_path / "peft" / "adapter_model.safetensors")
+    adapters = jaxonnx.Adapters.load(tmp_path / "peft", model)
+    assert {*adapters.layouts} == {table, "model.layers.1.attn.o_proj.MatMul.weight"}
+    indices, changes = (adapters.values[f"{table}.lora_{end}"] for end in "AB")
+    np.testing.assert_array_equal(indices, [4, 6])
+    present = model.params[table].T[indices]
+    np.testing.assert_allclose(changes.T + present, rows, rtol=0, atol=1e-5)
 
 
 def test_modules_of_phi_3_are_joined_or_split(tmp_path):

@@ -306,3 +306,38 @@ def test_kernels_in_groups_in_peft(groups, tmp_path):
     loaded = peft.PeftModel.from_pretrained(network, tmp_path / "peft").eval()
     outputs = loaded(x).detach().numpy()
     np.testing.assert_allclose(outputs, adapters.attach(model)(x.numpy()), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "gemma3_text", "lfm2"])
+def test_vectors_and_a_part_of_a_matrix_with_dora(architecture, tmp_path):
+    """Norms and biases beside adapters of queries alone, which files pack with keys and values."""
+    pytest.importorskip("onnxruntime_genai")
+    checkpoint, target = tmp_path / "hf", tmp_path / "onnx"
+    genai_builder.write_checkpoint(architecture, checkpoint)
+    genai_builder.build(checkpoint, target, "fp32", "cpu")
+    model = jaxonnx.load(target)
+    base = read_with_changed_norms(checkpoint)
+    norms = [n for n, m in base.named_modules() if type(m).__name__.endswith("Norm")]
+    config = peft.LoraConfig(
+        r=2,
+        lora_alpha=3,
+        target_modules=["q_proj"],
+        modules_to_save=norms,
+        bias="all",
+        use_dora=True,
+    )
+    theirs = peft.get_peft_model(base, config).eval()
+    torch.manual_seed(1)
+    for value in theirs.parameters():
+        if value.requires_grad:
+            value.data += 0.2 * torch.randn_like(value)
+    theirs.save_pretrained(tmp_path / "theirs")
+    adapters = jaxonnx.Adapters.load(tmp_path / "theirs", model)
+    adapters.save(f"{tmp_path}/ours/", model)
+    again = peft.PeftModel.from_pretrained(
+        read_with_changed_norms(checkpoint), tmp_path / "ours"
+    ).eval()
+    wanted = run_network(theirs)
+    atol = 2e-5 * max(1, np.abs(wanted).max())
+    np.testing.assert_allclose(run_model(adapters.attach(model)), wanted, rtol=0, atol=atol)
+    np.testing.assert_allclose(run_network(again), wanted, rtol=0, atol=atol)
