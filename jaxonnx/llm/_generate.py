@@ -47,6 +47,10 @@ _LEAST = 16
 """The smallest width of prompts and room of caches."""
 _LEAST_NEW = 32
 """The smallest width of tokens that are added to the caches of a conversation."""
+_COMPARISONS = {"Greater": 1, "LessOrEqual": 1, "GreaterOrEqual": 0, "Less": 0}
+"""By operator, the place of a number, the last length that counts as not longer."""
+_SAME_LENGTH = ("Cast", "Gather", "Identity", "Slice", "Squeeze", "Unsqueeze")
+"""Operators between the shape of an input and one of its sizes."""
 _INCOMPLETE = "\ufffd"
 """What tokenizers write for a part of a character."""
 
@@ -138,6 +142,11 @@ class _ConversationCaches(NamedTuple):
         length = min(len(self.tokens), len(row) - 1)
         differs = self.tokens[:length] != row[:length]
         return int(differs.argmax()) if differs.any() else length
+
+    def is_beyond(self, ends: Sequence[int], length: int) -> bool:
+        """Check whether the caches are of other tables than those of a length."""
+        least, most = sorted((len(self.tokens), length))
+        return any(least <= end < most for end in ends)
 
 
 @dataclass(frozen=True, eq=False)
@@ -267,14 +276,73 @@ class Generator(Decoder):
         seed: int,
         keep: bool,
     ) -> collections.abc.Generator[np.ndarray]:
-        """Yield new tokens [batch], `count` times; the next step runs while they are read."""
+        """Yield new tokens [batch], `count` times.
+
+        Behind the last length that the tables of a file are for, all tokens are computed again with
+        the next ones, as in onnxruntime-genai and transformers.
+        """
+        done = 0
+        while done < count:
+            width = max(map(len, rows))
+            end = next((length for length in self._ends_of_tables if length >= width), None)
+            part = count - done if end is None else min(count - done, max(end - width, 1))
+            counted = {**numbers, "written": np.int32(done)} if done else numbers
+            more = top_k, counted, seed, keep
+            steps = self._decode_within(params, state, rows, source, part, *more, end)
+            with closing(steps):
+                for new in steps:
+                    if end is not None:
+                        rows = [np.append(row, x) for row, x in zip(rows, new, strict=True)]
+                    yield new
+            done += part
+
+    @cached_property
+    def _ends_of_tables(self) -> list[int]:
+        """The lengths behind which the file rotates positions by other tables (LongRoPE).
+
+        The builder's Phi-3 chooses them by an If, which compares the size of the mask.
+        """
+        graph, result = self._program.graph, set()
+        for node in graph.nodes:
+            chosen = graph.producers.get(node.inputs[0]) if node.op.name == "If" else None
+            name = "" if chosen is None else chosen.op.name
+            if chosen is None or name not in _COMPARISONS:
+                continue
+            for side, other in ((0, 1), (1, 0)):
+                length = self.model.tensors.get(chosen.inputs[other])
+                source = graph.producers.get(chosen.inputs[side])
+                while source is not None and source.op.name in _SAME_LENGTH:
+                    source = graph.producers.get(source.inputs[0])
+                if length is not None and source is not None and source.op.name == "Shape":
+                    result.add(int(np.asarray(length).item()) - (_COMPARISONS[name] == side))
+        return sorted(result)
+
+    def _decode_within(
+        self,
+        params: Mapping[str, Any],
+        state: Mapping[str, Any],
+        rows: Sequence[np.ndarray],
+        source: Mapping[str, Any],
+        count: int,
+        top_k: int | None,
+        numbers: Mapping[str, Any],
+        seed: int,
+        keep: bool,
+        end: int | None,
+    ) -> collections.abc.Generator[np.ndarray]:
+        """Yield new tokens [batch], `count` times; the next step runs while they are read.
+
+        Args:
+          end: the length behind which the file has other tables.
+        """
         lengths = {len(row) for row in rows}
         width, is_open = max(lengths), not self._has_fixed_caches
         side = self._padding_side
-        if len(lengths) > 1 and (side == "hidden" or not is_open):
+        if width == end or (len(lengths) > 1 and (side == "hidden" or not is_open)):
             side = None
         # longer rows end before shorter ones, so no row needs more places than the model has
-        size = max(width + (side is not None), min(_round_up(width + count), self.positions))
+        most = self.positions if end is None else min(self.positions, end)
+        size = max(width + (side is not None), min(_round_up(width + count), most))
         padded = width
         # fixed states of convolutions take padding for tokens, and so does what has no mask
         if side in ("before", "behind") and is_open:
@@ -283,6 +351,8 @@ class Generator(Decoder):
         more = params, state, source, numbers, jax.random.key(seed)
         keep &= side in ("before", "behind") and is_open and len(rows) == 1
         session = self._latest_caches.pop("latest", None) if keep else None
+        if session is not None and session.is_beyond(self._ends_of_tables, width):
+            session = None
         start = 0 if session is None else session.count_shared(rows[0])
         added = max(_LEAST_NEW, _round_up(width - start))
         start = min(start, size - 1 - added)
@@ -381,10 +451,11 @@ class Generator(Decoder):
             seen = jnp.zeros(logits.shape, bool)
             seen = seen.at[jnp.arange(len(rows))[:, None], rows].set(True, mode="drop")
         recent = _find_last(rows, logits.shape[1], numbers)
-        more = jax.random.fold_in(key, 0), self._suppressed_tokens[0], recent
+        number, suppressed = jnp.int32(numbers.get("written", 0)), self._suppressed_tokens
+        more = jax.random.fold_in(key, number), suppressed["written" in numbers], recent, number
         new = choose_tokens(logits, seen, top_k, numbers, *more)
         carry = {"past": past, "lengths": lengths, "seen": seen, "recent": recent}
-        return new, {**carry, "step": jnp.int32(0)}
+        return new, {**carry, "step": number}
 
     def _step(self, side: Side | None, top_k, params, state, encoded, numbers, key, new, carry):
         """Return the tokens behind the `new` ones [batch], and what the next step needs."""

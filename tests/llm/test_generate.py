@@ -11,6 +11,8 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from onnx import TensorProto
+from onnx.helper import make_graph, make_node, make_tensor_value_info
 
 import jaxonnx
 from tests.support.paths import DATA
@@ -94,6 +96,51 @@ def test_the_output_layer_computes_one_place(name, side):
     (vocabulary,) = {value.shape[-1] for value in model.outputs if value.name == "logits"}
     sizes = re.findall(rf"f32\[([\d,]+),{vocabulary}\]", str(jaxpr))
     assert {math.prod(map(int, size.split(","))) for size in sizes} == {2}
+
+
+def with_tables_by_length(path, length):
+    """A file that rotates by other tables behind a length, as the builder writes Phi-3's."""
+    proto = onnx.load(path)
+    tables = [x for x in proto.graph.initializer if x.name in ("cos_cache", "sin_cache")]
+    tables = {x.name: onnx.numpy_helper.to_array(x) for x in tables}
+    kept = [x for x in proto.graph.initializer if x.name not in tables]
+    del proto.graph.initializer[:]
+    sizes = {"one": 1, "length": length}
+    numbers = [onnx.numpy_helper.from_array(np.array(x), n) for n, x in sizes.items()]
+    proto.graph.initializer.extend([*kept, *numbers])
+
+    def branch(name, step):
+        values = [onnx.numpy_helper.from_array(x[::step].repeat(step, 0)) for x in tables.values()]
+        names = [f"{name}_{n}" for n in tables]
+        pairs = zip(names, values, strict=True)
+        nodes = [make_node("Constant", [], [n], value=x) for n, x in pairs]
+        outputs = [make_tensor_value_info(n, TensorProto.FLOAT, None) for n in names]
+        return make_graph(nodes, name, [], outputs)
+
+    nodes = [
+        make_node("Shape", ["attention_mask"], ["sizes"]),
+        make_node("Gather", ["sizes", "one"], ["total"]),
+        make_node("Greater", ["total", "length"], ["is_long"]),
+        make_node(
+            "If", ["is_long"], [*tables], then_branch=branch("a", 4), else_branch=branch("b", 1)
+        ),
+    ]
+    for node in reversed(nodes):
+        proto.graph.node.insert(0, node)
+    return proto
+
+
+def test_positions_are_rotated_by_the_tables_of_a_length():
+    """LongRoPE: behind it the caches are computed again, as in onnxruntime-genai 0.18."""
+    model = varied(with_tables_by_length(GENAI / "model.onnx", 24))
+    assert model._generator._ends_of_tables == [24]
+    whole = model.without_cache()
+    for start in (20, 23, 24, 25):
+        row = np.random.default_rng(start).integers(3, 192, start)
+        made = model.generate(row, max_new_tokens=6, stop=[])
+        for length in range(start, start + 6):
+            logits = whole(made[None, :length], np.ones((1, length), int))
+            assert made[length] == logits[0, -1].argmax(), (start, length)
 
 
 def test_a_row_ends_with_its_stop():
