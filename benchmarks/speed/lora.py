@@ -36,7 +36,9 @@ RANK, VOCABULARY = 8, 2048
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def write(folder: Path, hidden: int, layers: int, precisions: list[str]) -> None:
+def write(
+    folder: Path, hidden: int, layers: int, precisions: list[str], vocabulary: int = VOCABULARY
+) -> None:
     """Write a Llama with random weights for `transformers` (hf/) and as ONNX (fp32/, int4/)."""
     from tokenizers import Tokenizer, models
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -48,12 +50,12 @@ def write(folder: Path, hidden: int, layers: int, precisions: list[str]) -> None
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=heads,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=1024,
+        vocab_size=vocabulary,
+        max_position_embeddings=4096,
         tie_word_embeddings=False,
     )
     LlamaForCausalLM(config).save_pretrained(folder / "hf")
-    words = {f"w{i}": i for i in range(VOCABULARY)}
+    words = {f"w{i}": i for i in range(vocabulary)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w1").save_pretrained(
         folder / "hf"

@@ -248,7 +248,7 @@ mlir.register_lowering(packed_product_p, _lower_on_cpu, platform="cpu")
 
 FEW_ROWS = 8
 """The most rows of x. The kernel converts the matrix for each, XLA for all of them once."""
-LEAST_WEIGHTS = 1 << 18
+LEAST_WEIGHTS = 1 << 16
 """The fewest weights of a matrix. What runs a small network once need not wait for a compiler."""
 _SOURCE = Path(__file__).with_name("few_bits.cc")
 _TARGET = "jaxonnx_few_bits_cpu"
