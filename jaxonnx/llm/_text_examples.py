@@ -376,9 +376,10 @@ class Reader:
         if self.vocabulary is not None and ids.max() >= self.vocabulary:
             token = ids[ids >= self.vocabulary][0]
             raise TrainingError(
-                f"{where}: the token {self.tokenizer.name(token)} is {token}, and the model has "
+                f"{where}: the token {self.tokenizer.name(token)} is {token}, and the model scores "
                 f"{self.vocabulary}: tokenizer.json, with {self.tokenizer.size} tokens, is of "
-                "another model"
+                "another model, or this one scores classes of tokens: pass it arrays, "
+                "{'input_ids': ..., 'labels': ...}"
             )
 
     def _fit(

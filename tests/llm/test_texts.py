@@ -217,7 +217,9 @@ def test_a_tokenizer_of_another_model_is_refused(lines, tmp_path):
     settings["model"]["merges"] = [["s", "t"], ["i", "st"], ["l", "ist"]]
     (tmp_path / "model" / "tokenizer.json").write_text(json.dumps(settings))
     model = jaxonnx.load(tmp_path / "model")
-    with pytest.raises(jaxonnx.TrainingError, match=r"line 1 .* is 500, and the model has 192"):
+    with pytest.raises(
+        jaxonnx.TrainingError, match=r"line 1 .* is 500, and the model scores 192.*input_ids"
+    ):
         read(model, lines({"text": "list"}))
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
     with pytest.raises(jaxonnx.TrainingError, match=r"tokenizer.json' is not a tokenizer"):
