@@ -366,11 +366,14 @@ class Generator(Decoder):
             more = params, state, encoded, numbers, jax.random.key(seed)
         tokens = [*rows[0]]
         try:
-            for _ in range(count - 1):
+            if count > 1:  # the first token does not wait until the step is compiled
+                yield np.asarray(new)
+            for i in range(count - 1):
                 latest, before, carry = new, carry, None  # a step reuses the memory
                 new, carry = step(*more, latest, before)
                 tokens.append(latest)
-                yield np.asarray(latest)
+                if i > 0:
+                    yield np.asarray(latest)
             yield np.asarray(new)
         finally:
             if keep and carry is not None:

@@ -108,6 +108,18 @@ def test_a_stream_is_the_text(model):
         assert "".join(model.generate(prompt, max_new_tokens=9, stop=stop, stream=True)) == cut
 
 
+def test_the_first_token_does_not_wait_for_the_program_of_the_others(model):
+    model = model.replace(params=dict(model.params))  # nothing is compiled
+    rows, source = model._generator.read_prompts(model.params, model.state, [np.arange(5)])
+    written = [Continuation(frozenset())]
+    steps = model._generator.extend(model.params, model.state, rows, source, written, 5)
+    next(steps)
+    ((begin, step, _),) = model._generator._programs.values()
+    assert (begin.alone._cache_size(), step.alone._cache_size()) == (1, 0)
+    assert len([*steps]) == 4
+    assert step.alone._cache_size() == 1
+
+
 def test_turns_of_a_chat_keep_the_caches(model, monkeypatch):
     """With the answers that whole prompts have; a chat that goes another way has others."""
     model = model.replace(params={n: 3 * x if x.ndim > 1 else x for n, x in model.params.items()})
