@@ -144,8 +144,13 @@ def _reload(proto: ModelProto, model: Model) -> Model:
             "the training graph of the file is left out: it is not converted", stacklevel=4
         )
         del proto.training_info[:]
+    net = load(proto)
     net = replace(
-        load(proto), companion=model.companion, source=model.source, new_rows=model.new_rows
+        net,
+        companion=model.companion,
+        source=model.source,
+        new_rows=model.new_rows,
+        heads=tuple(head for head in model.heads if net.tensors.keys() >= {*head.tensors}),
     )
     inlined = net.params.keys() - model.tensors.keys()  # constants of functions have new names
     return net.with_trainable(lambda name, _: name in model.params or name in inlined)

@@ -273,10 +273,12 @@ def test_new_classes_by_name_go_into_the_saved_configuration(tmp_path):
         "num_labels": 2,
         "problem_type": None,
     }
-    jaxonnx.load(tmp_path / "tuned").with_head(4).save(f"{tmp_path}/again/")
-    config = json.loads((tmp_path / "again" / "config.json").read_text())
-    assert config["id2label"] == {str(i): f"LABEL_{i}" for i in range(4)}
-    assert config["label2id"] == {f"LABEL_{i}": i for i in range(4)}
+    fresh = jaxonnx.load(tmp_path / "tuned").with_head(4)
+    for changed in (fresh, jaxonnx.convert(fresh, opset=21)):
+        changed.save(f"{tmp_path}/again/")
+        config = json.loads((tmp_path / "again" / "config.json").read_text())
+        assert config["id2label"] == {str(i): f"LABEL_{i}" for i in range(4)}
+        assert config["label2id"] == {f"LABEL_{i}": i for i in range(4)}
     model.save(f"{tmp_path}/same/")
     config = (tmp_path / "base" / "config.json").read_text()
     assert (tmp_path / "same" / "config.json").read_text() == config
