@@ -40,6 +40,7 @@ from jaxonnx.views import (
     EmptyCaches,
     Outputs,
     Part,
+    SharedCaches,
     omit_caches,
 )
 
@@ -527,7 +528,7 @@ class Generator(Decoder):
         assert self._caches is not None
         outputs = self._caches.pairs.values()
         if self._padding_side != "hidden":
-            return self._read_logits(self._program, outputs)
+            return self._read_logits(self._program.enter(SharedCaches()), outputs)
         assert self._padding is not None
         program = self._program.enter(self._padding)
         return self._after_encoder(self._logits_output, *outputs, program=program)

@@ -7,6 +7,7 @@ from jaxonnx.views._calls import (
     FixedInputs,
     Outputs,
     Part,
+    SharedCaches,
     WholeInputs,
     fix_inputs,
     omit_caches,

@@ -161,6 +161,27 @@ class EmptyCaches(CallView):
         return {**self.caches.empty(batch, sizes), **inputs}
 
 
+@dataclass(frozen=True)
+class SharedCaches(CallView):
+    """GroupQueryAttention writes a new step into the memory of its caches.
+
+    What a cache holds behind a sample's steps stays, as in onnxruntime where past and present share
+    a buffer; otherwise it is zeroed.
+    """
+
+    stays: ClassVar[bool] = False
+
+    def enter(self, graph: Graph, constants: Mapping[str, np.ndarray]) -> Graph:
+        shared = {"past_present_share_buffer": 1}
+        nodes = (
+            replace(node, attributes={**node.attributes, **shared})
+            if node.op.name == "GroupQueryAttention"
+            else node
+            for node in graph.nodes
+        )
+        return replace(graph, nodes=tuple(nodes))
+
+
 def omit_caches(graph: Graph, caches: Caches) -> tuple[View, View]:
     """Return the views of a decoder whose caches are neither inputs nor outputs."""
     outputs = {*graph.outputs} - {*caches.pairs.values()}

@@ -217,14 +217,15 @@ def test_the_number_of_keys_may_be_traced_while_the_cache_is_empty():
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_a_token_is_written_into_a_donated_cache(batch):
+def test_a_token_is_written_into_a_shared_cache(batch):
     """A step of generation makes no copy of a cache: to write, to scale or to transpose it."""
     room = 512
     tables = [jnp.asarray(part) for part in angles_of(room)]
 
     def step(caches, news, lengths):
         more = lengths, np.array([room], np.int32), *tables
-        y, *caches = attention(*news, *caches, *more, **GROUPED, do_rotary=1)
+        shared = {"do_rotary": 1, "past_present_share_buffer": 1}
+        y, *caches = attention(*news, *caches, *more, **GROUPED, **shared)
         return y, caches
 
     cache = jax.ShapeDtypeStruct((batch, KV_HEADS, room, SIZE), np.float32)

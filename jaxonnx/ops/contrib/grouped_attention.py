@@ -4,6 +4,7 @@ Meaning as in onnxruntime's ContribOperators.md. A cache grows, or has room for 
 passed, or holds a window of the last ones; its numbers may be rounded to integers or float8.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -57,16 +58,22 @@ class _Codes(NamedTuple):
         return low | high << 4
 
 
+def _write_into_cache(past, new, start):
+    """Return a cache with one step of each sample at its `start`.
+
+    XLA writes a scatter into the memory of a donated cache, whereas it would duplicate and fuse a
+    `dynamic_update_slice`.
+    """
+    rows, heads = np.arange(len(new))[:, None], np.arange(new.shape[1])
+    return past.at[rows, heads, start[:, None]].set(new[:, :, 0], mode="drop")
+
+
 def _append_to_cache(past, new, start, length):
     """Return a cache of `length` steps: `past` up to a sample's `start`, then `new`, then zeros."""
     if (past is None or not past.shape[2]) and length == new.shape[2]:
         return new
     check_size((length,), INDEX, host=True)
     check_size((*new.shape[:2], length, new.shape[3]), new.dtype)
-    if past is not None and new.shape[2] == 1 and past.shape[2] == length:
-        # A token that is generated: XLA writes it into the memory of a donated cache.
-        rows, heads = np.arange(len(new))[:, None], np.arange(new.shape[1])
-        return past.at[rows, heads, start[:, None]].set(new[:, :, 0], mode="drop")
     at = np.arange(length)
     old = jnp.zeros((*new.shape[:2], length, new.shape[3]), new.dtype)
     if past is not None:
@@ -158,6 +165,7 @@ def group_query_attention(
     kv_num_heads,
     local_window_size=-1,
     num_heads,
+    past_present_share_buffer=0,
     q_norm_epsilon=None,
     qk_norm_epsilon=9.999999974752427e-07,
     qk_output=0,
@@ -173,6 +181,8 @@ def group_query_attention(
 
     A sample's valid length after this step is seqlens_k + 1, of which `query_seqlens` are new, or
     as many as there can be; the new steps may be padded at their end.
+
+    `past_present_share_buffer` is no attribute of files: `views.SharedCaches` sets it.
     """
     if key is None:
         size = query.shape[-1] // (num_heads + 2 * kv_num_heads)
@@ -236,7 +246,10 @@ def group_query_attention(
                 "jit, or pass empty caches"
             )
         length = max(total, 0 if past_key is None else past_key.shape[2])
-        caches = [_append_to_cache(*pair, start, length) for pair in zip(pasts, news, strict=True)]
+        shares = past_present_share_buffer and past_key is not None
+        shares = shares and steps == 1 and past_key.shape[2] == length
+        add = _write_into_cache if shares else partial(_append_to_cache, length=length)
+        caches = [add(*pair, start) for pair in zip(pasts, news, strict=True)]
         k, v = (cache[:, :, :total] for cache in caches)
         at = jnp.arange(total)
         at = jnp.where(at < lengths[:, None], at, -1)
