@@ -246,8 +246,8 @@ def group_query_attention(
                 "jit, or pass empty caches"
             )
         length = max(total, 0 if past_key is None else past_key.shape[2])
-        shares = past_present_share_buffer and past_key is not None
-        shares = shares and steps == 1 and past_key.shape[2] == length
+        is_full = past_key is not None and past_key.shape[2] == length
+        shares = past_present_share_buffer and steps == 1 and is_full
         add = _write_into_cache if shares else partial(_append_to_cache, length=length)
         caches = [add(*pair, start) for pair in zip(pasts, news, strict=True)]
         k, v = (cache[:, :, :total] for cache in caches)
