@@ -283,6 +283,8 @@ class Scope:
             return self._training(node)
         if what == "channels":
             return -1 if isinstance(arguments[0], lowering.ChannelsLast) else 1
+        if what == "shares caches":
+            return node.op.shares_caches
         return len(node.outputs) if what == "outputs" else self
 
     def _training(self, node: Node) -> bool | None:

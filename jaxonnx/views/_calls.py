@@ -172,13 +172,7 @@ class SharedCaches(CallView):
     stays: ClassVar[bool] = False
 
     def enter(self, graph: Graph, constants: Mapping[str, np.ndarray]) -> Graph:
-        shared = {"past_present_share_buffer": 1}
-        nodes = (
-            replace(node, attributes={**node.attributes, **shared})
-            if node.op.name == "GroupQueryAttention"
-            else node
-            for node in graph.nodes
-        )
+        nodes = (replace(n, op=replace(n.op, shares_caches=True)) for n in graph.nodes)
         return replace(graph, nodes=tuple(nodes))
 
 

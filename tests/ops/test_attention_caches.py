@@ -224,7 +224,7 @@ def test_a_token_is_written_into_a_shared_cache(batch):
 
     def step(caches, news, lengths):
         more = lengths, np.array([room], np.int32), *tables
-        shared = {"do_rotary": 1, "past_present_share_buffer": 1}
+        shared = {"do_rotary": 1, "shares_caches": True}
         y, *caches = attention(*news, *caches, *more, **GROUPED, **shared)
         return y, caches
 

@@ -19,7 +19,7 @@ from jaxonnx.ops.attention_softmax import Window, attend, weigh
 from jaxonnx.ops.common import INDEX, divide
 from jaxonnx.ops.contrib.fused import DOMAIN, rms_norm
 from jaxonnx.ops.quantize import dequantize_linear, quantize, quantize_linear
-from jaxonnx.registry import Omissible, Outputs, op
+from jaxonnx.registry import Omissible, Outputs, SharesCaches, op
 
 INT4 = np.dtype(ml_dtypes.int4)
 
@@ -165,7 +165,6 @@ def group_query_attention(
     kv_num_heads,
     local_window_size=-1,
     num_heads,
-    past_present_share_buffer=0,
     q_norm_epsilon=None,
     qk_norm_epsilon=9.999999974752427e-07,
     qk_output=0,
@@ -176,13 +175,12 @@ def group_query_attention(
     softcap=0.0,
     v_quant_type="NONE",
     outputs: Outputs = 4,
+    shares_caches: SharesCaches = False,
 ):
     """Attention of `num_heads` over `kv_num_heads`, with a cache of keys and values.
 
     A sample's valid length after this step is seqlens_k + 1, of which `query_seqlens` are new, or
     as many as there can be; the new steps may be padded at their end.
-
-    `past_present_share_buffer` is no attribute of files: `views.SharedCaches` sets it.
     """
     if key is None:
         size = query.shape[-1] // (num_heads + 2 * kv_num_heads)
@@ -247,7 +245,7 @@ def group_query_attention(
             )
         length = max(total, 0 if past_key is None else past_key.shape[2])
         is_full = past_key is not None and past_key.shape[2] == length
-        shares = past_present_share_buffer and steps == 1 and is_full
+        shares = shares_caches and steps == 1 and is_full
         add = _write_into_cache if shares else partial(_append_to_cache, length=length)
         caches = [add(*pair, start) for pair in zip(pasts, news, strict=True)]
         k, v = (cache[:, :, :total] for cache in caches)
