@@ -41,7 +41,9 @@ def scores(q, k, scale=None):
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if is_half(q):
         return scale * product(_rows(q, k.shape[1]), k.mT).reshape(*q.shape[:3], k.shape[2])
-    if k.shape[2] > 4 * q.shape[2]:  # a cache: XLA would copy it, to scale and to transpose it
+    is_known = isinstance(q.shape[2], int) and isinstance(k.shape[2], int)
+    if is_known and k.shape[2] > 4 * q.shape[2]:
+        # a cache, of which XLA would make a copy to scale it, and one to transpose it
         y = jnp.einsum("bhkd,bhgqd->bhkgq", k, group_queries(q * scale, k.shape[1]))
         y = jnp.moveaxis(y, 2, -1)
     else:

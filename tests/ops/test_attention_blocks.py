@@ -83,3 +83,15 @@ def test_gradients_keep_one_array_of_queries_and_keys():
         return jax.jit(jax.grad(loss)).lower(x).compile().memory_analysis().temp_size_in_bytes
 
     assert memory(6) - memory(2) < 4 * 1.5 * size
+
+
+@pytest.mark.parametrize("steps", ["1", "s"])
+def test_sizes_may_be_symbolic_with_a_cache(steps):
+    """`jax.export` of a decoder with caches: sizes that cannot be compared."""
+    batch, new, keys = jax.export.symbolic_shape(f"b, {steps}, p + {steps}")
+    q = jax.ShapeDtypeStruct((batch, 4, new, 8), np.float32)
+    k = jax.ShapeDtypeStruct((batch, 2, keys, 8), np.float32)
+    exported = jax.export.export(jax.jit(attend))(q, k, k)
+    count = 1 if steps == "1" else 3
+    arrays = numbers(2, 4, count, 8), numbers(2, 2, 20, 8, seed=1), numbers(2, 2, 20, 8, seed=2)
+    np.testing.assert_allclose(exported.call(*arrays), attend(*arrays), rtol=1e-5, atol=1e-6)
