@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import math
 import pkgutil
 
 import pytest
@@ -17,6 +18,8 @@ MODULES = [
 
 @pytest.mark.deep
 @pytest.mark.parametrize("name", MODULES)
-def test_examples(name):
+def test_examples(name, monkeypatch):
+    # a slow machine would print lines of progress
+    monkeypatch.setattr("jaxonnx.training._progress._SECONDS_OF_LINES", math.inf)
     result = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
     assert result.failed == 0
