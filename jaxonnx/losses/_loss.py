@@ -14,7 +14,7 @@ from jaxonnx._data.ragged import IGNORED, with_derived
 from jaxonnx._graph.values import Value
 from jaxonnx._require import check_arguments, require
 from jaxonnx._text import format_count
-from jaxonnx.errors import TrainingError
+from jaxonnx.errors import TrainingError, UnsupportedError
 from jaxonnx.llm import take_packed_rows
 from jaxonnx.model import Model, as_model
 from jaxonnx.views import PackedRows
@@ -86,7 +86,7 @@ class Loss:
     """Whether a decoder reads the labels before each one (teacher forcing)."""
 
     def __call__(self, outputs: Any, targets: Any) -> Any:
-        raise NotImplementedError
+        raise UnsupportedError(f"the loss {type(self).__name__} has no __call__(outputs, targets)")
 
     def totals(self, outputs: Any, targets: Any, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return a sum over a batch and its divisor, which add up to the mean of an epoch.
@@ -156,7 +156,9 @@ class Loss:
         Called where `smooths` is true. It is that of PyTorch's `label_smoothing`, which weighs the
         share of each class by its class weight, and of transformers' `label_smoothing_factor`.
         """
-        raise NotImplementedError
+        raise UnsupportedError(
+            f"the loss {type(self).__name__} sets smooths, and has no with_label_smoothing(share)"
+        )
 
     def check(self, outputs: Any, targets: Any, what: str = "the loss", weight: Any = None) -> None:
         """Refuse shapes that do not fit, given arrays or `jax.ShapeDtypeStruct`s.

@@ -53,6 +53,18 @@ class Triples(losses.Loss):
 losses.register("triples", Triples(), also_called="tripletmargin")
 
 
+class Unfinished(losses.Loss):
+    smooths = True
+
+
+def test_what_a_loss_lacks_is_named():
+    model = load()
+    with pytest.raises(jaxonnx.UnsupportedError, match="Unfinished has no __call__"):
+        jaxonnx.train(model, (X, X[:, :2]), loss=Unfinished(), **SETTINGS)
+    with pytest.raises(jaxonnx.UnsupportedError, match=r"no with_label_smoothing"):
+        jaxonnx.train(model, (X, X[:, :2]), loss=Unfinished(), label_smoothing=0.1, **SETTINGS)
+
+
 def load():
     return jaxonnx.load(onnx.parser.parse_model(LINEAR))
 
