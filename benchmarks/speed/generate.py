@@ -1,13 +1,14 @@
 """Tokens a second of `Model.generate` beside those of onnxruntime-genai, on the same folders.
 
     python -m benchmarks.speed.generate [--hidden 512] [--layers 8] [--vocabulary 2048] [--room 64]
-        [--precisions fp32 int4] [--rounds 9]   # test-llm
+        [--precisions fp32 int4] [--rounds 9] [--folder FOLDER]   # test-llm
 
-A Llama with random weights, written by onnxruntime-genai's builder in float32 and in 4 bits. Both
-continue a prompt of 32 tokens greedily by 64, in turn, in one process, with caches that have room
-for `--room` new tokens; the first token, which fills the caches, is timed apart, and so is the
-first call, which compiles. Printed are medians of a step, and median and quartiles of the ratio of
-each pair: the time of a token of jaxonnx divided by that of onnxruntime-genai.
+A Llama with random weights, written by onnxruntime-genai's builder in float32 and in 4 bits, or a
+folder of that builder, each of whose tokens is a piece of text. Both continue a prompt of 32 tokens
+greedily by 64, in turn, in one process, with caches that have room for `--room` new tokens; the
+first token, which fills the caches, is timed apart, and so is the first call, which compiles.
+Printed are medians of a step, and median and quartiles of the ratio of each pair: the time of a
+token of jaxonnx divided by that of onnxruntime-genai.
 """
 
 import argparse
@@ -61,14 +62,17 @@ def main() -> None:
     parser.add_argument("--room", type=int, default=NEW)
     parser.add_argument("--precisions", nargs="+", default=["fp32", "int4"])
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--folder", type=Path, help="of the builder, instead of a new Llama")
     options = parser.parse_args()
     prompt = np.random.default_rng(0).integers(2, options.vocabulary, PROMPT)
     with tempfile.TemporaryDirectory() as place:
-        size = options.hidden, options.layers, options.precisions, options.vocabulary
-        write(Path(place), *size)
-        for precision in options.precisions:
-            model = jaxonnx.load(Path(place, precision))
-            runtime = genai.Model(str(Path(place, precision)))
+        folders = [options.folder]
+        if options.folder is None:
+            size = options.hidden, options.layers, options.precisions, options.vocabulary
+            write(Path(place), *size)
+            folders = [Path(place, precision) for precision in options.precisions]
+        for folder in folders:
+            model, runtime = jaxonnx.load(folder), genai.Model(str(folder))
             calls = (time_genai, runtime), (time_jaxonnx, model)
             rounds = [
                 [call(x, prompt, options.room) for call, x in calls]
@@ -77,7 +81,7 @@ def main() -> None:
             (peer_first, peer), (first, ours) = np.moveaxis(np.array(rounds[1:]), 0, 2)
             low, middle, high = np.quantile(ours / peer, (0.25, 0.5, 0.75))
             print(
-                f"{precision}: a token in {1e3 * np.median(ours):.2f} ms, onnxruntime-genai "
+                f"{folder.name}: a token in {1e3 * np.median(ours):.2f} ms, onnxruntime-genai "
                 f"{1e3 * np.median(peer):.2f} ms; ratio {middle:.2f} ({low:.2f} to {high:.2f}); "
                 f"the first {1e3 * np.median(first):.0f} ms, {1e3 * np.median(peer_first):.0f} ms; "
                 f"that of the first call {rounds[0][1][0]:.1f} s",
