@@ -265,19 +265,8 @@ class Generator(Decoder):
                 stacklevel=5,
             )
 
-    def _decode(
-        self,
-        params: Mapping[str, Any],
-        state: Mapping[str, Any],
-        rows: Sequence[np.ndarray],
-        source: Mapping[str, Any],
-        count: int,
-        top_k: int | None,
-        numbers: Mapping[str, Any],
-        seed: int,
-        keep: bool,
-    ) -> collections.abc.Generator[np.ndarray]:
-        """Yield new tokens [batch], `count` times.
+    def _decode(self, params, state, rows, source, count, top_k, numbers, *more):
+        """Yield new tokens [batch], `count` times, as `_decode_within` does.
 
         Behind the last length that the tables of a file are for, all tokens are computed again with
         the next ones, as in onnxruntime-genai and transformers.
@@ -288,8 +277,9 @@ class Generator(Decoder):
             end = next((length for length in self._ends_of_tables if length >= width), None)
             part = count - done if end is None else min(count - done, max(end - width, 1))
             counted = {**numbers, "written": np.int32(done)} if done else numbers
-            more = top_k, counted, seed, keep
-            steps = self._decode_within(params, state, rows, source, part, *more, end)
+            steps = self._decode_within(
+                params, state, rows, source, part, top_k, counted, *more, end=end
+            )
             with closing(steps):
                 for new in steps:
                     if end is not None:
