@@ -1,4 +1,4 @@
-"""Prints the PyTorch values in tests/training/test_optim.py (needs torch; the tests do not)."""
+"""Prints the PyTorch values in tests/optim/test_optim.py (needs torch; the tests do not)."""
 
 import torch
 

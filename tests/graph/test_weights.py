@@ -416,7 +416,7 @@ def test_all_agree_on_every_weight(file):
     held = {
         *model.params,
         *model.state,
-    } - stored  # for those, tests/model/test_packed.py
+    } - stored  # for those, tests/lowering/test_packed.py
     adapted = {name: place for name, place in adapted_axes(model).items() if name in held}
     axes, reasons = sparse_axes(model)
     matrices = {n: sizes for n, sizes in model.summary().matrices.items() if n not in stored}
