@@ -112,8 +112,8 @@ def train_step(
     import optax
 
     from jaxonnx.training import Batch
-    from jaxonnx.training._build_step import build_step
     from jaxonnx.training._settings import Settings
+    from jaxonnx.training._step.build import build_step
 
     settings = Settings(
         loss=LOSS,

@@ -121,8 +121,8 @@ class Decoder(linen.Module):
 def ours(options: argparse.Namespace, place: Any):
     """Return the step of `jaxonnx.train` and its arguments."""
     from jaxonnx.training import Batch
-    from jaxonnx.training._build_step import build_step
     from jaxonnx.training._settings import Settings
+    from jaxonnx.training._step.build import build_step
 
     model = decoder(options.hidden, options.layers, options.sequence, options.vocabulary)
     settings = Settings(loss="causal_lm", optimizer=optax.adamw(1e-3))

@@ -25,7 +25,7 @@ from benchmarks.layers.onnx_file import write
 from benchmarks.networks import NETWORKS, Network, batch
 from benchmarks.systems import all_trained, train_step
 from jaxonnx.cli.process import keep_pages
-from jaxonnx.training import _gradient_step
+from jaxonnx.training._step import gradient
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def trusting() -> Iterator[None]:
     }
     with ExitStack() as stack:
         for name, part in parts.items():
-            stack.enter_context(mock.patch.object(_gradient_step, name, part))
+            stack.enter_context(mock.patch.object(gradient, name, part))
         stack.enter_context(mock.patch.object(jax.lax, "cond", lambda good, move, stay: move()))
         yield
 

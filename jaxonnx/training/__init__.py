@@ -8,24 +8,24 @@ from jaxonnx._arguments import DataArguments
 from jaxonnx._data.batches import Batch
 from jaxonnx._data.kinds import Data, Reading, register_data
 from jaxonnx._io.training_checkpoints import TrainingCheckpoint, read_training_checkpoint
-from jaxonnx.training._build_step import build_step, step
 from jaxonnx.training._card import has_other_card
-from jaxonnx.training._classification import ConfusionMatrix, Curve, Curves, PerClass
+from jaxonnx.training._checkpoints.restore import restore_checkpoint
 from jaxonnx.training._data import open_data, read_data
 from jaxonnx.training._evaluate import evaluate
 from jaxonnx.training._find_rate import RateCurve, find_rate
-from jaxonnx.training._history import History
-from jaxonnx.training._optimizers import optimizer
+from jaxonnx.training._loop.history import History
+from jaxonnx.training._loop.stopping import Interrupt
+from jaxonnx.training._objective.tables import ConfusionMatrix, Curve, Curves, PerClass
 from jaxonnx.training._plot import shade
 from jaxonnx.training._preview import Preview, preview
 from jaxonnx.training._quantize import quantize
-from jaxonnx.training._restore import restore_checkpoint
 from jaxonnx.training._result import Result
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._settings.head import with_heads
 from jaxonnx.training._settings.order import StepArguments, TrainArguments
-from jaxonnx.training._step import CompiledStep, State, Step, as_batch, target_names
-from jaxonnx.training._stopping import Interrupt
+from jaxonnx.training._step.build import build_step, step
+from jaxonnx.training._step.optimizers import optimizer
+from jaxonnx.training._step.step import CompiledStep, State, Step, as_batch, target_names
 from jaxonnx.training._train import train
 
 __all__ = [

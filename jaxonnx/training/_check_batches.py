@@ -9,7 +9,7 @@ import numpy as np
 from jaxonnx._data.batches import Batch, Source
 from jaxonnx._data.inputs_and_targets import is_zero_or_one
 from jaxonnx.errors import Error, TrainingError
-from jaxonnx.training._step import Step
+from jaxonnx.training._step.step import Step
 
 _LATE = 8
 """Batches after which labels on a device are checked, so that the host does not wait for them."""

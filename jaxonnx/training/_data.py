@@ -12,10 +12,10 @@ from jaxonnx._data.kinds import open_data as open_kind
 from jaxonnx._data.ragged import Padding
 from jaxonnx.errors import InputError, TrainingError
 from jaxonnx.model import Model, batch_norms, start_at_zeros, with_any_batch, with_whole_inputs
-from jaxonnx.training._defaults import has_own_algorithm
-from jaxonnx.training._loss_needs import find_needs, prepare_model
+from jaxonnx.training._objective.needs import find_needs, prepare_model
 from jaxonnx.training._settings import Settings
-from jaxonnx.training._step import target_names
+from jaxonnx.training._step.defaults import has_own_algorithm
+from jaxonnx.training._step.step import target_names
 
 
 class OpenedData(NamedTuple):

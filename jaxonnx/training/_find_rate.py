@@ -14,8 +14,8 @@ from jaxonnx._figures import new_axes
 from jaxonnx._require import check_arguments, require, require_choice, require_integer
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model
-from jaxonnx.training._optimizers import optimizer as make_optimizer
 from jaxonnx.training._settings.order import TrainArguments
+from jaxonnx.training._step.optimizers import optimizer as make_optimizer
 from jaxonnx.training._train import train
 
 _TAKEN = (

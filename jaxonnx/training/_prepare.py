@@ -9,13 +9,13 @@ from onnx import ModelProto
 
 from jaxonnx._data.augmented import augment_examples
 from jaxonnx.model import Model, as_model
-from jaxonnx.training._build_step import build_step
 from jaxonnx.training._data import ReadData, fit_to_data, open_data, read_data
-from jaxonnx.training._defaults import choose_loss
-from jaxonnx.training._loss_needs import complete_batches
+from jaxonnx.training._objective.needs import complete_batches
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._settings.head import with_heads
-from jaxonnx.training._step import Step
+from jaxonnx.training._step.build import build_step
+from jaxonnx.training._step.defaults import choose_loss
+from jaxonnx.training._step.step import Step
 
 
 @dataclass(frozen=True)

@@ -24,13 +24,13 @@ from jaxonnx._text import Rendered
 from jaxonnx.losses import Loss
 from jaxonnx.model import Model
 from jaxonnx.training._check_batches import BatchChecks
-from jaxonnx.training._loss_needs import find_only
-from jaxonnx.training._memory import FitCheck, explain_memory_errors
+from jaxonnx.training._loop.memory import FitCheck, explain_memory_errors
+from jaxonnx.training._objective.needs import find_only
 from jaxonnx.training._prepare import prepare_run
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._settings.mesh import automatic
 from jaxonnx.training._settings.order import TrainArguments
-from jaxonnx.training._step import Step
+from jaxonnx.training._step.step import Step
 
 _SHOWN = 2
 """Examples that are decoded."""

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from jaxonnx._progress import Cell
-from jaxonnx.training._history import History
+from jaxonnx.training._loop.history import History
 from jaxonnx.training._settings import Settings
 
 _SECONDS, _SECONDS_IN_NOTEBOOK = 0.1, 0.5

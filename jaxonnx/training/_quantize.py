@@ -30,12 +30,12 @@ from jaxonnx.quantization import (
     Quantization,
     output_error,
 )
-from jaxonnx.training import _objective as objective
 from jaxonnx.training._data import fit_to_evaluation, open_data, read_data
 from jaxonnx.training._evaluate import evaluate_objective
-from jaxonnx.training._loss_needs import complete_batches, prepare_model
+from jaxonnx.training._loop.stopping import find_direction
+from jaxonnx.training._objective import objective
+from jaxonnx.training._objective.needs import complete_batches, prepare_model
 from jaxonnx.training._settings import Settings
-from jaxonnx.training._stopping import find_direction
 from jaxonnx.views import FixedInputs
 
 BATCHES = 16

@@ -24,10 +24,10 @@ from jaxonnx.llm import take_packed_rows
 from jaxonnx.lora import Adapters
 from jaxonnx.model import Model
 from jaxonnx.quantization import list_layers, plot_ranges
-from jaxonnx.training import _objective as objective
 from jaxonnx.training._data import fit_to_evaluation
 from jaxonnx.training._evaluate import evaluate_objective
-from jaxonnx.training._history import History
+from jaxonnx.training._loop.history import History
+from jaxonnx.training._objective import objective
 from jaxonnx.training._settings import Settings
 
 _CLASSES = 30

@@ -21,9 +21,9 @@ from jaxonnx.lora import Adapters
 from jaxonnx.model import Model, compare_merged, compare_quantized
 from jaxonnx.quantization import Quantization
 from jaxonnx.training._card import NAME, has_other_card, write_card
-from jaxonnx.training._history import History
+from jaxonnx.training._loop.history import History
 from jaxonnx.training._report import Run, write
-from jaxonnx.training._step import Step
+from jaxonnx.training._step.step import Step
 
 _MOST, _LEAST = 6, 2
 """How many tensors are listed, of those that changed most and least."""

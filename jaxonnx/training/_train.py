@@ -10,14 +10,14 @@ from jaxonnx._arguments import check_names, documented
 from jaxonnx._mesh.processes import Processes
 from jaxonnx.model import Model
 from jaxonnx.training._card import describe_data
-from jaxonnx.training._loop import run
-from jaxonnx.training._memory import explain_memory_errors
+from jaxonnx.training._loop.memory import explain_memory_errors
+from jaxonnx.training._loop.run import run
+from jaxonnx.training._loop.stopping import Interrupt
 from jaxonnx.training._prepare import prepare_run
 from jaxonnx.training._result import Result, to_result
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._settings.mesh import automatic
 from jaxonnx.training._settings.order import TrainArguments
-from jaxonnx.training._stopping import Interrupt
 
 
 @documented(TrainArguments)

@@ -18,7 +18,7 @@ from optax.contrib import SAMState, ScheduleFreeState, schedule_free_eval_params
 
 from jaxonnx.errors import TrainingError
 from jaxonnx.training._settings.sparsity import masks
-from jaxonnx.training._step import State
+from jaxonnx.training._step.step import State
 
 
 class SlowWeights(NamedTuple):

@@ -11,7 +11,7 @@ import pytest
 import jaxonnx
 from jaxonnx.losses import cross_entropy
 from jaxonnx.training import evaluate
-from jaxonnx.training._gradient_step import GradientStep
+from jaxonnx.training._step.gradient import GradientStep
 from tests.support.lazy_cases import Module
 from tests.support.tiny_networks import LABELS, examples, mlp, same, train, weights
 

@@ -10,7 +10,7 @@ import pytest
 
 import jaxonnx
 from jaxonnx import losses
-from jaxonnx.training._loss_needs import complete_batches
+from jaxonnx.training._objective.needs import complete_batches
 from tests.support.paths import DATA
 
 tokenizers = pytest.importorskip("tokenizers")

@@ -12,7 +12,7 @@ import pytest
 import jaxonnx
 from jaxonnx.llm._text_examples import fit_rows
 from jaxonnx.llm._texts import take_packed_rows
-from jaxonnx.training import _memory
+from jaxonnx.training._loop import memory
 from tests.support.paths import DATA
 
 LLM = DATA / "llm"
@@ -109,8 +109,8 @@ def test_onnxruntime_computes_the_same_of_a_packed_row():
 def test_validation_is_packed_too_and_one_program_is_compiled(monkeypatch):
     pytest.importorskip("tokenizers")
     compiled = []
-    check = _memory._check
-    monkeypatch.setattr(_memory, "_check", lambda *a: compiled.append(a) or check(*a))
+    check = memory._check
+    monkeypatch.setattr(memory, "_check", lambda *a: compiled.append(a) or check(*a))
     data = [{"text": text} for text in TEXTS * 8]
     wanted = {"loss": "causal_lm", "batch_size": 2, "epochs": 1, "metrics": "perplexity"}
     folder = LLM / "qwen3-genai"

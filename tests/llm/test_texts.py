@@ -247,11 +247,11 @@ def test_texts_need_a_folder(lines):
 
 
 def test_a_chat_trains_with_two_programs(lines, tmp_path, monkeypatch, capsys):
-    from jaxonnx.training import _memory
+    from jaxonnx.training._loop import memory
 
     compiled = []
-    check = _memory._check
-    monkeypatch.setattr(_memory, "_check", lambda *a: compiled.append(a) or check(*a))
+    check = memory._check
+    monkeypatch.setattr(memory, "_check", lambda *a: compiled.append(a) or check(*a))
     short = {"messages": CHAT[:2]}
     path = lines(*[short] * 12, *[{"messages": CHAT}] * 4)
     result = jaxonnx.train(

@@ -14,8 +14,8 @@ import jaxonnx
 from jaxonnx import demo
 from jaxonnx._data.ragged import Padding
 from jaxonnx.losses import causal_lm, cross_entropy
-from jaxonnx.training._gradient_step import GradientStep
-from jaxonnx.training._loss_needs import find_needs
+from jaxonnx.training._objective.needs import find_needs
+from jaxonnx.training._step.gradient import GradientStep
 from tests.support import tiny_networks
 from tests.support.lazy_cases import Module
 from tests.support.paths import DATA

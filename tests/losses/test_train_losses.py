@@ -13,7 +13,7 @@ import pytest
 import jaxonnx
 from jaxonnx import losses
 from jaxonnx.losses import cross_entropy, negative_log_likelihood
-from jaxonnx.training import _objective as objective
+from jaxonnx.training._objective import objective
 
 LABELS = "softmax_cross_entropy_with_integer_labels"
 SCORES = ((np.arange(24).reshape(2, 3, 4) * 7 % 11 - 5) / 3).astype(np.float32)

@@ -24,7 +24,7 @@ import jaxonnx
 from jaxonnx import demo
 from jaxonnx.lowering import has_units
 from jaxonnx.sparse._products import _cpu
-from jaxonnx.training import _checkpoint
+from jaxonnx.training._checkpoints import folder as checkpoints
 from tests.support.few_bit_files import MS, network, normal, raw
 from tests.support.paths import DATA
 from tests.support.tiny_networks import LABELS
@@ -326,7 +326,7 @@ def apart(folder):
                 gathered.append({frame.name for frame in traceback.extract_stack()})
             return real(x, *args, **kwargs)
 
-        def sealed(x, look=look, real=_checkpoint.checksum):
+        def sealed(x, look=look, real=checkpoints.checksum):
             look()
             return real(x)
 
@@ -336,7 +336,7 @@ def apart(folder):
         with mock.patch.object(kind, "__array__", array):
             read = jaxonnx.load(path, mesh="all")
             look()
-            with mock.patch.object(_checkpoint, "checksum", sealed):
+            with mock.patch.object(checkpoints, "checksum", sealed):
                 for epochs in (1, 2):
                     train(read, data, mesh="all", sharding="fsdp", epochs=epochs, **settings)
         assert len(shares) > 8 * 20  # weights, momentum, averages, copies

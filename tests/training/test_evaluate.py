@@ -11,7 +11,7 @@ from PIL import Image
 
 import jaxonnx
 from jaxonnx.training import ConfusionMatrix, Curves, PerClass
-from jaxonnx.training import _objective as objective
+from jaxonnx.training._objective import objective
 from tests.support.lazy_cases import Module
 from tests.support.tiny_networks import LABELS, examples, mlp, train
 

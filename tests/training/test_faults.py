@@ -17,7 +17,7 @@ import jaxonnx
 import jaxonnx.sparse  # which compiles nothing, but would with what a test puts in place of jit
 from jaxonnx._io import checkpoints
 from jaxonnx.training import step
-from jaxonnx.training._step import stays_finite
+from jaxonnx.training._step.step import stays_finite
 from tests.support.fork_server import Command
 from tests.support.tiny_networks import LABELS, examples, mlp, same, train, weights
 
@@ -365,7 +365,7 @@ def test_memory_that_is_not_enough_says_what_helps(error, tmp_path):
 
 def test_a_step_that_memory_is_too_small_for_is_not_begun(monkeypatch):
     """It would take the weights with it."""
-    from jaxonnx.training import _memory
+    from jaxonnx.training._loop import memory
 
     mean = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 17]>
     mean (float[n, t] x) => (float[n, 1] y) <float[1] w = {2}> {
@@ -382,22 +382,22 @@ def test_a_step_that_memory_is_too_small_for_is_not_begun(monkeypatch):
         sizes[-1] += used.output_size_in_bytes - used.alias_size_in_bytes
         check(compiled, devices)
 
-    check = _memory._check
-    monkeypatch.setattr(_memory, "_check", size)
+    check = memory._check
+    monkeypatch.setattr(memory, "_check", size)
     whole = train(mean, [small, small], **settings)
     assert len(sizes) == 1
-    monkeypatch.setattr(_memory, "memory", lambda: sizes[0])
+    monkeypatch.setattr(memory, "memory", lambda: sizes[0])
     message = "memory is not enough for .*: a smaller batch_size, with accumulate="
     with pytest.warns(UserWarning, match=f"{message}.*; the weights are those of step 2"):
         result = train(mean, [small, small, large], **settings)
     assert same(result, whole)
-    monkeypatch.setattr(_memory, "memory", lambda: sizes[0] - 1)
+    monkeypatch.setattr(memory, "memory", lambda: sizes[0] - 1)
     with pytest.raises(jaxonnx.TrainingError, match=message):
         train(mean, [small], **settings)
 
 
 def test_what_a_device_has_left_is_what_a_step_may_take(monkeypatch):
-    from jaxonnx.training import _memory
+    from jaxonnx.training._loop import memory
 
     class Device:
         def __init__(self, used):
@@ -415,6 +415,6 @@ def test_what_a_device_has_left_is_what_a_step_may_take(monkeypatch):
                 argument_size_in_bytes=10_000,
             )
 
-    _memory._check(Compiled(), [Device(600), Device(0)])
+    memory._check(Compiled(), [Device(600), Device(0)])
     with pytest.raises(MemoryError, match="allocates 400 bytes, of which there are 399 bytes"):
-        _memory._check(Compiled(), [Device(0), Device(601)])
+        memory._check(Compiled(), [Device(0), Device(601)])

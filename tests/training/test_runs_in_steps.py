@@ -8,7 +8,7 @@ import pytest
 import jaxonnx
 from jaxonnx.cli import main
 from jaxonnx.training import Settings
-from jaxonnx.training._stopping import Monitor, PatienceEnded
+from jaxonnx.training._loop.stopping import Monitor, PatienceEnded
 from tests.support.tiny_networks import examples, mlp, same, train
 from tests.training.test_long_runs import batches, cut_off, steps_in
 

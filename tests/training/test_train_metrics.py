@@ -13,7 +13,7 @@ from onnx import TensorProto, helper
 
 import jaxonnx
 from jaxonnx.training import Batch
-from jaxonnx.training import _objective as objective
+from jaxonnx.training._objective import objective
 from tests.support.lazy_cases import Module
 from tests.support.sources import make_source
 from tests.support.tiny_networks import text

@@ -17,7 +17,7 @@ import jaxonnx
 from jaxonnx import loggers
 from jaxonnx.cli import main
 from jaxonnx.training import optimizer, step
-from jaxonnx.training._optimizers import find_vectors
+from jaxonnx.training._step.optimizers import find_vectors
 from tests.support.paths import DATA
 from tests.support.tiny_networks import LABELS, examples, mlp, train, weights
 

@@ -38,7 +38,7 @@ from jaxonnx._mesh.processes import Processes
 from jaxonnx.errors import TrainingError
 from jaxonnx.lora import Adapters
 from jaxonnx.model import Model, to_proto
-from jaxonnx.training._history import History
+from jaxonnx.training._loop.history import History
 from jaxonnx.views import View
 
 _LOGGER = logging.getLogger("absl")

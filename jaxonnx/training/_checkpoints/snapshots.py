@@ -10,14 +10,14 @@ from jaxonnx._mesh.processes import Processes
 from jaxonnx._text import format_count
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model
-from jaxonnx.training._checkpoint import Checkpoints, NotWritten, Position
-from jaxonnx.training._history import ROLLED_BACK, SKIPPED
-from jaxonnx.training._reporter import Reporter
+from jaxonnx.training._checkpoints.folder import Checkpoints, NotWritten, Position
+from jaxonnx.training._loop.history import ROLLED_BACK, SKIPPED
+from jaxonnx.training._loop.reporter import Reporter
+from jaxonnx.training._loop.stopping import Interrupted, Monitor, PatienceEnded, Stop
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._settings.accumulate import find_accumulation
 from jaxonnx.training._settings.sparsity import sparse_numbers
-from jaxonnx.training._step import State, Step, copy
-from jaxonnx.training._stopping import Interrupted, Monitor, PatienceEnded, Stop
+from jaxonnx.training._step.step import State, Step, copy
 
 _RETRIES = 3
 """Consecutive rollbacks to the same weights after which the run stops."""

@@ -11,10 +11,10 @@ import jax
 import numpy as np
 
 from jaxonnx._mesh.processes import Processes
-from jaxonnx.training._history import NOT_VALIDATED, ROLLED_BACK, SKIPPED, History
+from jaxonnx.training._loop.history import NOT_VALIDATED, ROLLED_BACK, SKIPPED, History
+from jaxonnx.training._loop.stopping import Interrupt
 from jaxonnx.training._progress import Bar
 from jaxonnx.training._settings import Settings
-from jaxonnx.training._stopping import Interrupt
 
 _AHEAD = 8
 _BEHIND = 4

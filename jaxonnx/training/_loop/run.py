@@ -14,17 +14,17 @@ from jaxonnx._mesh.processes import Processes
 from jaxonnx.llm import Continuations
 from jaxonnx.model import Model
 from jaxonnx.training._check_batches import BatchChecks, is_unchecked
-from jaxonnx.training._history import History
-from jaxonnx.training._memory import EXHAUSTED, FitCheck, to_stop
-from jaxonnx.training._optimizers import rate_of
-from jaxonnx.training._reporter import Reporter
+from jaxonnx.training._checkpoints.snapshots import Snapshots
+from jaxonnx.training._loop.history import History
+from jaxonnx.training._loop.memory import EXHAUSTED, FitCheck, to_stop
+from jaxonnx.training._loop.reporter import Reporter
+from jaxonnx.training._loop.stopping import Interrupt, Monitor, Stop
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._settings.ema import describe_average
 from jaxonnx.training._settings.sparsity import sparse_numbers
 from jaxonnx.training._settings.statistics import Statistics, warn_of_single_values
-from jaxonnx.training._snapshots import Snapshots
-from jaxonnx.training._step import State, Step
-from jaxonnx.training._stopping import Interrupt, Monitor, Stop
+from jaxonnx.training._step.optimizers import rate_of
+from jaxonnx.training._step.step import State, Step
 
 
 def run(

@@ -16,7 +16,7 @@ from jaxonnx._data.inputs_and_targets import is_zero_or_one
 from jaxonnx._require import require
 from jaxonnx.errors import TrainingError
 from jaxonnx.losses import check_classes, totals
-from jaxonnx.training._classification import ConfusionMatrix, Curves, PerClass
+from jaxonnx.training._objective.tables import ConfusionMatrix, Curves, PerClass
 from jaxonnx.training._predictions import Answers, Choices, Reader
 
 Sums = Any

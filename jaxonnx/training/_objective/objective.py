@@ -21,8 +21,8 @@ from jaxonnx.losses import Loss
 from jaxonnx.losses import find as find_loss
 from jaxonnx.lowering import jit
 from jaxonnx.model import Model
-from jaxonnx.training import _metrics as metrics
-from jaxonnx.training._loss_needs import find_derivation
+from jaxonnx.training._objective import metrics
+from jaxonnx.training._objective.needs import find_derivation
 from jaxonnx.training._predictions import Reader
 
 

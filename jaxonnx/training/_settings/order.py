@@ -28,7 +28,7 @@ from jaxonnx.training._settings.quantize import QuantizeArguments, quantize_weig
 from jaxonnx.training._settings.remat import RematArguments, recompute_activations
 from jaxonnx.training._settings.sparsity import SparsityArguments, sparsify_weights
 from jaxonnx.training._settings.statistics import StatisticsArguments, choose_statistics
-from jaxonnx.training._step import Step
+from jaxonnx.training._step.step import Step
 
 
 class ModelArguments(

@@ -8,9 +8,9 @@ import optax
 
 from jaxonnx._data.batches import Source
 from jaxonnx.model import Model
-from jaxonnx.training._objective import Objective
+from jaxonnx.training._objective.objective import Objective
 from jaxonnx.training._settings import Settings
-from jaxonnx.training._weight_layout import WeightLayout
+from jaxonnx.training._step.weight_layout import WeightLayout
 
 Gradient = Callable[[Any], Any]
 

@@ -23,7 +23,7 @@ from jaxonnx.quantization import (
     record_of,
     stored_types,
 )
-from jaxonnx.training._loss_needs import prepare_model
+from jaxonnx.training._objective.needs import prepare_model
 from jaxonnx.training._quantize import BATCHES, make_evaluation
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._settings.plan import Plan

@@ -24,7 +24,7 @@ from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model, report_layers
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._settings.plan import Gradient, Plan
-from jaxonnx.training._weight_layout import WeightLayout
+from jaxonnx.training._step.weight_layout import WeightLayout
 
 if TYPE_CHECKING:
     from jaxonnx.sparse import Layer

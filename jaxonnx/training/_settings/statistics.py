@@ -17,10 +17,10 @@ from jaxonnx._arguments import Argument
 from jaxonnx._data.batches import Batch, Source
 from jaxonnx._text import format_count
 from jaxonnx.model import MOST, apply_totals, batch_norms, find_single_values, zero_totals
+from jaxonnx.training._loop.stopping import Interrupt
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._settings.plan import Plan
-from jaxonnx.training._step import State, Step
-from jaxonnx.training._stopping import Interrupt
+from jaxonnx.training._step.step import State, Step
 
 
 class StatisticsArguments(TypedDict, total=False):

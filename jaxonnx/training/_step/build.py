@@ -21,18 +21,18 @@ from jaxonnx.errors import InputError, TrainingError
 from jaxonnx.lora import writes_apart
 from jaxonnx.model import Model, as_model, check_nodes
 from jaxonnx.quantization import record_of
-from jaxonnx.training import _objective as objective
-from jaxonnx.training._defaults import complete_settings
 from jaxonnx.training._fit_optimizer import fit_to_step
-from jaxonnx.training._gradient_step import GradientStep
-from jaxonnx.training._loss_needs import prepare_model
+from jaxonnx.training._objective import objective
+from jaxonnx.training._objective.needs import prepare_model
 from jaxonnx.training._settings import Settings, order
 from jaxonnx.training._settings.head import with_heads
 from jaxonnx.training._settings.order import StepArguments
 from jaxonnx.training._settings.plan import Plan
-from jaxonnx.training._step import Step
-from jaxonnx.training._training_info_step import TrainingInfoStep
-from jaxonnx.training._weight_layout import WeightLayout
+from jaxonnx.training._step.defaults import complete_settings
+from jaxonnx.training._step.gradient import GradientStep
+from jaxonnx.training._step.step import Step
+from jaxonnx.training._step.training_info import TrainingInfoStep
+from jaxonnx.training._step.weight_layout import WeightLayout
 
 
 @documented(StepArguments)

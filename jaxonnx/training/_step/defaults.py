@@ -12,8 +12,8 @@ from jaxonnx.errors import TrainingError
 from jaxonnx.llm import scores_tokens
 from jaxonnx.losses import cross_entropy
 from jaxonnx.model import Model, labels
-from jaxonnx.training._optimizers import DECAYING, find_vectors, named_optimizer
 from jaxonnx.training._settings import Settings
+from jaxonnx.training._step.optimizers import DECAYING, find_vectors, named_optimizer
 
 LOSS = "softmax_cross_entropy_with_integer_labels"
 RATE_OF_REST = 1e-4

@@ -25,7 +25,7 @@ from jaxonnx.training._settings.ema import move_average, start_average
 from jaxonnx.training._settings.plan import Plan
 from jaxonnx.training._settings.precision import LossScale
 from jaxonnx.training._settings.sparsity import restore_phase
-from jaxonnx.training._step import (
+from jaxonnx.training._step.step import (
     SMALL,
     State,
     Step,

@@ -1,0 +1,1 @@
+"""What is minimized and measured: losses of outputs, what these need, metrics and tables."""
