@@ -139,7 +139,7 @@ def validate(
     Outputs are compared with those of onnxruntime, on random inputs at several sizes and on `data`;
     onnx's checker looks at the file; an untouched save must have all bits of the file; gradients
     are compared with central differences; integers of a quantized model with those of onnxruntime;
-    and products with sparse weights are proved to be N:M. The page "How to convince yourself"
+    and products with sparse weights are proved to be N:M. The page "Validation"
     describes each row.
 
     >>> import jaxonnx
