@@ -1,11 +1,11 @@
 """Tokens a second of `Model.generate` beside those of onnxruntime-genai, on the same folders.
 
     python -m benchmarks.speed.generate [--hidden 512] [--layers 8] [--vocabulary 2048] [--room 64]
-        [--precisions fp32 int4] [--rounds 9] [--folder FOLDER]   # test-llm
+        [--prompt 32] [--precisions fp32 int4] [--rounds 9] [--folder FOLDER]   # test-llm
 
 A Llama with random weights, written by onnxruntime-genai's builder in float32 and in 4 bits, or a
-folder of that builder, each of whose tokens is a piece of text. Both continue a prompt of 32 tokens
-greedily by 64, in turn, in one process, with caches that have room for `--room` new tokens; the
+folder of that builder, each of whose tokens is a piece of text. Both continue a prompt greedily by
+64 tokens, in turn, in one process, with caches that have room for `--room` new tokens; the
 first token, which fills the caches, is timed apart, and so is the first call, which compiles.
 Printed are medians of a step, and median and quartiles of the ratio of each pair: the time of a
 token of jaxonnx divided by that of onnxruntime-genai.
@@ -21,14 +21,14 @@ import numpy as np
 import jaxonnx
 from benchmarks.speed.lora import VOCABULARY, write
 
-PROMPT, NEW = 32, 64
+NEW = 64
 
 
 def time_genai(runtime, prompt: np.ndarray, room: int) -> tuple[float, float]:
     """Return the seconds to the first token, and of each further one, by onnxruntime-genai."""
     import onnxruntime_genai as genai
 
-    settings, length = genai.GeneratorParams(runtime), PROMPT + room
+    settings, length = genai.GeneratorParams(runtime), len(prompt) + room
     settings.set_search_options(max_length=length, min_length=length, do_sample=False)
     generator, start = genai.Generator(runtime, settings), time.perf_counter()
     generator.append_tokens(prompt.astype(np.int32))
@@ -60,11 +60,12 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
     parser.add_argument("--room", type=int, default=NEW)
+    parser.add_argument("--prompt", type=int, default=32)
     parser.add_argument("--precisions", nargs="+", default=["fp32", "int4"])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--folder", type=Path, help="of the builder, instead of a new Llama")
     options = parser.parse_args()
-    prompt = np.random.default_rng(0).integers(2, options.vocabulary, PROMPT)
+    prompt = np.random.default_rng(0).integers(2, options.vocabulary, options.prompt)
     with tempfile.TemporaryDirectory() as place:
         folders = [options.folder]
         if options.folder is None:

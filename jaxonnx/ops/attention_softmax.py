@@ -21,6 +21,9 @@ WHOLE = 1 << 27
 BLOCK = 1 << 24
 """The bytes of the scores of a block."""
 
+KEYS = 256
+"""The keys of a block of `attend_to_first`."""
+
 
 def group_queries(x, kv_heads):
     """Reshape query heads to (batch, key heads, query heads per key head, ...)."""
@@ -42,7 +45,7 @@ def scores(q, k, scale=None):
     if is_half(q):
         return scale * product(_rows(q, k.shape[1]), k.mT).reshape(*q.shape[:3], k.shape[2])
     is_known = isinstance(q.shape[2], int) and isinstance(k.shape[2], int)
-    if is_known and k.shape[2] > 4 * q.shape[2]:
+    if is_known and k.shape[2] >= 32 * q.shape[2]:
         # a cache, of which XLA would make a copy to scale it, and one to transpose it
         y = jnp.einsum("bhkd,bhgqd->bhkgq", k, group_queries(q * scale, k.shape[1]))
         y = jnp.moveaxis(y, 2, -1)
@@ -232,6 +235,40 @@ def attend(q, k, v, masks=(), window=None, scale=None, cap=0.0, sink=None, dtype
 
     y = jnp.moveaxis(lax.map(block, (split(q, 2), blocks, places)), 0, 2)
     return y.reshape(*y.shape[:2], count * size, y.shape[-1])[:, :, :steps]
+
+
+def attend_to_first(count, q, k, v, window, scale=None, cap=0.0, sink=None):
+    """Compute `attend` in a cache of which the first `count` keys are filled; without gradients.
+
+    Only these are read, in blocks, whose softmax is combined as in Dao et al., "FlashAttention",
+    2022 (arXiv:2205.14135). `count` is traced; the other arguments are as in `attend`.
+    """
+    room = k.shape[2]
+    positions = jnp.broadcast_to(window.keys, (len(k), room))
+    before = 0 if window.left < 0 else window.queries.min() - window.left
+    first, end = jnp.maximum(before, 0) // KEYS, -(-count // KEYS)
+
+    def add_block(i, sums):
+        start = jnp.minimum(i * KEYS, room - KEYS)  # the last block overlaps the one before it
+        keys, values, at = (
+            lax.dynamic_slice_in_dim(x, start, KEYS, axis)
+            for x, axis in ((k, 2), (v, 2), (positions, 1))
+        )
+        block = window._replace(keys=jnp.where(start + np.arange(KEYS) < i * KEYS, -1, at))
+        x = weigh(*(x.astype(np.float32) for x in (q, keys)), (), block, scale, cap).masked
+        top, total, y = sums
+        new_top = jnp.maximum(top, x.max(axis=-1, keepdims=True))
+        subtracted = jnp.where(new_top == -jnp.inf, 0, new_top)
+        e, share = jnp.exp(x - subtracted), jnp.exp(top - subtracted)
+        total = total * share + e.sum(axis=-1, keepdims=True)
+        return new_top, total, y * share + weighted_values(e, values.astype(np.float32))
+
+    total = jnp.zeros((*q.shape[:3], 1), np.float32)
+    top, y = total - jnp.inf, jnp.zeros((*q.shape[:3], v.shape[3]), np.float32)
+    if sink is not None:
+        top, total = total + sink.astype(np.float32)[:, None, None], total + 1
+    _, total, y = lax.fori_loop(first, end, add_block, (top, total, y))
+    return (y / jnp.where(total == 0, 1, total)).astype(v.dtype)
 
 
 def _block_length(q, k):

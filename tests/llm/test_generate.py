@@ -60,6 +60,15 @@ def test_rows_of_unequal_length_are_those_alone(model):
     np.testing.assert_array_equal(short, greedy(model, PROMPT[:2], 6))
 
 
+def test_room_for_many_more_tokens_changes_none(model):
+    """Attention then reads a part of the caches."""
+    tokens = greedy(model, PROMPT, 12)
+    new = tokens[len(PROMPT) :]
+    expected = tokens[: len(PROMPT) + new.tolist().index(new[-1]) + 1]
+    found = model.generate(PROMPT, max_new_tokens=700, stop=[int(new[-1])])
+    np.testing.assert_array_equal(found, expected)
+
+
 def test_without_caches_all_is_computed_again():
     model = varied(OPTIMUM)
     plain = model.with_outputs("logits")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxonnx.ops import attention_softmax
-from jaxonnx.ops.attention_softmax import Window, attend
+from jaxonnx.ops.attention_softmax import Window, attend, attend_to_first
 
 BATCH, HEADS, KV_HEADS, STEPS, KEYS, SIZE = 2, 4, 2, 22, 25, 8
 
@@ -95,3 +95,38 @@ def test_sizes_may_be_symbolic_with_a_cache(steps):
     count = 1 if steps == "1" else 3
     arrays = numbers(2, 4, count, 8), numbers(2, 2, 20, 8, seed=1), numbers(2, 2, 20, 8, seed=2)
     np.testing.assert_allclose(exported.call(*arrays), attend(*arrays), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("counts", [(5, 3), (300, 40), (500, 700)])
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"scale": 0.5, "cap": 2.0}, {"sink": numbers(4)}, {"left": 30, "sink": numbers(4)}],
+    ids=["", "cap", "sink", "window"],
+)
+def test_attention_to_the_filled_part_of_a_cache(counts, steps, options):
+    """Samples have different numbers of keys; the room is no multiple of a block of them."""
+    room, counts = 700, np.array(counts)
+    q, k, v = (numbers(2, n, m, 8, seed=n + m) for n, m in ((4, steps), (2, room), (2, room)))
+    queries = (counts - steps)[:, None] + np.arange(steps)
+    keys = np.where(np.arange(room) < counts[:, None], np.arange(room), -1)
+    keywords = dict(options)
+    window = Window(queries, keys, keywords.pop("left", -1), 0)
+    y = jax.jit(lambda count: attend_to_first(count, q, k, v, window, **keywords))(counts.max())
+    expected = attend(q, k, v, (), window, **keywords)
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
+    if counts.max() <= 512:  # the third block, which overlaps the second one, is not read
+        v[:, :, 512:] = np.nan
+        again = jax.jit(lambda count: attend_to_first(count, q, k, v, window, **keywords))
+        np.testing.assert_array_equal(again(counts.max()), y)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_filled_part_in_half_precision(dtype):
+    """The softmax and its sums are in float32: weighted sums of large values do not overflow."""
+    q, k = (numbers(1, n, m, 8, seed=n).astype(dtype) for n, m in ((2, 1), (1, 700)))
+    v = jax.numpy.full((1, 1, 700, 8), 1000, dtype)
+    keys = np.where(np.arange(700) < 300, np.arange(700), -1)
+    y = attend_to_first(np.int32(300), q, k, v, Window(np.array([299]), keys, -1, 0))
+    assert y.dtype == dtype
+    np.testing.assert_array_equal(np.float32(y), 1000)

@@ -15,7 +15,7 @@ from jax.core import Tracer
 from jaxonnx._limits import check_size
 from jaxonnx.errors import NodeError, StaticError
 from jaxonnx.ops.attention import merge_heads, rotate, split_heads
-from jaxonnx.ops.attention_softmax import Window, attend, weigh
+from jaxonnx.ops.attention_softmax import KEYS, Window, attend, attend_to_first, weigh
 from jaxonnx.ops.common import INDEX, divide
 from jaxonnx.ops.contrib.fused import DOMAIN, rms_norm
 from jaxonnx.ops.quantize import dequantize_linear, quantize, quantize_linear
@@ -226,7 +226,7 @@ def group_query_attention(
         if past is not None:
             codes[i] = _Codes(number, INT4 if kv_cache_bit_width == 4 else past.dtype)
     news = [x if c is None else c.round(x) for c, x in zip(codes, (k, v), strict=True)]
-    pasts = [past_key, past_value]
+    pasts, keeps_room = [past_key, past_value], False
     for i, (past, c) in enumerate(zip(pasts, codes, strict=True)):
         if past is not None and c is not None:  # an empty one has a type, but maybe no sizes
             pasts[i] = c.read(past, q.dtype) if past.shape[2] else news[i][:, :, :0]
@@ -244,9 +244,9 @@ def group_query_attention(
                 "jit, or pass empty caches"
             )
         length = max(total, 0 if past_key is None else past_key.shape[2])
-        is_full = past_key is not None and past_key.shape[2] == length
-        shares = shares_caches and steps == 1 and is_full
-        add = _write_into_cache if shares else partial(_append_to_cache, length=length)
+        keeps_room = shares_caches and past_key is not None and past_key.shape[2] == length
+        in_place = keeps_room and steps == 1
+        add = _write_into_cache if in_place else partial(_append_to_cache, length=length)
         caches = [add(*pair, start) for pair in zip(pasts, news, strict=True)]
         k, v = (cache[:, :, :total] for cache in caches)
         at = jnp.arange(total)
@@ -262,7 +262,10 @@ def group_query_attention(
     left = local_window_size - 1 if local_window_size >= 0 else -1
     window = Window(queries, at, left, 0 if causal else -1)
     options = ((bias,), window, scale or None, softcap, head_sink)
-    y = merge_heads(attend(q, k, v, *options))
+    if keeps_room and bias is None and k.shape[2] > 2 * KEYS:
+        y = merge_heads(attend_to_first(lengths.max(), q, k, v, *options[1:]))
+    else:
+        y = merge_heads(attend(q, k, v, *options))
     if outputs < 4:
         return y, *caches
     weights = weigh(q, k, *options)
