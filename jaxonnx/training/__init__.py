@@ -13,10 +13,9 @@ from jaxonnx.training._checkpoints.restore import restore_checkpoint
 from jaxonnx.training._data import open_data, read_data
 from jaxonnx.training._evaluate import evaluate
 from jaxonnx.training._find_rate import RateCurve, find_rate
-from jaxonnx.training._loop.history import History
+from jaxonnx.training._loop.history import History, shade
 from jaxonnx.training._loop.stopping import Interrupt
 from jaxonnx.training._objective.tables import ConfusionMatrix, Curve, Curves, PerClass
-from jaxonnx.training._plot import shade
 from jaxonnx.training._preview import Preview, preview
 from jaxonnx.training._quantize import quantize
 from jaxonnx.training._result import Result

@@ -23,8 +23,8 @@ from jaxonnx._limits import format_bytes
 from jaxonnx._text import Rendered
 from jaxonnx.losses import Loss
 from jaxonnx.model import Model
-from jaxonnx.training._check_batches import BatchChecks
 from jaxonnx.training._loop.memory import FitCheck, explain_memory_errors
+from jaxonnx.training._loop.run import BatchChecks
 from jaxonnx.training._objective.needs import find_only
 from jaxonnx.training._prepare import prepare_run
 from jaxonnx.training._settings import Settings

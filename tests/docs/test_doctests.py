@@ -20,6 +20,6 @@ MODULES = [
 @pytest.mark.parametrize("name", MODULES)
 def test_examples(name, monkeypatch):
     # a slow machine would print lines of progress
-    monkeypatch.setattr("jaxonnx.training._progress._SECONDS_OF_LINES", math.inf)
+    monkeypatch.setattr("jaxonnx.training._loop.reporter._SECONDS_OF_LINES", math.inf)
     result = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
     assert result.failed == 0

@@ -10,8 +10,8 @@ from rich import console
 
 import jaxonnx
 from jaxonnx.training import History, Result, Settings
-from jaxonnx.training import _progress as progress
-from jaxonnx.training._progress import Bar
+from jaxonnx.training._loop import reporter
+from jaxonnx.training._loop.reporter import Bar
 from jaxonnx.training._result import changes
 from tests.support.tiny_networks import LABELS, examples, mlp, train
 
@@ -116,7 +116,7 @@ def test_adapters_are_counted_rather_than_what_they_change():
 def test_a_line_now_and_then_where_there_is_no_terminal(monkeypatch, capsys):
     train(epochs=2)
     assert not capsys.readouterr().out
-    monkeypatch.setattr(progress, "_SECONDS_OF_LINES", 0.0)
+    monkeypatch.setattr(reporter, "_SECONDS_OF_LINES", 0.0)
     train(epochs=2, progress=False)
     assert not capsys.readouterr().out
     train(epochs=2)

@@ -172,7 +172,7 @@ def test_only_factors_of_dense_products_become_sparse():
 
 def test_progress_is_shown_on_request_only(small, capsys, monkeypatch):
     """Of a run that takes seconds; a long one, or a loaded machine, gives a line now and then."""
-    monkeypatch.setattr("jaxonnx.training._progress._SECONDS_OF_LINES", np.inf)
+    monkeypatch.setattr("jaxonnx.training._loop.reporter._SECONDS_OF_LINES", np.inf)
     train(small, examples(8))
     assert not capsys.readouterr().out
     train(small, examples(8), progress=True)

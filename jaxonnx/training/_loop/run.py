@@ -1,19 +1,23 @@
-"""The training loop."""
+"""The loop of a run, top to bottom: `run`, and then its rows, its batches and their checks."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxonnx._data.batches import Batch, Source
+from jaxonnx._data.inputs_and_targets import is_zero_or_one
 from jaxonnx._mesh.processes import Processes
+from jaxonnx.errors import Error, TrainingError
 from jaxonnx.llm import Continuations
 from jaxonnx.model import Model
-from jaxonnx.training._check_batches import BatchChecks, is_unchecked
 from jaxonnx.training._checkpoints.snapshots import Snapshots
 from jaxonnx.training._loop.history import History
 from jaxonnx.training._loop.memory import EXHAUSTED, FitCheck, to_stop
@@ -26,6 +30,9 @@ from jaxonnx.training._settings.statistics import Statistics, warn_of_single_val
 from jaxonnx.training._step.optimizers import rate_of
 from jaxonnx.training._step.step import State, Step
 
+_LATE = 8
+"""Batches after which labels on a device are checked, so that the host does not wait for them."""
+
 
 def run(
     step: Step,
@@ -36,19 +43,23 @@ def run(
     processes: Processes,
 ) -> tuple[Model, History]:
     """Run the epochs; return the trained model and the history."""
+    # 1. The step, compiled at its first batch, and what follows its reports.
     monitor = Monitor(settings, step.columns(held_out is not None))
     update = FitCheck(step.compile(_with_reports(step, processes), donate_argnums=0))
     reporter = Reporter(settings, examples.steps, interrupt, processes)
     state = step.init()
     with ExitStack() as stack:
+        # 2. Where the run begins: at its first batch, or where its newest checkpoint is.
         snapshots = Snapshots(step, state, examples, settings, monitor, reporter, processes)
         stack.enter_context(snapshots.checkpoints or nullcontext())
         state = snapshots.restore(state)
         history, at = reporter.history, snapshots.at
         epochs = range(at.epoch, settings.epochs or 1)
+        # 3. The data, checked before anything is compiled.
         batches = _Batches(step, examples, at.epoch, at.batch, epochs.stop, interrupt)
         warn_of_single_values(step, batches.first)
         batches.checks.check_data(examples, held_out)
+        # 4. What ends a part of the run with a row of the history.
         close = _Rows(
             *(reporter, snapshots, monitor, batches),
             Statistics(step, examples, settings, state, interrupt),
@@ -73,6 +84,7 @@ def run(
                 if reporter.step == settings.max_steps:
                     break
                 for batch in batches.of_epoch(epoch):
+                    # 5. A step. Its report is read some steps later.
                     state = snapshots.save_if_due(state)
                     processes.step(epoch, snapshots.at.batch)
                     batch = batches.put(batch, f"a batch of epoch {epoch + 1}")
@@ -80,6 +92,7 @@ def run(
                     state, report = update(state, batch, step.frozen, stop)
                     state = snapshots.count_step(state, report)
                     reporter.check_interrupt()
+                    # 6. A row within the epoch, for which all steps are waited for.
                     if is_due(reporter.started):
                         state = snapshots.settle(state)
                     if is_due(reporter.step):  # not if steps were lost
@@ -92,6 +105,7 @@ def run(
                     if reporter.step == settings.max_steps:
                         break
                 else:
+                    # 7. The end of the epoch: the batches that wait for others, and its row.
                     count, ends = snapshots.at.batch, epoch + 1 == epochs.stop
                     processes.close_epoch(epoch, count)
                     before = snapshots.settle(state)
@@ -104,9 +118,11 @@ def run(
                         state = close(state, epoch + 1, count, ends)
             snapshots.finish(state)
         except (Stop, KeyboardInterrupt, *EXHAUSTED) as error:
+            # 8. The run ends early, with the best weights that there are.
             end = to_stop(error, state, processes.several)
             batches.checks.catch_up()  # wrong labels may be why a loss is not finite
             state = snapshots.end_early(end, state)
+    # 9. The result.
     whole = bool(monitor.chosen) or reporter.step == reporter.last_row_step
     history.notes += close.statistics.notes(reporter.step, whole)
     history.notes += describe_average(settings, reporter.step)
@@ -190,7 +206,7 @@ class _Batches:
         self.checks = BatchChecks(step, self.first, source)
 
     def of_epoch(self, epoch: int) -> Iterator[Batch]:
-        """Return the batches of an epoch, on the host; of the first one those that are left."""
+        """Iterate an epoch's batches on the host (of a resumed epoch, the rest)."""
         begun, self._begun = self._begun, None
         batches = self._source.batches(epoch) if begun is None else begun
         return self._interrupt.iterate(batches)
@@ -206,6 +222,77 @@ class _Batches:
         if is_unchecked(source):
             self.checks(batch, name)
         return self._step.put(batch, source.in_shares)
+
+
+class BatchChecks:
+    """The checks of a run; each shape of batches is checked once.
+
+    Args:
+      first: a batch of the training data.
+
+    Attributes:
+      shapes: what `Step.check` returned for that batch.
+
+    Raises:
+      TrainingError: the batch does not fit.
+    """
+
+    def __init__(self, step: Step, first: Batch, examples: Source):
+        self._step = step
+        self.shapes = step.check(_with_all_weights(first, examples))
+        self._checked = {_signature(first): self.shapes}
+        self._late: deque[tuple[Any, Any, str]] = deque()
+
+    def __call__(self, batch: Batch, what: str) -> None:
+        """Check a batch; labels on a device are checked some batches later."""
+        key = _signature(batch)
+        if key not in self._checked:
+            try:
+                self._checked[key] = self._step.check(batch)
+            except Error as error:
+                raise TrainingError(f"{what}: {error}") from error
+        if any(isinstance(x, jax.Array) for x in jax.tree.leaves(batch.targets)):
+            self._late.append((batch.targets, self._checked[key], what))
+            self.catch_up(_LATE)
+        else:
+            self._step.check_labels(batch.targets, self._checked[key], what)
+
+    def catch_up(self, keep: int = 0) -> None:
+        """Check the labels that are on a device, except those of the newest batches."""
+        while len(self._late) > keep:
+            targets, shapes, what = self._late.popleft()
+            self._step.check_labels(jax.device_get(targets), shapes, what)
+
+    def check_data(self, examples: Source, held_out: Source | None) -> None:
+        """Refuse data in one piece that does not fit, before anything is compiled."""
+        for data, what in ((examples, "data"), (held_out, "validation")):
+            if data is None or is_unchecked(data):
+                continue
+            if data.checks_batches:
+                for batch in data.batches(0):
+                    self(batch, what)
+                continue
+            self._step.check_labels(data.targets, self.shapes, what, data.classes)
+            if data is held_out:
+                self(_with_all_weights(next(data.batches(0)), data), what)
+
+
+def is_unchecked(data: Source) -> bool:
+    """Check whether the targets of data are known only batch by batch."""
+    return data.targets is None and not data.checks_batches
+
+
+def _signature(batch: Batch) -> tuple[Any, ...]:
+    """Return structure, shapes and dtypes of a batch: all that checks depend on but labels."""
+    leaves, structure = jax.tree.flatten(batch)
+    # weights that only mark examples that fill a batch; a device is not waited for
+    is_fill = isinstance(batch.weight, np.ndarray) and is_zero_or_one(batch.weight)
+    return structure, is_fill, *((x.shape, x.dtype) for x in leaves)
+
+
+def _with_all_weights(batch: Batch, data: Source) -> Batch:
+    """Return a batch with the weights of all examples where these are known, for a check."""
+    return batch if data.weights is None else batch._replace(weight=data.weights)
 
 
 class _Validation:
