@@ -8,7 +8,6 @@ from jaxonnx._arguments import DataArguments
 from jaxonnx._data.batches import Batch
 from jaxonnx._data.kinds import Data, Reading, register_data
 from jaxonnx._io.training_checkpoints import TrainingCheckpoint, read_training_checkpoint
-from jaxonnx.training._card import has_other_card
 from jaxonnx.training._checkpoints.restore import restore_checkpoint
 from jaxonnx.training._data import open_data, read_data
 from jaxonnx.training._evaluate import evaluate
@@ -18,6 +17,7 @@ from jaxonnx.training._loop.stopping import Interrupt
 from jaxonnx.training._objective.tables import ConfusionMatrix, Curve, Curves, PerClass
 from jaxonnx.training._preview import Preview, preview
 from jaxonnx.training._quantize import quantize
+from jaxonnx.training._report import has_other_card
 from jaxonnx.training._result import Result
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._settings.head import with_heads

@@ -26,11 +26,11 @@ from jaxonnx.model import Model
 from jaxonnx.training._loop.memory import FitCheck, explain_memory_errors
 from jaxonnx.training._loop.run import BatchChecks
 from jaxonnx.training._objective.needs import find_only
-from jaxonnx.training._prepare import prepare_run
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._settings.mesh import automatic
 from jaxonnx.training._settings.order import TrainArguments
 from jaxonnx.training._step.step import Step
+from jaxonnx.training._train import prepare_run
 
 _SHOWN = 2
 """Examples that are decoded."""

@@ -1,13 +1,17 @@
-"""Write the HTML report of a run."""
+"""Pages about a run: its HTML report, and the model card that the Hugging Face hub reads."""
 
 import base64
 import io
+import json
 import os
 import platform
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from html import escape
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, Protocol
 
 import jax
@@ -17,10 +21,10 @@ from jax.sharding import Mesh
 from jaxonnx._atomic_write import write_atomically
 from jaxonnx._data.batches import Batch, Examples, Source
 from jaxonnx._data.images import preparation as images
-from jaxonnx._graph.uses import uses
+from jaxonnx._graph.uses import uses, weights
 from jaxonnx._io.protos import modules
 from jaxonnx.errors import Error
-from jaxonnx.llm import take_packed_rows
+from jaxonnx.llm import ModelFolder, take_packed_rows
 from jaxonnx.lora import Adapters
 from jaxonnx.model import Model
 from jaxonnx.quantization import list_layers, plot_ranges
@@ -29,6 +33,18 @@ from jaxonnx.training._evaluate import evaluate_objective
 from jaxonnx.training._loop.history import History
 from jaxonnx.training._objective import objective
 from jaxonnx.training._settings import Settings
+
+NAME, ADAPTERS = "README.md", "adapter_config.json"
+_MARK = "<!-- written by jaxonnx -->"
+_LIBRARIES = (
+    (ADAPTERS, "peft"),
+    ("model.safetensors", "transformers"),
+    ("model.safetensors.index.json", "transformers"),
+    ("genai_config.json", "onnxruntime-genai"),
+)
+"""By a file of the folder, the library that the hub shows; otherwise ONNX."""
+_HEAD = re.compile(r"---\n(.*?)\n---\n", re.DOTALL)
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
 _CLASSES = 30
 """Classes up to which there is a confusion matrix."""
@@ -63,7 +79,7 @@ class Run:
 
 
 class ReportSource(Protocol):
-    """The part of a `Result` that the page shows."""
+    """The part of a `Result` that the pages show."""
 
     @property
     def model(self) -> Model: ...
@@ -77,7 +93,7 @@ class ReportSource(Protocol):
     def run(self) -> Run | None: ...
 
 
-def write(
+def write_report(
     result: ReportSource,
     path: str | os.PathLike[str],
     configuration: Mapping[str, Any] | None = None,
@@ -296,3 +312,94 @@ def _picture(title: str, plot: Any, size: tuple[float, float] = (9, 4.5)) -> str
     figure.savefig(buffer, format="svg")
     data = base64.b64encode(buffer.getvalue()).decode()
     return f"<img alt='{escape(title)}' src='data:image/svg+xml;base64,{data}'>"
+
+
+def has_other_card(folder: Path, model: Model) -> bool:
+    """Check whether a folder has a card that someone else wrote for it."""
+    text, base = _read_text(folder / NAME), _read_base_card(model)
+    return bool(text) and _MARK not in text and text != base
+
+
+def write_card(
+    result: ReportSource, folder: Path, license: str | None = None, base: str | None = None
+) -> None:
+    """Write the card of a run into the folder of its model or adapters."""
+    model = result.model
+    base, head = base or _find_base(model, folder), _HEAD.match(_read_base_card(model))
+    if license is None and head and (line := re.search(r"^license: *(\S+)", head[1], re.M)):
+        license = line[1]
+    present = (library for name, library in _LIBRARIES if (folder / name).is_file())
+    entries = {
+        "base_model": base,
+        "library_name": next(present, "onnx"),
+        "pipeline_tag": model.folder.task if model.folder else "",
+        "license": license,
+        "tags": ["jaxonnx", *(["lora"] if result.lora else [])],
+    }
+    # JSON is YAML
+    lines = [f"{name}: {json.dumps(value)}" for name, value in entries.items() if value]
+    text = "\n".join(["---", *lines, "---", _MARK, "", *_list_sections(result, base)])
+    with write_atomically(folder / NAME) as written:
+        written.write_text(text + "\n", "utf-8")
+
+
+def _list_sections(result: ReportSource, base: str) -> Iterator[str]:
+    model, history, run = result.model, result.history, result.run
+    named = f"[{base}](https://huggingface.co/{base})" if base else "an ONNX file"
+    yield f"# {base.rpartition('/')[2] or model.proto.graph.name or 'A model'}, fine-tuned"
+    yield f"\nFine-tuned from {named} with [jaxonnx](https://pypi.org/project/jaxonnx/)."
+    yield f"\n{history}"
+    yield from (f"\n* {note}" for note in history.notes)
+    about = {"data": run.data if run else "", "quantization": _describe_types(model)}
+    about["sparsity"] = _describe_sparsity(model)
+    if result.lora is not None:
+        adapted = f"{len(result.lora.layouts)} weights"
+        about["adapters"] = f"rank {result.lora.rank}, alpha {result.lora.alpha:g}, of {adapted}"
+    settings = list_changed(run.settings) if run else {}
+    about |= {name: format_setting(value) for name, value in settings.items()}
+    yield "\n## Training\n"
+    yield from _markdown_table(("setting", "value"), [(k, v) for k, v in about.items() if v])
+    if history.epochs:
+        names = dict.fromkeys(n for row in history.epochs for n in row if "/" not in n)
+        yield "\n## Losses and metrics\n"
+        rows = [[format_setting(row.get(name, "")) for name in names] for row in history.epochs]
+        yield from _markdown_table([*names], rows)
+    yield "\n## Versions\n"
+    yield from _markdown_table(("package", "version"), list_versions())
+
+
+def _markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    for row in (heads, ["---"] * len(heads), *rows):
+        yield f"| {' | '.join(str(x).replace('|', '/') for x in row)} |"
+
+
+def _describe_types(model: Model) -> str:
+    """Count the matrices in few bits by their form."""
+    meanings = weights(model.graph, model.tensors).values()
+    forms = Counter(str(weight.storage) for weight in meanings if weight.storage)
+    return ", ".join(f"{count} matrices in {form}" for form, count in forms.items())
+
+
+def _describe_sparsity(model: Model) -> str:
+    layers = model.sparsity.layers if model.sparsity else ()
+    patterns = Counter(str(layer.pattern) for layer in layers)
+    return ", ".join(f"{count} weights of {pattern}" for pattern, count in patterns.items())
+
+
+def _find_base(model: Model, folder: Path) -> str:
+    """Return the repository of the hub with the base model; empty if that is not known.
+
+    The configuration of adapters names it, the hub's cache, or what transformers exported.
+    """
+    home = model.folder
+    names = [ModelFolder(folder).read_json(ADAPTERS).get("base_model_name_or_path")]
+    names += [home.repository, home.origin] if home else []
+    return next((name for name in names if name and _REPOSITORY.fullmatch(name)), "")
+
+
+def _read_base_card(model: Model) -> str:
+    return _read_text(model.folder.path / NAME) if model.folder else ""
+
+
+def _read_text(path: Path) -> str:
+    return path.read_text("utf-8") if path.is_file() else ""

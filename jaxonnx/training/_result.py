@@ -20,9 +20,8 @@ from jaxonnx.errors import InputError, ModelError
 from jaxonnx.lora import Adapters
 from jaxonnx.model import Model, compare_merged, compare_quantized
 from jaxonnx.quantization import Quantization
-from jaxonnx.training._card import NAME, has_other_card, write_card
 from jaxonnx.training._loop.history import History
-from jaxonnx.training._report import Run, write
+from jaxonnx.training._report import NAME, Run, has_other_card, write_card, write_report
 from jaxonnx.training._step.step import Step
 
 _MOST, _LEAST = 6, 2
@@ -61,7 +60,7 @@ class Result:
             usual ones.
         """
         check_arguments(Result.report, locals())
-        write(self, path, configuration)
+        write_report(self, path, configuration)
 
     def save(
         self,

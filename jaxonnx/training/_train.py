@@ -1,23 +1,32 @@
-"""`train`: fits model and data to each other, builds the step, and runs the loop."""
+"""`train`: fit model and data to each other, build the step, and run the loop."""
 
 import os
 import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
 from onnx import ModelProto
 
 from jaxonnx._arguments import check_names, documented
+from jaxonnx._data.augmented import augment_examples
+from jaxonnx._data.batches import Examples
 from jaxonnx._mesh.processes import Processes
-from jaxonnx.model import Model
-from jaxonnx.training._card import describe_data
+from jaxonnx._text import format_count
+from jaxonnx.model import Model, as_model
+from jaxonnx.training._data import ReadData, fit_to_data, open_data, read_data
 from jaxonnx.training._loop.memory import explain_memory_errors
 from jaxonnx.training._loop.run import run
 from jaxonnx.training._loop.stopping import Interrupt
-from jaxonnx.training._prepare import prepare_run
+from jaxonnx.training._objective.needs import complete_batches
 from jaxonnx.training._result import Result, to_result
 from jaxonnx.training._settings import Settings
+from jaxonnx.training._settings.head import with_heads
 from jaxonnx.training._settings.mesh import automatic
 from jaxonnx.training._settings.order import TrainArguments
+from jaxonnx.training._step.build import build_step
+from jaxonnx.training._step.defaults import choose_loss
+from jaxonnx.training._step.step import Step
 
 
 @documented(TrainArguments)
@@ -127,5 +136,69 @@ def train(
         history.notes += plan.notes
         if history.stopped and not history.early:
             warnings.warn(history.stopped, stacklevel=2)
-        about = describe_data(plan.title, plan.data.examples)
-        return to_result(plan.step, processes.gather(trained), history, plan.data.held_out, about)
+        return to_result(
+            *(plan.step, processes.gather(trained), history, plan.data.held_out), plan.description
+        )
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """A step and its data.
+
+    Attributes:
+      step: the step.
+      sources: the data as the step takes it: augmented, and with what a second model computes.
+      settings: of the run, with the number of epochs.
+      notes_on_model: for the history.
+      data: the examples as the data has them, and notes on them.
+      title: the name of the data.
+    """
+
+    step: Step
+    sources: Sequence[Any]
+    settings: Settings
+    notes_on_model: Sequence[str]
+    data: ReadData
+    title: str
+
+    @property
+    def notes(self) -> list[str]:
+        return [*self.notes_on_model, *self.data.notes]
+
+    @property
+    def description(self) -> str:
+        """The name of the data and the number of its examples, as far as they are known."""
+        examples = self.data.examples
+        known = isinstance(examples, Examples)
+        count = format_count(len(examples.rows), "example") if known else ""
+        return ", ".join(filter(None, [self.title, count]))
+
+
+def prepare_run(
+    model: Model | str | os.PathLike[str] | bytes | ModelProto, data: Any, settings: Settings
+) -> PreparedRun:
+    """Read the data of a run, and build its step.
+
+    Raises:
+      TrainingError: data, loss or settings do not fit the model.
+    """
+    # 1. The model, with new heads, and the data, as its kind: no example is read yet.
+    net = with_heads(as_model(model, settings.mesh), settings)
+    opened = open_data(data, settings)
+    settings, chosen = choose_loss(net, settings, opened.data)
+    # 2. Each fitted to the other: the model to the first batch, then the examples to the model.
+    net, notes = fit_to_data(net, settings, opened.data.first_batch)
+    read = read_data(net, settings, opened)
+    # 3. The step, for a run whose length is known now.
+    settings = settings.with_length(read.examples.steps)
+    settings = replace(settings, samples=opened.data.make_prompts(settings.samples))
+    step = build_step(
+        *(read.model, settings, settings.epochs, read.examples.steps, read.examples),
+        held_out=read.held_out,
+    )
+    # 4. The batches as this step takes them.
+    changed = augment_examples(read.examples, settings.augment, settings.seed)
+    sources = [changed, read.held_out]
+    sources = complete_batches(read.model, settings.loss, sources, settings.seed)
+    notes = [*opened.notes, *chosen, *notes]
+    return PreparedRun(step, sources, settings, notes, read, opened.data.title)

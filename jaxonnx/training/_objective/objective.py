@@ -22,8 +22,8 @@ from jaxonnx.losses import find as find_loss
 from jaxonnx.lowering import jit
 from jaxonnx.model import Model
 from jaxonnx.training._objective import metrics
+from jaxonnx.training._objective.metrics import Reader
 from jaxonnx.training._objective.needs import find_derivation
-from jaxonnx.training._predictions import Reader
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from jaxonnx.errors import InputError, TrainingError
 from jaxonnx.lora import writes_apart
 from jaxonnx.model import Model, as_model, check_nodes
 from jaxonnx.quantization import record_of
-from jaxonnx.training._fit_optimizer import fit_to_step
 from jaxonnx.training._objective import objective
 from jaxonnx.training._objective.needs import prepare_model
 from jaxonnx.training._settings import Settings, order
@@ -30,6 +29,7 @@ from jaxonnx.training._settings.order import StepArguments
 from jaxonnx.training._settings.plan import Plan
 from jaxonnx.training._step.defaults import complete_settings
 from jaxonnx.training._step.gradient import GradientStep
+from jaxonnx.training._step.optimizers import fit_to_step
 from jaxonnx.training._step.step import Step
 from jaxonnx.training._step.training_info import TrainingInfoStep
 from jaxonnx.training._step.weight_layout import WeightLayout

@@ -25,6 +25,7 @@ from jaxonnx.training._settings.ema import move_average, start_average
 from jaxonnx.training._settings.plan import Plan
 from jaxonnx.training._settings.precision import LossScale
 from jaxonnx.training._settings.sparsity import restore_phase
+from jaxonnx.training._step.optimizers import has_second_weights, visible_params
 from jaxonnx.training._step.step import (
     SMALL,
     State,
@@ -35,7 +36,6 @@ from jaxonnx.training._step.step import (
     own_buffers,
     stays_finite,
 )
-from jaxonnx.training._visible_params import has_second_weights, visible_params
 from jaxonnx.views import CallView
 
 SELECTING = {"tpu", "gpu"}

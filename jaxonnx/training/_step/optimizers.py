@@ -1,20 +1,36 @@
-"""Optimizers of optax by name, with a schedule, and the learning rate in their state."""
+"""The optimizer of a step: by name, fitted to what a step passes, and the weights that it wants.
+
+The gradient is taken at `State.params`. Other weights are validated, saved and returned where a run
+keeps two sets of them. They are the result of
+
+* `ema=`: their moving average;
+* `optax.contrib.schedule_free`: the average x, of which the params are the point y;
+* `optax.lookahead`: the slow weights;
+* `optax.contrib.sam`: the weights before an adversarial step.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from numbers import Real
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
+from optax.contrib import SAMState, ScheduleFreeState, schedule_free_eval_params
 
 from jaxonnx._arguments import OPTIMIZERS, RATE
 from jaxonnx._graph.uses import uses_by_tensor, weights
 from jaxonnx._require import check_arguments, require, require_choice
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model
+from jaxonnx.training._settings.sparsity import masks
+from jaxonnx.training._step.step import State
 
 DECAYING = ("adamw", "lion")
 """The optimizers whose weights decay by default."""
@@ -155,3 +171,185 @@ def _positive(what: str, value: Any, zero: bool = False) -> None:
     least = "of at least" if zero else "above"
     fits = 0 < number < math.inf or (zero and number == 0)
     require(what, value, fits, f"a finite number {least} 0", TrainingError)
+
+
+CHOICES = (("value", "grad", "value_fn"), ("value", "grad", "obj_fn"), ("grad_fn",))
+"""The arguments of optimizers besides gradient and parameters, of which most take any.
+
+They are the loss of a step, its gradient, and functions of the parameters on its batch, for line
+searches, for Hessians (`sophia`), and for `sam`, which refuse what they do not take.
+"""
+
+FUNCTIONS = ("value_fn", "obj_fn", "grad_fn")
+
+
+def fit_to_step(
+    optimizer: optax.GradientTransformation, params: Mapping[str, Any], accumulates: bool
+) -> optax.GradientTransformationExtraArgs:
+    """Return an optimizer that takes the parameters as a dict, and all arguments of a step.
+
+    It gets those of the arguments that it can take.
+
+    Args:
+      params: arrays, or their shapes.
+      accumulates: an update has the gradients of several batches, so that there are no `FUNCTIONS`.
+
+    Raises:
+      TrainingError: the optimizer cannot make an update of these.
+    """
+    optimizer = optax.with_extra_args_support(optimizer)
+    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in params.items()}
+
+    def loss(params, *_):
+        return sum(jnp.sum(x) for x in params.values())
+
+    def update(names, params):
+        values = {"value": loss(params), "grad": params, "value_fn": loss, "obj_fn": loss}
+        values["grad_fn"] = jax.grad(loss)
+        chosen = {name: values[name] for name in names}
+        return optimizer.update(params, optimizer.init(params), params, **chosen)
+
+    first = None
+    for choice in CHOICES:
+        names = [name for name in choice if not (accumulates and name in FUNCTIONS)]
+        try:
+            with _without_warnings():
+                memory = jax.eval_shape(optimizer.init, shapes)
+            parts = jax.tree.leaves(memory, is_leaf=_is_lookahead)
+            if first is None and any(map(_is_lookahead, parts)):
+                optimizer = keep_slow_weights(optimizer)
+            jax.eval_shape(partial(update, names), shapes)
+            return _choose(optimizer, names)
+        except jax.errors.JAXTypeError:  # it computes with the numbers of the parameters
+            return optimizer
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            first = first or error
+    why = " ".join(str(first).split("\n")[0].split())
+    more = f"; with accumulate= it gets no {', '.join(FUNCTIONS)}" if accumulates else ""
+    raise TrainingError(
+        f"the optimizer cannot update parameters that are a dict of arrays by name ({why}){more}"
+    ) from first
+
+
+def _choose(
+    inner: optax.GradientTransformationExtraArgs, names: Collection[str]
+) -> optax.GradientTransformationExtraArgs:
+    """Wrap an optimizer so that it gets no other arguments than these."""
+
+    def update(updates, state, params=None, **extra):
+        chosen = {name: x for name, x in extra.items() if name in names}
+        return inner.update(updates, state, params, **chosen)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def _is_lookahead(state: Any) -> bool:
+    return isinstance(state, optax.LookaheadState)
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Ignore the warning that `optax.lookahead` logs about parameters that are not two sets."""
+    logger = logging.getLogger("absl")
+    logger.addFilter(_is_not_of_lookahead)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_is_not_of_lookahead)
+
+
+def _is_not_of_lookahead(record: logging.LogRecord) -> bool:
+    return "lookahead" not in record.pathname
+
+
+class SlowWeights(NamedTuple):
+    """The state of `keep_slow_weights`."""
+
+    slow: dict[str, jax.Array]
+    inner: Any
+
+
+def visible_params(state: State) -> dict[str, jax.Array]:
+    """Return the parameters to validate, to save and to return.
+
+    Sparse weights are averaged over masks that change; what the mask hides now is zero.
+    """
+    if not has_second_weights(state):
+        return state.params
+    if state.average is None:
+        params = evaluation_params(state.params, state.optimizer)
+    else:
+        params = state.average
+    shown = masks(state.optimizer)
+    return {
+        name: jnp.where(shown.get(name, True), x, 0).astype(state.params[name].dtype)
+        for name, x in params.items()
+    }
+
+
+def has_second_weights(state: State) -> bool:
+    """Check whether the visible parameters may differ from those that are trained."""
+    return state.average is not None or any(True for _ in _states(state.optimizer))
+
+
+def evaluation_params(params: Mapping[str, Any], memory: Any) -> dict[str, Any]:
+    """Return the parameters at which an optimizer wants its network to be evaluated.
+
+    Args:
+      memory: the state of the optimizer.
+    """
+    params = {**params}
+    for state in _states(memory):
+        if isinstance(state, ScheduleFreeState):
+            z: Any = state.z
+            names = _names_of(z)
+            part = state._replace(z={name: z[name] for name in names})
+            x: Any = schedule_free_eval_params(part, {name: params[name] for name in names})
+            params |= x
+        elif isinstance(state, SAMState):
+            synced: Any = state.cache
+            is_synced = state.steps_since_sync == 0
+            params |= {n: jnp.where(is_synced, params[n], synced[n]) for n in _names_of(synced)}
+        else:
+            params |= state.slow
+        params = evaluation_params(params, tuple(state))
+    return params
+
+
+def _states(memory: Any) -> Iterator[Any]:
+    """Yield the outermost states in that of an optimizer that have weights of their own."""
+
+    def is_one(node):
+        # opaque SAM takes all steps within one update, and keeps nothing
+        kinds = ScheduleFreeState, SAMState, SlowWeights
+        return isinstance(node, kinds) and getattr(node, "cache", node) is not None
+
+    yield from filter(is_one, jax.tree.leaves(memory, is_leaf=is_one))
+
+
+def _names_of(weights: Any) -> list[str]:
+    """Return the names of the parameters that an optimizer has weights of."""
+    if not isinstance(weights, Mapping):
+        raise TrainingError(
+            "the optimizer keeps weights to be evaluated that have no names: put optax.flatten "
+            "inside of schedule_free and sam"
+        )
+    return [name for name, x in weights.items() if not isinstance(x, optax.MaskedNode)]
+
+
+def keep_slow_weights(
+    inner: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
+    """Wrap `optax.lookahead`, which takes two sets of parameters, to take the fast one."""
+
+    def init(params: Any):
+        return SlowWeights(params, inner.init(optax.LookaheadParams(params, params)))
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any):
+        both = optax.LookaheadParams(params, state.slow)
+        moved: Any
+        moved, memory = inner.update(updates, state.inner, both, **extra)
+        slow: Any = optax.apply_updates(state.slow, moved.slow)
+        return moved.fast, SlowWeights(slow, memory)
+
+    return optax.GradientTransformationExtraArgs(init, update)
