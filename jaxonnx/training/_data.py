@@ -1,4 +1,4 @@
-"""Open data, fit a model to it, and read it as batches."""
+"""Open data, choose its usual loss, fit a model to it, and read it as batches."""
 
 import warnings
 from dataclasses import replace
@@ -14,7 +14,6 @@ from jaxonnx.errors import InputError, TrainingError
 from jaxonnx.model import Model, batch_norms, start_at_zeros, with_any_batch, with_whole_inputs
 from jaxonnx.training._objective.needs import find_needs, prepare_model
 from jaxonnx.training._settings import Settings
-from jaxonnx.training._step.defaults import has_own_algorithm
 from jaxonnx.training._step.step import target_names
 
 
@@ -67,6 +66,27 @@ def open_data(data: Any, settings: Settings) -> OpenedData:
     if validation is not None and not isinstance(validation, int | float):
         validation = open_kind(validation, "validation", settings.columns)
     return OpenedData(opened, validation, (*notes,))
+
+
+def has_own_algorithm(model: Model, settings: Settings) -> bool:
+    """Check whether a run takes the algorithm that the file carries (`training_info`)."""
+    carried = bool(model.proto.training_info) and not model.heads
+    return carried and settings.loss is None and settings.optimizer is None
+
+
+def choose_loss(model: Model, settings: Settings, data: Data) -> tuple[Settings, list[str]]:
+    """Return settings with the usual loss of a kind of data, if they have none; a note.
+
+    Raises:
+      TrainingError: only a loss by name uses such data.
+    """
+    if settings.loss is not None or has_own_algorithm(model, settings):
+        return settings, []
+    chosen = data.choose_loss(model)
+    if chosen is None:
+        return settings, []
+    loss, what = chosen
+    return replace(settings, loss=loss), [f"loss: {loss} (default for {what})"]
 
 
 def read_data(

@@ -18,11 +18,10 @@ from jaxonnx._require import check_arguments
 from jaxonnx.errors import TrainingError
 from jaxonnx.lowering import jit
 from jaxonnx.model import Model, as_model
-from jaxonnx.training._data import OpenedData, fit_to_evaluation, read_data
+from jaxonnx.training._data import OpenedData, choose_loss, fit_to_evaluation, read_data
 from jaxonnx.training._objective import objective
 from jaxonnx.training._objective.needs import complete_batches
 from jaxonnx.training._settings import Settings
-from jaxonnx.training._step.defaults import choose_loss
 
 
 @documented(DataArguments)

@@ -14,7 +14,7 @@ from jaxonnx._data.batches import Examples
 from jaxonnx._mesh.processes import Processes
 from jaxonnx._text import format_count
 from jaxonnx.model import Model, as_model
-from jaxonnx.training._data import ReadData, fit_to_data, open_data, read_data
+from jaxonnx.training._data import ReadData, choose_loss, fit_to_data, open_data, read_data
 from jaxonnx.training._loop.memory import explain_memory_errors
 from jaxonnx.training._loop.run import run
 from jaxonnx.training._loop.stopping import Interrupt
@@ -25,7 +25,6 @@ from jaxonnx.training._settings.head import with_heads
 from jaxonnx.training._settings.mesh import automatic
 from jaxonnx.training._settings.order import TrainArguments
 from jaxonnx.training._step.build import build_step
-from jaxonnx.training._step.defaults import choose_loss
 from jaxonnx.training._step.step import Step
 
 

@@ -72,34 +72,21 @@ def complete_batches(
       seed: of the run.
       trains: whether `model` is trained; else no loss compares others with it.
     """
-    return _draw_batches(model, loss, _ask_second_model(model, loss, sources, trains), seed)
-
-
-def _ask_second_model(model: Model, loss: Any, sources: Sequence[Any], trains: bool) -> list[Any]:
-    """Return sources whose targets have what the loss takes of a second model.
-
-    It is evaluated in inference mode, batch by batch, so that no table of all logits is kept.
-    """
-    only = find_only(loss)
+    only, sources = find_only(loss), [*sources]
+    # 1. Targets of a second model. It is evaluated in inference mode, batch by batch, so that no
+    # table of all logits is kept.
     add = only.second(model) if trains or not only.compares_with_start else None
-    if add is None:
-        return [*sources]
+    if add is not None:
 
-    def change(key: Any, epoch: Any, number: Any, batch: Batch) -> Batch:
-        return batch._replace(targets=add(batch))
+        def ask(key: Any, epoch: Any, number: Any, batch: Batch) -> Batch:
+            return batch._replace(targets=add(batch))
 
-    return [source and Augmented(source, change, jax.random.key(0)) for source in sources]
-
-
-def _draw_batches(model: Model, loss: Any, sources: Sequence[Any], seed: int) -> list[Any]:
-    """Return sources whose batches a loss changes at random, as `masked_lm` hides tokens.
-
-    What is drawn depends on the seed, the epoch and the number of a batch: a resumed run draws the
-    same, and validation data is always changed alike.
-    """
-    draw = find_only(loss).draw(model)
+        sources = [source and Augmented(source, ask, jax.random.key(0)) for source in sources]
+    # 2. Changes at random, as `masked_lm` hides tokens. They depend on the seed, the epoch and the
+    # number of a batch: a resumed run draws the same, and validation data is always changed alike.
+    draw = only.draw(model)
     if draw is None:
-        return [*sources]
+        return sources
 
     def change(purpose: int) -> Any:
         def apply(key: Any, epoch: Any, number: Any, batch: Batch) -> Batch:

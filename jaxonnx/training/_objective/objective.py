@@ -158,7 +158,25 @@ class Objective:
         Raises:
           TrainingError: names or outputs that there are not.
         """
-        return replace(self, measures=_measures(self.model, self.names, self.terms, chosen))
+        terms, names = self.terms, self.names
+        losses_of = {term.output: term.loss for term in terms}
+        if isinstance(chosen, Mapping):
+            listed = [(o, m) for o, ms in _of_outputs("metrics", chosen, names) for m in _list(ms)]
+        elif chosen is not None:
+            listed = [(None, metric) for metric in _list(chosen)]
+        else:
+            listed = [(t.output, metric) for t in terms for metric in t.loss.metrics]
+        measures: dict[str, Measure] = {}
+        for output, argument in listed:
+            node = _find_ending(self.model, names[0] if output is None else output)
+            loss = losses_of.get(output, losses_of.get(None) if len(names) == 1 else None)
+            reader = Reader(loss, None if node is None else node.op.name)
+            name, metric = metrics.find(argument, reader)
+            name = name if output is None else f"{output}_{name}"
+            if name in measures or name in ("loss", *(f"{term.output}_loss" for term in terms)):
+                raise TrainingError(f"there are two metrics '{name}'")
+            measures[name] = Measure(metric, argument, reader, output)
+        return replace(self, measures=measures)
 
     def columns(self, validated: bool) -> list[str]:
         """Return the names of the metrics that `monitor` can have."""
@@ -314,30 +332,6 @@ def _with_weight(output: str, argument: Any) -> tuple[Any, float]:
     expected = "a loss or a pair (loss, weight)"
     require(f"the loss of '{output}'", argument, fits, expected, TrainingError)
     return argument[0], float(argument[1])
-
-
-def _measures(
-    model: Model, names: tuple[str, ...], terms: tuple[Term, ...], chosen: Any
-) -> dict[str, Measure]:
-    """Return metrics by the name that the history has for them."""
-    losses_of = {term.output: term.loss for term in terms}
-    if isinstance(chosen, Mapping):
-        listed = [(o, m) for o, ms in _of_outputs("metrics", chosen, names) for m in _list(ms)]
-    elif chosen is not None:
-        listed = [(None, metric) for metric in _list(chosen)]
-    else:
-        listed = [(t.output, metric) for t in terms for metric in t.loss.metrics]
-    measures: dict[str, Measure] = {}
-    for output, argument in listed:
-        node = _find_ending(model, names[0] if output is None else output)
-        loss = losses_of.get(output, losses_of.get(None) if len(names) == 1 else None)
-        reader = Reader(loss, None if node is None else node.op.name)
-        name, metric = metrics.find(argument, reader)
-        name = name if output is None else f"{output}_{name}"
-        if name in measures or name in ("loss", *(f"{term.output}_loss" for term in terms)):
-            raise TrainingError(f"there are two metrics '{name}'")
-        measures[name] = Measure(metric, argument, reader, output)
-    return measures
 
 
 def _list(argument: Any) -> list[Any]:

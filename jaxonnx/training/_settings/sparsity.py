@@ -61,21 +61,17 @@ class SparsityArguments(TypedDict, total=False):
 
 
 def sparsify_weights(plan: Plan) -> None:
-    """Train sparse weights, or drop the record of those that dense training changes."""
-    if plan.settings.sparsity is None:
-        plan.model, notes = remove_sparsity(plan.model)
-        plan.notes += notes
-    else:
-        _sparsify(plan)
-
-
-def _sparsify(plan: Plan) -> None:
     """Wrap the optimizer in a method of `jaxonnx.sparse`, and record the pattern in the model.
 
     Lengths are in epochs. Without any, a third of the epochs is dense, half have a dynamic mask,
     the rest a fixed one; the other methods have no phases. The optimizer is for parameters as they
-    are stored; the options speak of those of the file. Notes say which parameters stay dense.
+    are stored; the options speak of those of the file. Notes say which parameters stay dense. Dense
+    training drops the record of the sparse weights that it changes.
     """
+    if plan.settings.sparsity is None:
+        plan.model, notes = remove_sparsity(plan.model)
+        plan.notes += notes
+        return
     from jaxonnx import sparse
 
     model, storage, epochs, steps = plan.model, plan.storage, plan.epochs, plan.steps_per_epoch
@@ -289,5 +285,5 @@ def remove_sparsity(model: Model) -> tuple[Model, list[str]]:
         f"sparsity={'a pattern for each name' if others else keep} keeps them, "
         "model.with_sparsity(None) drops the record"
     )
-    warnings.warn(note, stacklevel=7)
+    warnings.warn(note, stacklevel=6)
     return model, [note]

@@ -3,12 +3,14 @@
 import math
 import os
 import warnings
-from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Unpack
 
+import optax
 from onnx import ModelProto
 
 from jaxonnx._arguments import (
+    RATE,
     Optimizer,
     check_names,
     documented,
@@ -16,23 +18,29 @@ from jaxonnx._arguments import (
 from jaxonnx._data.batches import Source
 from jaxonnx._graph.types import find_without_gradient
 from jaxonnx._require import takes_steps
-from jaxonnx._text import list_some
+from jaxonnx._text import format_count, list_some
 from jaxonnx.errors import InputError, TrainingError
+from jaxonnx.llm import scores_tokens
 from jaxonnx.lora import writes_apart
-from jaxonnx.model import Model, as_model, check_nodes
+from jaxonnx.losses import cross_entropy
+from jaxonnx.model import Model, as_model, check_nodes, labels
 from jaxonnx.quantization import record_of
+from jaxonnx.training._data import has_own_algorithm
 from jaxonnx.training._objective import objective
 from jaxonnx.training._objective.needs import prepare_model
 from jaxonnx.training._settings import Settings, order
 from jaxonnx.training._settings.head import with_heads
 from jaxonnx.training._settings.order import StepArguments
 from jaxonnx.training._settings.plan import Plan
-from jaxonnx.training._step.defaults import complete_settings
 from jaxonnx.training._step.gradient import GradientStep
-from jaxonnx.training._step.optimizers import fit_to_step
+from jaxonnx.training._step.optimizers import DECAYING, find_vectors, fit_to_step, named_optimizer
 from jaxonnx.training._step.step import Step
 from jaxonnx.training._step.training_info import TrainingInfoStep
 from jaxonnx.training._step.weight_layout import WeightLayout
+
+_LOSS = "softmax_cross_entropy_with_integer_labels"
+_RATE_OF_REST = 1e-4
+"""The learning rate of the layers below a new head, which are trained already."""
 
 
 @documented(StepArguments)
@@ -107,31 +115,32 @@ def build_step(
       held_out: for the bound of `quantize`.
     """
     plan = Plan(model, settings, epochs, steps_per_epoch, examples, held_out, platform)
+    # 1. The model: views of settings, and what is trained.
     for change in order.MODEL:
         change(plan)
     if not plan.model.params:
         raise TrainingError("no parameter is to be trained; print(model) shows what the model has")
     _check_file(plan.model)
-    plan.settings, notes = complete_settings(plan.model, plan.settings)
-    if plan.settings.loss is None or plan.settings.optimizer is None:
-        step: Step = _build_file_step(plan)
-    else:
-        plan.notes += notes
-        step = _build_gradient_step(plan)
-    for wrap in order.STEP:
-        step = wrap(step)
-    return step
-
-
-def _build_gradient_step(plan: Plan) -> GradientStep:
-    """Return the step that minimizes the loss of a plan with its optimizer."""
+    # 2. A loss and an optimizer, if neither the settings nor the file have one.
+    plan.settings, notes = _complete_settings(plan.model, plan.settings)
     settings = plan.settings
+    if settings.loss is None or settings.optimizer is None:
+        if names := settings.of_losses:
+            raise TrainingError(
+                f"{', '.join(names)}: such settings go with loss= and optimizer=, not with the "
+                "algorithm of the file; its saved model continues where the run ended"
+            )
+        goal = objective.find(plan.model, None, settings.metrics)
+        return _wrap(TrainingInfoStep(plan.model, goal, settings))
+    plan.notes += notes
+    # 3. The objective: losses, and metrics that fit them.
     _freeze_without_gradient(plan)
     plan.goal = objective.find_losses(plan.model, settings.loss)
     for change in order.OBJECTIVE:
         change(plan)
     plan.goal = plan.goal.with_metrics(settings.metrics)
     plan.notes += plan.goal.notes
+    # 4. The optimizer, and how it stores the parameters.
     optimizer: Any = settings.optimizer
     if takes_steps(optimizer):
         plan.updates = _count_updates(settings, plan.epochs, plan.steps_per_epoch)
@@ -139,26 +148,96 @@ def _build_gradient_step(plan: Plan) -> GradientStep:
     params = plan.model.params
     plan.optimizer = fit_to_step(optimizer, params, settings.accumulate > 1)
     plan.storage = WeightLayout(params, plan.optimizer, plan.platform, settings.master)
-    if plan.storage.narrow:
-        plan.notes.append(_describe_master(plan.storage.narrow))
+    if narrow := plan.storage.narrow:
+        types = " and ".join(sorted({dtype.name for dtype in narrow.values()}))
+        plan.notes.append(
+            f"{len(narrow)} {types} parameters are trained as float32 master weights and rounded "
+            "for the model; master=False trains them as they are"
+        )
     for change in order.OPTIMIZER:
         change(plan)
-    return GradientStep(plan)
+    # 5. The step.
+    return _wrap(GradientStep(plan))
 
 
-def _build_file_step(plan: Plan) -> TrainingInfoStep:
-    """Return the step of the algorithm that the file has.
+def _wrap(step: Step) -> Step:
+    """Wrap a step as the settings say: split it over a mesh."""
+    for wrap in order.STEP:
+        step = wrap(step)
+    return step
+
+
+def _complete_settings(model: Model, settings: Settings) -> tuple[Settings, list[str]]:
+    """Return settings that have a loss and an optimizer, unless the file has its own, and notes.
 
     Raises:
-      TrainingError: an argument does not apply to it.
+      TrainingError: a head, or the network, has no loss that goes without saying.
     """
-    if names := plan.settings.of_losses:
+    notes = [] if settings.head is None else [head.note for head in model.heads]
+    if has_own_algorithm(model, settings):
+        return settings, notes
+    if settings.loss is None:
+        settings = replace(settings, loss=_usual_loss(model))
+        notes.append("loss: softmax cross entropy of integer labels (default)")
+    name, chosen = settings.optimizer, settings.of_optimizer
+    if name is None and not chosen:
+        rates = f"learning rate {RATE}"
+        rates += f" for the head and {_RATE_OF_REST} for other parameters" if model.heads else ""
+        notes.append(f"optimizer: Adam, {rates} (default)")
+    if name is None and not chosen and model.heads:
+        rules: Any = {"head": optax.adam(RATE), "rest": optax.adam(_RATE_OF_REST)}
+        head = {*model.head}
+        parts = labels({"head": lambda name, _: name in head}, default="rest")
+        settings = replace(settings, optimizer=optax.multi_transform(rules, parts))
+    elif name is None or isinstance(name, str):
+        spared = find_vectors(model)
+        rule = named_optimizer(name or "adam", spared, **chosen)
+        if spared and (name in DECAYING or chosen.get("weight_decay")):
+            notes.append(
+                f"weight decay leaves out {format_count(len(spared), 'tensor')}: biases, "
+                "normalizations and other vectors"
+            )
+        settings = replace(settings, optimizer=rule, **dict.fromkeys(chosen))
+    return settings, notes
+
+
+def _usual_loss(model: Model) -> Any:
+    """Return the loss of labels for new heads, or for the only output of a network.
+
+    Raises:
+      TrainingError: there are several outputs, or they are not scores of classes.
+    """
+    if model.heads:
+        loss = {head.output: _loss(head) for head in model.heads}
+        return loss if len(model.outputs) > 1 else loss[model.heads[0].output]
+    output = model.outputs[0]
+    shape = output.shape
+    single = shape is not None and len(shape) > 1 and shape[-1] == 1
+    if single or len(model.outputs) > 1:
+        what = "has one value per example" if single else "is one of several"
         raise TrainingError(
-            f"{', '.join(names)}: such settings go with loss= and optimizer=, not with the "
-            "algorithm of the file; its saved model continues where the run ended"
+            f"pass loss=: the output '{output.name}' {what}, and only labels of classes "
+            "have a loss by default; others are 'squared_error', 'sigmoid_binary_cross_entropy', "
+            "any of optax.losses or jaxonnx.losses, and for several outputs a dict of them by name"
         )
-    goal = objective.find(plan.model, None, plan.settings.metrics)
-    return TrainingInfoStep(plan.model, goal, plan.settings)
+    if scores_tokens(model):
+        raise TrainingError(
+            f"pass loss=: the output '{output.name}' has a score for each token of the "
+            "vocabulary. 'causal_lm' takes the tokens as labels, or none, and shifts them; "
+            f"{_LOSS!r} takes labels that are shifted; 'masked_lm' fills in tokens that it hides"
+        )
+    return _LOSS
+
+
+def _loss(head: Any) -> Any:
+    """Return the loss of labels for the logits of a head."""
+    if head.classes > 1 and head.logits and head.axis in (-1, 1):
+        return _LOSS if head.axis == -1 else cross_entropy()
+    what = "one output" if head.classes == 1 else "classes on another axis"
+    what = what if head.logits else "probabilities"
+    raise TrainingError(
+        f"the head of '{head.output}' has {what}: say which loss fits the targets, with loss="
+    )
 
 
 def _freeze_without_gradient(plan: Plan) -> None:
@@ -201,14 +280,6 @@ def _check_file(model: Model) -> None:
     except InputError as error:
         message = f"save(path) will refuse the trained model in its default form: {error}"
         warnings.warn(message, stacklevel=5)
-
-
-def _describe_master(narrow: Mapping[str, Any]) -> str:
-    types = " and ".join(sorted({dtype.name for dtype in narrow.values()}))
-    return (
-        f"{len(narrow)} {types} parameters are trained as float32 master weights and rounded for "
-        "the model; master=False trains them as they are"
-    )
 
 
 def _count_updates(settings: Settings, epochs: int | None, steps_per_epoch: int | None) -> int:
