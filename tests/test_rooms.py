@@ -57,8 +57,10 @@ ONLY = {
     "_require": {"errors"},
     "_progress": set(),
     "optim": {"_require", "errors"},
+    "loggers": {"_atomic_write", "_require", "errors"},
+    "demo": {"training", "model", "sparse", "_atomic_write", "errors"},
 }
-"""Rooms that know nothing of graphs and Models, and all that they may import."""
+"""All that a room may import which knows nothing of graphs and Models, or their faces only."""
 
 PUBLIC = {"cli.process"}
 """Modules with a public name within a public room, but for those of `FAMILIES`."""

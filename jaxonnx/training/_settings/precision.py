@@ -23,6 +23,7 @@ from jax.extend.core import JaxprEqn, primitives
 from jaxonnx._arguments import Argument
 from jaxonnx._jaxpr import Program, inner_program, interpret, programs, retrace_params
 from jaxonnx.lowering import LOOPS, Dot, Rounded, contract, contract_p, has_units
+from jaxonnx.training._settings import Settings
 from jaxonnx.training._settings.plan import Plan
 
 _PRODUCTS = (primitives.conv_general_dilated_p, primitives.dot_general_p, contract_p)
@@ -59,10 +60,6 @@ class LossScale(NamedTuple):
     steps: jax.Array
     """Those since the factor changed."""
 
-    @classmethod
-    def initial(cls) -> LossScale:
-        return cls(jnp.float32(2**15), jnp.int32(0))
-
     def apply(self, loss: jax.Array) -> jax.Array:
         return loss.astype(jnp.float32) * self.factor
 
@@ -78,6 +75,11 @@ class LossScale(NamedTuple):
         doubles = self.steps + 1 >= _GROWTH
         factor = jnp.where(doubles, jnp.minimum(2 * self.factor, 2.0**24), self.factor)
         return LossScale(factor, jnp.where(doubles, 0, self.steps + 1))
+
+
+def start_scale(settings: Settings) -> LossScale | None:
+    """Return the scale before the first step; None where the loss is not scaled."""
+    return LossScale(jnp.float32(2**15), jnp.int32(0)) if settings.precision == "fp16" else None
 
 
 def round_gradient(plan: Plan) -> None:

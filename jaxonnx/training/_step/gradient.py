@@ -23,7 +23,7 @@ from jaxonnx.quantization import MovingRanges
 from jaxonnx.training._settings.accumulate import AccumulationState, find_accumulation
 from jaxonnx.training._settings.ema import move_average, start_average
 from jaxonnx.training._settings.plan import Plan
-from jaxonnx.training._settings.precision import LossScale
+from jaxonnx.training._settings.precision import start_scale
 from jaxonnx.training._settings.sparsity import restore_phase
 from jaxonnx.training._step.optimizers import has_second_weights, visible_params
 from jaxonnx.training._step.step import (
@@ -72,7 +72,7 @@ class GradientStep(Step):
         params, state = copy((self._storage.store(self._storage.widen(model.params)), state))
         memory = own_buffers(jax.tree.map(jnp.asarray, self._memory(params)), params)
         average = start_average(self.settings, params)
-        scale = LossScale.initial() if self.settings.precision == "fp16" else None
+        scale = start_scale(self.settings)
         counts = jnp.int32(0), jnp.int32(0), jnp.bool(True)  # buffers of their own, to be donated
         return State(params, state, memory, average, *counts, scale)
 
@@ -82,6 +82,7 @@ class GradientStep(Step):
         key = jax.random.fold_in(jax.random.key(self.settings.seed), state.count)
         accumulates = self.settings.accumulate > 1
 
+        # 1. The losses of the batch, and the statistics that the model renews.
         def objective(params):
             params = self._storage.apply_params(self._read(params))
             tensors = {**self._read(frozen), **state.state}
@@ -94,6 +95,7 @@ class GradientStep(Step):
             scaled = parts if state.scale is None else state.scale.apply(parts)
             return scaled, (value, means, renewed)
 
+        # 2. Their gradients, as the settings wrap them: in 16 bits, with sparse products.
         def differentiate(params):
             """Return the gradients of the loss, one for each denominator if they accumulate."""
             parts, pull, results = jax.vjp(objective, params, has_aux=True)
@@ -106,6 +108,7 @@ class GradientStep(Step):
         gradients, (value, means, renewed) = gradient(state.params)
         if state.scale is not None:
             gradients = jax.tree.map(state.scale.remove, gradients)
+        # 3. Whether the step is taken: all is finite, and something counts.
         good = finite((value, gradients)) & stays_finite(state.state, renewed)
         # among batches that accumulate, one without anything that counts has its place
         empty = good & (sum(count for _, count in means) <= 0) & (not accumulates)
@@ -113,6 +116,7 @@ class GradientStep(Step):
         good &= state.finite & ~empty
         sums = jnp.array([(mean * count, count) for mean, count in means]).T
 
+        # 4. The update. Some optimizers evaluate the loss and its gradient themselves.
         def loss(params, *_):
             return objective(params)[1][0]
 
@@ -133,6 +137,7 @@ class GradientStep(Step):
             moved = move(good)
         else:
             moved = jax.lax.cond(good, move, lambda: stay)
+        # 5. The report: the loss, and whether the step went as it should.
         report = jnp.stack([value, ((moved.taken > state.taken) | goes_on).astype(value.dtype)])
         return moved, report, sums
 
