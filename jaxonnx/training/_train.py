@@ -167,10 +167,10 @@ class PreparedRun:
     @property
     def description(self) -> str:
         """The name of the data and the number of its examples, as far as they are known."""
-        examples = self.data.examples
-        known = isinstance(examples, Examples)
-        count = format_count(len(examples.rows), "example") if known else ""
-        return ", ".join(filter(None, [self.title, count]))
+        examples, parts = self.data.examples, [self.title]
+        if isinstance(examples, Examples):
+            parts.append(format_count(len(examples.rows), "example"))
+        return ", ".join(filter(None, parts))
 
 
 def prepare_run(
