@@ -1,6 +1,6 @@
 """jaxonnx beside hand-written JAX, PyTorch and onnxruntime: ratios of step times, and one chart.
 
-    python -m benchmarks [--real | --networks lenet mlp] [--systems jaxonnx flax torch] [--rounds 9]
+    python -m benchmarks [--networks lenet mlp] [--systems jaxonnx flax torch] [--rounds 9]
                          [--phases train forward] [--threads 2] [--clock cpu] [--out benchmarks.png]
 
 Every system runs in a process of its own with the same cores, threads and allocator settings; the
@@ -8,10 +8,8 @@ processes take turns, round by round. A ratio is jaxonnx's time over the other's
 so that a machine under load treats both alike: printed are the median and the quartiles. Below 1
 jaxonnx is faster. A peer that is not installed, or fails, is named and left out. On a GPU there are
 products of bfloat16 numbers as well, and a table of the fractions of what the device can do at most
-(with --ceilings on CPU, too; see benchmarks.speed.ceilings). --sparse, first, measures sparse
-products instead (benchmarks.sparse.speed, which has options of its own). --against
-<folder of another checkout> takes jaxonnx as it is there as one more system, to compare a change
-with what was before it.
+(with --ceilings on CPU, too; see benchmarks.speed.ceilings). --against <folder of another checkout>
+takes jaxonnx as it is there as one more system, to compare a change with what was before it.
 """
 
 import argparse
@@ -215,7 +213,7 @@ def ceilings(options) -> dict:
 def show_fractions(results: dict[str, dict], most: dict) -> None:
     """Print what share steps reach of the rates of a large matrix product and of a copy.
 
-    The operations are those of the network as plain JAX has it, whatever a system makes of them.
+    The operations are those of the network in Flax, whatever a system makes of them.
     """
     rates = ", ".join(
         f"{name} {rate / 1e9:.0f} {'GB/s' if name == 'copy' else 'GFLOP/s'}"
@@ -225,7 +223,7 @@ def show_fractions(results: dict[str, dict], most: dict) -> None:
     table = Table("network", "system", "GFLOP", "of the matrix ceiling", "of the copy ceiling")
     table.title = f"fractions of {most['device']}: {rates}"
     for name, rows in results.items():
-        plain = rows.get("naive", rows.get("flax", {})).get("flops")
+        plain = rows.get("flax", {}).get("flops")
         for system, row in rows.items():
             if plain and (system.startswith("jaxonnx") or "flops" in row):
                 ceiling = most.get("bfloat16" if system.endswith("bf16") else "float32", 0)
@@ -279,7 +277,6 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--networks", choices=_ALL, nargs="+", help="default: the small ones")
-    parser.add_argument("--real", action="store_true", help="ResNet-50 and ViT-B/16 at 224 pixels")
     rare = (
         "jaxonnx-bf16",
         "torch-bf16",
@@ -314,7 +311,7 @@ def main() -> None:
     most = {} if options.plain else ceilings(options)
     on_gpu = "bfloat16" in most
     options.systems = options.systems or [*default, *(["jaxonnx-bf16"] if on_gpu else [])]
-    options.networks = options.networks or [*(REAL if options.real else NETWORKS)]
+    options.networks = options.networks or [*NETWORKS]
     if options.against:
         options.systems.append(BEFORE)
     if options.ort_python and "onnxruntime-training" not in options.systems:
@@ -346,9 +343,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--sparse"]:
-        from benchmarks.sparse import speed
-
-        speed.main(sys.argv[2:])
-    else:
-        main()
+    main()

@@ -208,23 +208,6 @@ def flax(network: Network, phase: str, path: Path) -> tuple[Run, int]:
     return _jax(phase, params, state, x, y, train, infer)
 
 
-def naive(network: Network, phase: str, path: Path) -> tuple[Run, int]:
-    from benchmarks.layers.naive import Naive
-
-    x, y = batch(network)
-    params, state = {}, {}
-    network.build(Naive(params, state, train=False), x)
-
-    def train(params, state, x):
-        layers = Naive(params, state, train=True)
-        return network.build(layers, x), layers.renewed
-
-    def infer(params, state, x):
-        return network.build(Naive(params, state, train=False), x)
-
-    return _jax(phase, params, state, x, y, train, infer)
-
-
 def pytorch(
     network: Network, phase: str, path: Path, *, channels_last=False, compiled=False, rounded=False
 ) -> tuple[Run, int]:
@@ -451,7 +434,6 @@ SYSTEMS: dict[str, Callable[..., tuple[Run, int]]] = {
     "jaxonnx": jaxonnx,
     "jaxonnx-bf16": partial(jaxonnx, precision="bf16"),
     "flax": flax,
-    "naive": naive,
     "torch": pytorch,
     "torch-channels-last": partial(pytorch, channels_last=True),
     "torch-bf16": partial(pytorch, rounded=True),

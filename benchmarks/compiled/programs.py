@@ -1,6 +1,7 @@
 """Programs compiled for devices that need not be there: counted, not timed.
 
-    python -m benchmarks.compiled --for tpu-v5e [--networks lenet lstm] [--programs step forward]
+    python -m benchmarks.compiled.programs --for tpu-v5e [--networks lenet lstm]
+                                           [--programs step forward]
 
 XLA compiles for TPU where libtpu is installed (the extra `tpu-compile`) and for CUDA with JAX's
 plugin (`cuda-compile`), on any machine. Counted are the bytes that a program reads and writes (XLA
@@ -221,7 +222,8 @@ def one(target: str, name: str, program: str, system: str) -> dict[str, Any]:
 
 def apart(target: str, *what: str) -> dict[str, Any]:
     """Run `one` in a process of its own; {"error": ...} if it failed."""
-    command = [sys.executable, "-m", "benchmarks.compiled", "--for", target, "--one", *what]
+    module = "benchmarks.compiled.programs"
+    command = [sys.executable, "-m", module, "--for", target, "--one", *what]
     folder = Path(__file__).parents[2]
     done = subprocess.run(
         command, env=os.environ | ENVIRONMENT, cwd=folder, capture_output=True, text=True
@@ -267,7 +269,6 @@ def main() -> None:
     parser.add_argument("--for", dest="target", choices=TARGETS, required=True)
     parser.add_argument("--networks", choices=NETWORKS, default=[*NETWORKS], nargs="*")
     parser.add_argument("--programs", choices=(*PROGRAMS, *SEARCHES), nargs="+")
-    parser.add_argument("--out", type=Path, help="the counts as JSON")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -282,8 +283,6 @@ def main() -> None:
             theirs = apart(options.target, name, program, "flax") if other else None
             rows[f"{name}, {program}".removeprefix(", ")] = ours, theirs
     show(rows, options.target)
-    if options.out:
-        options.out.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

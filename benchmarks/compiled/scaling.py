@@ -1,7 +1,7 @@
 """What training steps send between devices: jaxonnx beside hand-written Flax.
 
     python -m benchmarks.compiled.scaling [--networks lenet encoder lstm] [--shardings data fsdp]
-                                 [--devices 8] [--grow 8 16 32 64 128 256] [--weak 1 2 4 8]
+                                 [--devices 8] [--grow 8 16 32 64 128 256]
 
 Each step (forward, softmax cross-entropy, backward and Adam) is compiled for devices that XLA fakes
 on this CPU, under the same shardings in both systems, and nothing is run: the bytes are those of
@@ -11,18 +11,13 @@ is sharded that the devices divide, unless the tensor is small. Printed are
 
 - the kilobytes that a device gets from collectives, and the collectives by kind;
 - with `--grow`, what falls to each device as their number grows and its share of the batch stays:
-  operations, memory and bytes should stay as well, or the whole grows faster than linearly;
-- with `--weak`, the time of such steps. Fake devices share the cores that there are, so with more
-  devices than cores the best that can be is a time that grows with their number.
+  operations, memory and bytes should stay as well, or the whole grows faster than linearly.
 """
 
 import argparse
 import math
-import os
 import re
-import statistics
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -40,7 +35,6 @@ from benchmarks.systems import LEARNING_RATE, flax_functions, optax_step
 SHARDINGS = ("data", "fsdp")
 SMALL = 2**12
 """Elements up to which a tensor is replicated under "fsdp"."""
-WARM, STEPS = 2, 5
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
@@ -265,27 +259,6 @@ def fake(devices: int) -> None:
     jax.config.update("jax_num_cpu_devices", devices)
 
 
-def seconds(system: str, name: str, sharding: str, devices: int) -> float:
-    """Return the median time of a step with the network's batch on each device."""
-    import jax
-    import jax.numpy as jnp
-
-    fake(devices)
-    network = NETWORKS[name]
-    step = SYSTEMS[system](network, network.shape[0] * devices)
-    program = compiled(step, sharding, devices)
-    like = placed(step, sharding, devices)
-    zeros = lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding)  # noqa: E731
-    carry, *rest = jax.tree.map(zeros, (like.carry, like.batch, *like.frozen))
-    times = []
-    for _ in range(WARM + STEPS):
-        start = time.perf_counter()
-        carry, seen = program(carry, *rest)
-        jax.block_until_ready((carry, seen))
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[WARM:])
-
-
 def compare(pool, options, console: Console) -> None:
     n = options.devices
     for name in options.networks:
@@ -319,24 +292,6 @@ def grow(pool, options, console: Console) -> None:
             console.print(table)
 
 
-def weak(pool, options, console: Console) -> None:
-    cores = len(os.sched_getaffinity(0))
-    table = Table(
-        *("network", "sharding", "devices", "jaxonnx, ms", "Flax, ms", "ratio", "efficiency"),
-        title=f"steps on {cores} cores; efficiency: the time that these allow / that of jaxonnx",
-    )
-    for name in options.networks:
-        for sharding in options.shardings:
-            alone = None
-            for n in options.weak:
-                us, them = (pool.apply(seconds, (s, name, sharding, n)) for s in SYSTEMS)
-                alone = alone or us / min(options.weak)
-                # one device has all cores for itself, so every device more takes its time again
-                row = (f"{1e3 * us:.1f}", f"{1e3 * them:.1f}", f"{us / them:.2f}")
-                table.add_row(name, sharding, str(n), *row, f"{alone * n / us:.2f}")
-    console.print(table)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -346,7 +301,6 @@ def main() -> None:
     parser.add_argument("--shardings", choices=SHARDINGS, default=[*SHARDINGS], nargs="+")
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--grow", type=int, nargs="+", help="tables for these numbers of devices")
-    parser.add_argument("--weak", type=int, nargs="+", help="times on these numbers of devices")
     options = parser.parse_args()
     console = Console(width=150)
     # the number of fake devices is fixed for a process, so each program has its own
@@ -354,8 +308,6 @@ def main() -> None:
         compare(pool, options, console)
         if options.grow:
             grow(pool, options, console)
-        if options.weak:
-            weak(pool, options, console)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ texts, which learns lines of Python's manual, a byte at a time.
 
 import argparse
 import itertools
-import json
 import math
 import tempfile
 import time
@@ -327,7 +326,6 @@ def main():
     parser.add_argument("--methods", nargs="+", default=[*METHODS], choices=METHODS)
     parser.add_argument("--schedules", action="store_true", help="compare schedules instead")
     parser.add_argument("--chart", help="write a picture")
-    parser.add_argument("--out", help="write all accuracies as JSON")
     options = parser.parse_args()
     methods = {name: METHODS[name] for name in options.methods}
     if options.schedules:
@@ -351,9 +349,6 @@ def main():
         print(table(title, accuracy))
     if options.chart:
         chart(options.chart, results)
-    if options.out:
-        with open(options.out, "w") as file:
-            json.dump(results, file, indent=1)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """How fast masks are found, beside the definition and a copy of the weight in memory.
 
     python -m benchmarks.sparse.mask [--size 4096] [--rounds 9] [--threads 1]
-                                     [--out sparse_mask.json]
 
 All contestants are timed in turn, round by round; the figures are medians, and ratios are medians
 of the ratios within a round, so that a machine under load treats all alike. On one core by default,
@@ -9,7 +8,6 @@ as the copy is. What sparse training adds to a step is in benchmarks/sparse/step
 """
 
 import argparse
-import json
 import os
 import time
 
@@ -96,7 +94,6 @@ def main():
     parser.add_argument("--size", type=int, default=4096, help="rows and columns of the weight")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", help="write the figures as JSON")
     options = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, cores[-options.threads :])  # XLA asks when it starts
@@ -108,9 +105,6 @@ def main():
         value = result["selection"]["search -> codes"][name]
         met = "met" if value >= target else "missed"
         print(f"search -> codes, {name}: {value:.3g}, target {target:g}, {met}")
-    if options.out:
-        with open(options.out, "w") as file:
-            json.dump(result, file, indent=1)
 
 
 if __name__ == "__main__":

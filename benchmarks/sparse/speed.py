@@ -1,6 +1,6 @@
 """Training steps and forward passes with sparse products beside dense ones, on CPU.
 
-    python -m benchmarks --sparse [--networks mlp4x1024 encoder] [--rounds 15] [--clock cpu]
+    python -m benchmarks.sparse.speed [--networks mlp4x1024 encoder] [--rounds 15] [--clock cpu]
 
 The steps are those of `jaxonnx.train` with Adam, dense and in the dynamic phase of 2:4 training,
 with dense and with sparse products; the forward passes those of `model(x)`, dense, sparse
@@ -69,16 +69,14 @@ def calls(name: str, folder: Path) -> dict:
     return found
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks --sparse",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--networks", choices=CHOICE, nargs="+", default=list(CHOICE))
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     keep_pages()
     clock = time.process_time if options.clock == "cpu" else time.perf_counter
     with tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,7 @@
 """What sparse training adds to a step of ResNet-18: each phase beside the dense step.
 
     python -m benchmarks.sparse.step [--networks resnet18-64 resnet18-224] [--rounds 11]
-                                     [--steps 2] [--clock cpu] [--out sparse_step.json]
+                                     [--steps 2] [--clock cpu]
 
 The steps are those of `jaxonnx.train` with Adam, compiled. The dense one and those of the phases
 take turns, round by round, in one process; a ratio is that of two times of one round, so that a
@@ -11,7 +11,6 @@ of the optimizer.
 """
 
 import argparse
-import json
 import tempfile
 import time
 from pathlib import Path
@@ -140,7 +139,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--steps", type=int, default=2, help="of a round")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
-    parser.add_argument("--out", type=Path, help="json")
     options = parser.parse_args()
     keep_pages()
     clock = time.process_time if options.clock == "cpu" else time.perf_counter
@@ -153,8 +151,6 @@ def main() -> None:
             results[name] = {"steps": summary(times), "memory": memory(states)}
             results[name]["verify"] = seconds_of_proof(path)
     show(results)
-    if options.out:
-        options.out.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """What jaxonnx adds to its compiled functions: to a call of a model, and to the steps of a run.
 
     python -m benchmarks.speed.overhead [--networks mlp lenet] [--rounds 15] [--calls 1000]
-                                  [--epochs 12] [--steps 100] [--chart FILE.png] [--small]
-                                  [--synchronous]
+                                  [--epochs 12] [--steps 100] [--small] [--synchronous]
 
 The table of small networks (with --small the only one): microseconds of a call of three Gemms for
 one row, a NumPy array in and out, beside onnxruntime in its default session; they take turns. With
@@ -14,11 +13,9 @@ Second table: microseconds of a call `model(x)` of a tiny network, of the same f
 function on the same examples, one over batches that are ready on the device, one that collects them
 (`x[rows]`) and does nothing else; all take turns, epoch by epoch, in one process. Printed are
 medians and quartiles of what `train` adds to the first, and the median of what collecting adds.
-With `--chart` both are drawn, and the figures written to .json beside.
 """
 
 import argparse
-import json
 import tempfile
 import time
 from collections.abc import Iterable
@@ -202,21 +199,6 @@ def show(results: dict[str, dict[str, dict]]) -> None:
         console.print(table)
 
 
-def draw(results: dict[str, dict[str, dict]], path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    units = {"call": "added to a call, us", "loop": "added to a step by train, %"}
-    figure = Figure(figsize=(8, 2.4), layout="constrained")
-    for axes, (kind, rows) in zip(figure.subplots(1, len(results)), results.items(), strict=True):
-        low, middle, high = np.array([row["added"] for row in rows.values()]).T
-        axes.barh(list(rows), middle, xerr=[middle - low, high - middle], height=0.5)
-        axes.axvline(TARGETS[kind], color="black", linestyle=":", label="target")
-        axes.set_xlabel(units[kind])
-        axes.legend(fontsize="small")
-    figure.savefig(path, dpi=150)
-    path.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -226,7 +208,6 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=1000)
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--steps", type=int, default=100, help="of an epoch")
-    parser.add_argument("--chart", type=Path, help="png, svg or pdf")
     parser.add_argument("--small", action="store_true", help="small networks only")
     parser.add_argument("--synchronous", action="store_true", help="compute in the calling thread")
     options = parser.parse_args()
@@ -245,8 +226,6 @@ def main() -> None:
             for name in options.networks
         }
     show(results)
-    if options.chart:
-        draw(results, options.chart)
 
 
 if __name__ == "__main__":

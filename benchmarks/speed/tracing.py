@@ -1,8 +1,7 @@
-"""Load and trace time, and memory, of a transformer of 3,000 nodes.
+"""Memory that loading a transformer of 3,000 nodes takes.
 
-    python -m benchmarks.speed.tracing             # time: 29 layers, 64 wide
-    python -m benchmarks.speed.tracing memory      # memory: the same, 384 wide (212 MB of weights)
-    python -m benchmarks.speed.tracing memory --width 1216      # 2.1 GB, in a file of their own
+    python -m benchmarks.speed.tracing                   # 384 wide (212 MB of weights)
+    python -m benchmarks.speed.tracing --width 1216      # 2.1 GB, in a file of their own
 
 The graph is written the way PyTorch's older exporter writes one: every reshape computes its target
 shape, LayerNormalization and Gelu are decomposed, constants are nodes.
@@ -13,7 +12,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -121,31 +119,6 @@ def transformer(layers: int = 29, width: int = 64, words: int = 100) -> ModelPro
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
 
 
-def seconds(function: Any) -> tuple[float, Any]:
-    start = time.perf_counter()
-    result = function()
-    return time.perf_counter() - start, result
-
-
-def measure_time() -> None:
-    import jax
-
-    import jaxonnx
-
-    proto = transformer()
-    data = proto.SerializeToString()
-    tokens = np.zeros((2, 7), np.int32)
-    for attempt in ("first", "second"):
-        loading, model = seconds(lambda: jaxonnx.load(data))
-        tracing, jaxpr = seconds(
-            lambda model=model: jax.make_jaxpr(model.apply)(model.params, tokens)
-        )
-        print(
-            f"{attempt}: {len(proto.graph.node)} nodes, load {loading:.2f} s, "
-            f"trace {tracing:.2f} s, {len(jaxpr.eqns)} equations"
-        )
-
-
 MEMORY = """
 import sys, jax, jax.numpy as jnp, numpy as np, jaxonnx
 from benchmarks.speed.tracing import memory
@@ -185,13 +158,9 @@ def measure_memory(external: bool, width: int = 384) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Time and memory of loading and tracing")
-    parser.add_argument("what", nargs="?", choices=("time", "memory"), default="time")
-    parser.add_argument("--width", type=int, default=384, help="where memory is measured")
+    parser = argparse.ArgumentParser(description="Memory of loading")
+    parser.add_argument("--width", type=int, default=384)
     options = parser.parse_args()
-    if options.what == "time":
-        measure_time()
-        return
     for external in (False, True)[options.width >= TOO_WIDE :]:
         steady, most = measure_memory(external, options.width)
         where = "in a file of their own" if external else "in the model file"

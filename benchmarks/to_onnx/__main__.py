@@ -1,6 +1,6 @@
 """How many functions of JAX, Flax and optax become ONNX that agrees with JAX in onnxruntime.
 
-    python -m benchmarks.to_onnx [--families jax.nn ...] [--jax2onnx PYTHON] [--out results.json]
+    python -m benchmarks.to_onnx [--families jax.nn ...] [--jax2onnx PYTHON]
 
 Every function, its gradient and its `vmap` (`benchmarks.to_onnx.cases` lists them) is exported, run
 by onnxruntime and compared with JAX, to 1e-5 relatively or absolutely. --jax2onnx names the
@@ -82,7 +82,6 @@ def main() -> None:
     )
     parser.add_argument("--families", choices=FAMILIES, default=FAMILIES, nargs="+")
     parser.add_argument("--jax2onnx", metavar="PYTHON", help="interpreter that has jax2onnx")
-    parser.add_argument("--out", type=Path, help="results as JSON")
     options = parser.parse_args()
     pythons = {"jaxonnx": sys.executable}
     if options.jax2onnx:
@@ -92,8 +91,6 @@ def main() -> None:
         for exporter, python in pythons.items()
     }
     show(found)
-    if options.out:
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,0 @@
-"""Compile programs for devices that need not be there: `python -m benchmarks.compiled`."""
-
-from benchmarks.compiled.programs import main
-
-main()
