@@ -205,7 +205,6 @@ def test_an_exported_step_is_compared_with_the_step(tmp_path, monkeypatch):
     zeros = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in batch]
     with pytest.raises(jaxonnx.ModelError, match=r"step\.onnx computes .*, of Sigmoid '': "):
         jaxonnx.export_step(demo.mlp(), tmp_path, tuple(zeros), **options)
-    jaxonnx.export_step(demo.mlp(), tmp_path, batch, **options, check=False)
 
 
 def test_an_exported_evaluation_is_compared(tmp_path, monkeypatch):
@@ -316,6 +315,7 @@ def test_a_file_that_is_quantized_otherwise_is_refused():
         jaxonnx.quantize(demo.model(), x)
 
 
+@pytest.mark.deep
 @pytest.mark.usefixtures("wrong_pools")
 def test_a_trained_file_that_is_quantized_otherwise_is_told():
     x, y = demo.digits()[0]

@@ -27,11 +27,13 @@ from tests.support.paths import ROOT
 LONG = {
     "back_to_onnx",
     "command_line",
+    "language_models",
     "many_devices",
     "onnx_training",
     "other_languages",
     "quantization",
     "recipes",
+    "sparsity",
     "training",
 }
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))

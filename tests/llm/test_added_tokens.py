@@ -350,7 +350,7 @@ def test_a_table_in_few_bits_for_both_ends_is_adapted(tmp_path):
     assert np.abs(merged - y).max() < 0.5 * np.abs(model(ids) - y).max()
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama"])
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("llama", marks=pytest.mark.deep)])
 def test_rows_in_half_precision(name, tmp_path):
     """The builder's files: tied; with an output layer of its own, converted."""
     proto = onnx.load(LLM / "builder" / f"{name}.onnx")

@@ -338,6 +338,7 @@ def test_a_prompt_beside_messages_is_not_read(folder):
     assert notes == ["columns that nothing reads: 'prompt', 'text'"]
 
 
+@pytest.mark.deep
 def test_weights_of_texts_are_weights_of_examples(folder):
     """The loss is the weighted mean over tokens, as it is with arrays."""
     path = folder()

@@ -211,6 +211,7 @@ def test_features_that_are_joined_to_an_input_are_no_cache():
     assert model.without_cache() is model
 
 
+@pytest.mark.deep
 def test_a_merged_decoder_trains_in_its_branch_without_a_past():
     """optimum's `merge_decoders` wrote it, of one layer of Llama; its weights lie around the If."""
     path = LLM / "optimum-merged" / "decoder_model_merged.onnx"

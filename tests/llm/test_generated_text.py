@@ -120,6 +120,12 @@ def test_the_first_token_does_not_wait_for_the_program_of_the_others(model):
     assert step.alone._cache_size() == 1
 
 
+@pytest.mark.parametrize(
+    "model",
+    [GENAI, pytest.param(OPTIMUM, marks=pytest.mark.deep)],
+    ids=lambda path: path.name,
+    indirect=True,
+)
 def test_turns_of_a_chat_keep_the_caches(model, monkeypatch):
     """With the answers that whole prompts have; a chat that goes another way has others."""
     model = model.replace(params={n: 3 * x if x.ndim > 1 else x for n, x in model.params.items()})

@@ -83,6 +83,9 @@ def data_uri(path):
     return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
 
 
+@pytest.mark.parametrize(
+    "family", ["internvl", pytest.param("llava", marks=pytest.mark.deep)], indirect=True
+)
 def test_tokens_pixels_and_loss_are_those_of_transformers(models, family, folder, capsys):
     oracle, model = read_oracle(family), models[family]
     path = write(folder, {"messages": chat(path="pictures/wide.png")})

@@ -19,7 +19,7 @@ LLM = DATA / "llm"
 TEXTS = ["a list", "a tuple is immutable", "of", "the dict has keys", "x", "one more text of some"]
 
 
-@pytest.fixture(params=["qwen3-genai", "pairs"])
+@pytest.fixture(params=["qwen3-genai", pytest.param("pairs", marks=pytest.mark.deep)])
 def folder(request, tmp_path):
     """A folder of onnxruntime-genai, and an export of PyTorch with a mask of queries and keys."""
     if request.param == "qwen3-genai":
@@ -106,6 +106,7 @@ def test_onnxruntime_computes_the_same_of_a_packed_row():
     np.testing.assert_allclose(packed(ids, positions), logits, atol=2e-5)
 
 
+@pytest.mark.deep
 def test_validation_is_packed_too_and_one_program_is_compiled(monkeypatch):
     pytest.importorskip("tokenizers")
     compiled = []

@@ -342,6 +342,7 @@ def test_epochs_of_some_steps_go_on_and_on():
     assert [numbers_of([x]) for x in source.batches(1, 1)] == expected[4:6]
 
 
+@pytest.mark.deep
 def test_streams_train(tmp_path):
     """To the losses of the rows in a list, where the order is the same: one batch."""
     rows = MANY[:24]
@@ -367,7 +368,7 @@ def test_streams_train(tmp_path):
         (Streamed, {"epochs": 2}),
         pytest.param(Streamed, {"epochs": 2, "steps_per_epoch": 3}, marks=pytest.mark.deep),
         pytest.param(iter, {}, marks=pytest.mark.deep),
-        (iter, {"epochs": 2, "steps_per_epoch": 2}),
+        pytest.param(iter, {"epochs": 2, "steps_per_epoch": 2}, marks=pytest.mark.deep),
     ],
 )
 def test_a_stream_resumes_where_it_stopped(form, settings, tmp_path):

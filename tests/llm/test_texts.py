@@ -246,6 +246,7 @@ def test_texts_need_a_folder(lines):
         read(model, lines({"text": "a"}))
 
 
+@pytest.mark.deep
 def test_a_chat_trains_with_two_programs(lines, tmp_path, monkeypatch, capsys):
     from jaxonnx.training._loop import memory
 

@@ -203,6 +203,7 @@ def test_other_texts_and_settings_are_refused(folder, lines):
         read(folder, lines(*ROWS))
 
 
+@pytest.mark.deep
 def test_texts_train_as_their_tokens_do(folder, lines, capsys):
     """And samples show what the decoder makes of a prompt, from its first token on."""
     settings = {"loss": "seq2seq_lm", "optimizer": optax.adam(2e-2), "epochs": 80, "batch_size": 4}
@@ -218,6 +219,7 @@ def test_texts_train_as_their_tokens_do(folder, lines, capsys):
     assert result.history.losses[0] == pytest.approx(told["loss"], rel=1e-5)
 
 
+@pytest.mark.deep
 def test_samples_of_features_have_no_more_tokens_than_positions(capsys):
     """Whisper's decoder here has 16 positions, one of them for the start token."""
     features = np.random.default_rng(0).normal(size=(2, 8, 20)).astype(np.float32)

@@ -176,6 +176,7 @@ def test_labels_do_not_begin_with_the_start_token(name, form):
     assert found == pytest.approx(float(told[0]), rel=1e-5)
 
 
+@pytest.mark.deep
 def test_whisper_of_onnxruntime_genai_is_one_model(tmp_path):
     """Its decoder takes keys and values that the encoder's file computes for each layer."""
     folder, (batch, told, _) = FILES / "whisper-genai", recorded("whisper-genai")

@@ -303,6 +303,7 @@ def test_an_evaluation_compares_with_a_model(loss):
         jaxonnx.evaluate(after, data, loss=make())
 
 
+@pytest.mark.deep
 def test_teachers_are_asked_in_evaluations_and_bounds():
     """`evaluate`, and the metric of `quantize`."""
     pytest.importorskip("tokenizers")
@@ -320,7 +321,11 @@ def test_teachers_are_asked_in_evaluations_and_bounds():
 
 
 @pytest.mark.parametrize(
-    ("top", "options"), [(None, {"batch_size": 4}), (8, {"batch_size": 1, "accumulate": 4})]
+    ("top", "options"),
+    [
+        (None, {"batch_size": 4}),
+        pytest.param(8, {"batch_size": 1, "accumulate": 4}, marks=pytest.mark.deep),
+    ],
 )
 def test_teachers_of_packed_texts(top, options):
     """The step is that of separate rows, whose tokens count alike."""

@@ -36,17 +36,17 @@ def advise(different):
 
 
 def choose_sample():
-    """Choose two small files for each change."""
+    """Choose a small file for each change."""
     small = [case for case in CASES if (corpus.DATA / case[0]).stat().st_size < SMALL]
     for change in corpus.CHANGES:
         cases = [case for case in small if case[1] == change]
         refused = {case for case in cases if STORED.get(case[0], {}).get(change, "").isalpha()}
-        yield from sorted(cases, key=lambda c: (c in refused, zlib.crc32("".join(c).encode())))[:2]
+        yield from sorted(cases, key=lambda c: (c in refused, zlib.crc32("".join(c).encode())))[:1]
 
 
 def test_a_sample_of_files_is_saved_as_stored():
     sample = [*choose_sample()]
-    assert len(sample) == 2 * len(corpus.CHANGES)
+    assert len(sample) == len(corpus.CHANGES)
     different = compare(sample)
     assert not different, advise(different)
 

@@ -71,6 +71,7 @@ def test_frequencies_of_rotary_embeddings_stay():
     assert "onnx::Expand_122_quantized" not in names
 
 
+@pytest.mark.deep
 def test_caches_in_the_data_are_read():
     model = jaxonnx.load(OPTIMUM)
     shape = [4, *(model.inputs[-1].shape[1], 3, model.inputs[-1].shape[3])]

@@ -87,6 +87,7 @@ def test_negative_scales_are_flipped_before_training():
     np.testing.assert_allclose(model(x), expected, atol=0.05 * np.abs(expected).max())
 
 
+@pytest.mark.deep
 def test_statistics_follow_the_rounded_network():
     model = demo.model()
     before = np.asarray(model.state["1.running_mean"])
@@ -96,6 +97,7 @@ def test_statistics_follow_the_rounded_network():
     np.testing.assert_array_equal(frozen.state["1.running_mean"], before)
 
 
+@pytest.mark.deep
 def test_one_scale_for_a_weight_cannot_take_in_factors_of_channels():
     model, x = train(demo.model(), Quantization(per_channel=False))
     assert "BatchNormalization" not in operators(model)

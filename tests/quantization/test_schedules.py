@@ -130,6 +130,7 @@ def test_steps_before_the_start_are_those_of_the_float_network():
     assert abs(result.history.losses[5] - floats.history.losses[5]) > 1e-4
 
 
+@pytest.mark.deep
 def test_an_interrupted_run_goes_on_at_its_step(tmp_path):
     """The file of its folder has the ranges and weights of the checkpoint."""
     scheme = Quantization(learn="ranges", freeze=0.75, start=0.75)

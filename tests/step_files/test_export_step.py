@@ -359,6 +359,7 @@ def test_an_optimizer_that_asks_for_more_is_refused(tmp_path):
         jaxonnx.export_step(mlp(), tmp_path, examples(8), LABELS, optimizer)
 
 
+@pytest.mark.deep
 def test_a_line_search_is_exported(tmp_path):
     """L-BFGS evaluates the loss several times within a step, in a Loop."""
     batch = x, y = examples(8)

@@ -455,6 +455,7 @@ for sharding in ("data", "fsdp"):
 """
 
 
+@pytest.mark.deep
 def test_several_devices_sum_over_all_of_them():
     environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     subprocess.run([sys.executable, "-c", MESH], check=True, env=environment)

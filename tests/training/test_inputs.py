@@ -309,6 +309,7 @@ def test_states_start_at_zeros(name):
     assert slope == pytest.approx((ends[0] - ends[1]) / 2e-2, rel=1e-2, abs=1e-4)
 
 
+@pytest.mark.deep
 def test_all_functions_start_states_at_zeros(tmp_path):
     """As onnxruntime does with zeros: the states' first axis is of layers, not of examples."""
     proto = recurrent(*RECURRENT["batch first"][:3])

@@ -166,6 +166,7 @@ def test_sparse_and_on_a_mesh():
         )
 
 
+@pytest.mark.deep
 def test_an_exported_step_trains_the_masters(tmp_path):
     model = jaxonnx.load(file("float16", cast=True))
     x, y = examples(model)

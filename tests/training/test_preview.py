@@ -73,6 +73,7 @@ def test_pairs_of_answers_are_shown_one_behind_the_other():
     assert "targets['reference']" in seen.shapes
 
 
+@pytest.mark.deep
 def test_the_widest_batch_has_whole_pairs():
     """Its loss is that of `train` on it."""
     pytest.importorskip("tokenizers")
@@ -109,6 +110,7 @@ def test_classes_that_a_teacher_has_are_counted_and_not_tokens():
     assert found.tokens is None
 
 
+@pytest.mark.deep
 def test_weights_of_examples_count_in_the_first_loss():
     pytest.importorskip("tokenizers")
     rows = [{"text": "a list of lists", "weight": 0.0}, {"text": "is a list", "weight": 2.0}]

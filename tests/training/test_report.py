@@ -206,6 +206,7 @@ def test_a_page_of_a_run_without_validation_and_with_adapters(tmp_path):
     assert ["rate", "0.1"] in page.rows
 
 
+@pytest.mark.deep
 def test_a_page_of_a_quantized_run_has_ranges(tmp_path):
     """Those of the file that it saves, and the share of weights beyond them."""
     result = train(data=(X, Y), validation=(X[:8], Y[:8]), quantize="int8")

@@ -122,6 +122,7 @@ def test_more_epochs_are_another_schedule(tmp_path):
     np.testing.assert_allclose(rates, [9.55e-5, 5e-4], rtol=1e-3)
 
 
+@pytest.mark.deep
 def test_more_epochs_share_out_other_phases_of_sparsity(tmp_path):
     """The mask of one epoch is fixed behind it, that of four is still to change."""
     settings = {"sparsity": "2:4", "checkpoint_dir": tmp_path}
