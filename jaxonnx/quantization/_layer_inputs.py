@@ -15,6 +15,7 @@ from jaxonnx._graph.uses import Use, uses
 from jaxonnx._rewrite.network import Network
 from jaxonnx._run.scope import Context, Scope
 from jaxonnx.errors import InputError
+from jaxonnx.quantization._padding import find_token_axes
 from jaxonnx.quantization._sites import PRODUCTS, WeightSite
 
 
@@ -103,7 +104,7 @@ def visit(
     Args:
       model: the network in floating point.
       groups: the products, in order of the graph.
-      examples: batches of inputs, in the order of the model's.
+      examples: batches of inputs, in the order of the model's. Padding does not count.
       tensors: the tensors by name, which the caller may replace at each stop: later nodes read the
         new ones.
 
@@ -119,22 +120,30 @@ def visit(
     place = {id(node): i for i, node in enumerate(graph.nodes)}
     stops = [min(place[id(use.node)] for use in group.uses) for group in groups]
     scopes = [
-        Scope(graph, Context(tensors, training=False), None, inputs)
+        (Scope(graph, Context(tensors, training=False), None, inputs), inputs)
         for inputs in _supply_inputs(model, examples)
     ]
+    tokens = find_token_axes(model, [group.value for group in groups], examples)
     start = 0
     for group, stop in sorted(zip(groups, stops, strict=True), key=lambda pair: pair[1]):
         total, magnitude, count = 0.0, 0.0, 0
-        for scope in scopes:
+        for scope, inputs in scopes:
             for i in range(start, stop):
                 node = graph.nodes[i]
                 scope.step(node)
                 for name in {*node.reads, *node.outputs}:
                     if last.get(name, -1) <= i and name not in tensors:
                         scope.values.pop(name, None)
-            rows = group.rows(scope[group.value])
+            x = scope[group.value]
+            rows = group.rows(x)
+            is_token = np.ones(len(rows), bool)
+            if (axes := tokens.get(group.value)) is not None:
+                is_token = group.rows(
+                    jnp.broadcast_to(axes.find_tokens(inputs, x.ndim), x.shape)
+                ).any(1)
+                rows = jnp.where(is_token[:, None], rows, 0)
             total, magnitude = total + rows.T @ rows, magnitude + jnp.abs(rows).sum(0)
-            count += len(rows)
+            count += int(is_token.sum())
         start = stop
         mean = np.asarray(total) / max(count, 1)
         if not np.isfinite(mean).all():
@@ -146,7 +155,7 @@ def visit(
         operands = [use.node.inputs[use.position] for use in group.uses]
         needed = ancestors(graph.nodes, operands)
         views = [node for node in graph.nodes[:stop] if not needed.isdisjoint(node.outputs)]
-        for scope in scopes:
+        for scope, _ in scopes:
             scope.values.update((name, tensors[name]) for name in group.weights)
             for node in views:
                 scope.step(node)

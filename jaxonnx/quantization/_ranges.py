@@ -13,6 +13,7 @@ import numpy as np
 from jaxonnx._rewrite.network import Network
 from jaxonnx.errors import InputError
 from jaxonnx.ops.contrib.moving_ranges import limits_of, range_parameters
+from jaxonnx.quantization._padding import find_token_axes
 from jaxonnx.quantization._scheme import TYPES, Quantization
 from jaxonnx.quantization._sites import WeightSite
 
@@ -169,26 +170,35 @@ class Calibration(NamedTuple):
     """The ranges from the minimum to the maximum of all data."""
 
 
-def observe(model: Network, values: Iterable[str], batches: Iterable[Sequence[Any]]) -> Observed:
+def observe(model: Network, values: Iterable[str], batches: Sequence[Sequence[Any]]) -> Observed:
     """Evaluate a network on calibration data and record its activations.
 
     Args:
       model: the network before quantization.
       values: the names of the activations.
-      batches: inputs, in the order of the model's.
+      batches: inputs, in the order of the model's. Padding does not count.
     """
     # the program returns the measured values behind the outputs of the graph
     measured = [*values]
     program, first = model.program.with_values(measured), len(model.graph.outputs)
     names = [value.name for value in model.inputs]
+    tokens = find_token_axes(model, measured, batches)
 
     @jax.jit
     def read(params, state, inputs):
-        outputs = program.evaluate(params, state, dict(zip(names, inputs, strict=True)))
-        flat = [x.reshape(-1).astype(jnp.float32) for x in outputs[first:]]
-        limits = [jnp.stack([x.min(), x.max()]) for x in flat]
-        sizes, samples = [x.size for x in flat], [*map(take_sample, flat)]
-        return (limits, samples, sizes), sample_outputs(model, outputs[:first])
+        feeds = dict(zip(names, inputs, strict=True))
+        outputs = program.evaluate(params, state, feeds)
+        floats = [x.astype(jnp.float32) for x in outputs[first:]]
+        masks = [
+            tokens[n].find_tokens(feeds, x.ndim) if n in tokens else True
+            for n, x in zip(measured, floats, strict=True)
+        ]
+        pairs = [*zip(floats, masks, strict=True)]
+        least = [jnp.where(k, x, jnp.inf).min() for x, k in pairs]
+        greatest = [jnp.where(k, x, -jnp.inf).max() for x, k in pairs]
+        limits = [*map(jnp.stack, zip(least, greatest, strict=True))]
+        samples = [take_sample(jnp.where(k, x, jnp.nan)) for x, k in pairs]
+        return (limits, samples, [x.size for x in floats]), sample_outputs(model, outputs[:first])
 
     parts, outputs = [], []
     for inputs in batches:
@@ -200,7 +210,7 @@ def observe(model: Network, values: Iterable[str], batches: Iterable[Sequence[An
     )
     return Observed(
         {name: np.stack(x) for name, x in limits.items()},
-        {name: np.concatenate(x) for name, x in samples.items()},
+        {name: np.concatenate([x[~np.isnan(x)] for x in xs]) for name, xs in samples.items()},
         {name: int(x[0]) for name, x in sizes.items()},
         outputs,
     )
