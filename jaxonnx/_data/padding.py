@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxonnx._data.ragged import Columns, Padding, Ragged, token_inputs
+from jaxonnx._data.ragged import IGNORED, Columns, Padding, Ragged, token_inputs
 from jaxonnx._rewrite.batch import ROUND_TOGETHER
 from jaxonnx._rewrite.network import Network
 from jaxonnx.errors import Error, TrainingError
@@ -66,11 +66,13 @@ class PaddingCheck:
         self._done = False
 
     def __call__(self, columns: Columns, what: str) -> None:
-        """Check the padding of some examples, if there is any.
+        """Check the padding of some examples, if there is any, and that labels are as long.
 
         Raises:
-          TrainingError: padding changes the outputs of a text, and the user has not chosen it.
+          TrainingError: padding changes the outputs of a text, and the user has not chosen it; or
+            an example has more or fewer labels than tokens.
         """
+        self._check_labels(columns, what)
         inputs, _ = columns.pair
         named = {v.name: x for v, x in zip(self._model.inputs, inputs, strict=True)}
         ragged = [name for name in self._tokens if isinstance(named[name], Ragged)]
@@ -108,6 +110,32 @@ class PaddingCheck:
             self._refuse(distance, f"{what}: example {row}", name, fill, False)
         elif alone is not None and padded is not None:
             self._refuse(_distance(alone, padded), f"{what}: example {row}", name, fill, is_chosen)
+
+    def _check_labels(self, columns: Columns, what: str) -> None:
+        """Refuse examples whose labels are not as many as the tokens that the logits are of.
+
+        These are tokens along the axis that an output [batch, length, classes] has, too.
+        """
+        inputs, targets = columns.pair
+        outputs = self._model.outputs
+        usual = "logits" if len(outputs) > 1 else outputs[0].name
+        named = targets if isinstance(targets, Mapping) else {"labels": targets}
+        for value in outputs:
+            labels = named.get(value.name, named.get("labels") if value.name == usual else None)
+            length = value.shape[1] if value.shape is not None and len(value.shape) == 3 else None
+            if not isinstance(labels, Ragged) or labels.dtype.kind not in "iu":
+                continue
+            for other, x in zip(self._model.inputs, inputs, strict=True):
+                along = isinstance(length, str) and (other.shape or ())[1:] == (length,)
+                if other.name not in self._tokens or not along or not isinstance(x, Ragged):
+                    continue
+                if (differs := x.lengths != labels.lengths).any():
+                    row = int(differs.argmax())
+                    raise TrainingError(
+                        f"{what}: example {row} has {x.lengths[row]} tokens ('{other.name}') and "
+                        f"{labels.lengths[row]} labels: pass one for each token, {IGNORED} for "
+                        "those that do not count"
+                    )
 
     def _evaluate(
         self, columns: Columns, row: int, width: int | None = None, shift: int = 0

@@ -10,6 +10,7 @@ import pytest
 
 import jaxonnx
 from jaxonnx.model import read_examples
+from tests.support.paths import DATA
 
 PAD = 7
 TEXTS = [[1, 2, 3], [4, 5, 6, 1, 2], [2, 2], [6, 5, 4, 3, 2, 1, 1, 2, 3], [5]]
@@ -176,3 +177,33 @@ def test_padding_of_a_fixed_length_must_not_count_unless_its_token_is_known(tmp_
         session.run(None, {"input_ids": padded})[0],
         rtol=1e-5,
     )
+
+
+TAGGER = """<ir_version: 8, opset_import: ["": 17]>
+tagger (int64[n, t] input_ids) => (float[n, t, 3] logits) <float[8, 3] table = {%s}> {
+    logits = Gather(table, input_ids)
+}"""
+
+
+@pytest.mark.parametrize("change", [-1, 1], ids=["fewer", "more"])
+def test_labels_are_as_many_as_tokens(change):
+    """Else -100 would be added to them, or tokens of padding would have labels."""
+    table = ", ".join(f"{x:.3f}" for x in np.random.default_rng(0).normal(size=24))
+    tagger = jaxonnx.load(onnx.parser.parse_model(TAGGER % table))
+    loss = jaxonnx.losses.cross_entropy(axis=-1, ignore_index=-100)
+    labels = [[1] * len(text) for text in TEXTS]
+    jaxonnx.evaluate(tagger, {"input_ids": TEXTS, "labels": labels}, loss=loss)
+    labels[3] = [1] * (len(TEXTS[3]) + change)
+    message = rf"example 3 has 9 tokens \('input_ids'\) and {9 + change} labels: pass one for each"
+    for name in ("labels", "logits"):
+        with pytest.raises(jaxonnx.TrainingError, match=message):
+            jaxonnx.evaluate(tagger, {"input_ids": TEXTS, name: labels}, loss=loss)
+
+
+def test_labels_of_next_tokens_are_as_many():
+    model = jaxonnx.load(DATA / "llm" / "qwen3-genai")
+    rows, labels = [[5, 6, 7, 8], [9, 10, 11]], [[5, 6, 7, 8], [9, 10]]
+    with pytest.raises(jaxonnx.TrainingError, match=r"example 1 has 3 tokens .* and 2 labels"):
+        jaxonnx.evaluate(model, {"input_ids": rows, "labels": labels}, loss="causal_lm")
+    with pytest.raises(jaxonnx.TrainingError, match=r"example 1 has 3 tokens .* and 2 labels"):
+        jaxonnx.train(model, {"input_ids": rows, "labels": labels}, loss="dpo", epochs=1)
