@@ -328,6 +328,10 @@ class HeadChange:
                 if name and i != data and i not in node.op.static:
                     self._resize_operand(node, i, axis - len(before))
             new_axis = _follow_axis(node, axis, before, after, self.tensors)
+            if new_axis is None and node.op.view and axis == len(before) - 1:
+                # behind all others, as exporters write what is behind indices of rows
+                reads = any(self._reads_classes(node.inputs[i]) for i in node.op.static)
+                new_axis = len(after) - 1 if reads else None
             if new_axis is None:
                 raise InputError(
                     f"{node.label}, between the last layer and the output '{layer.output}', does "
@@ -400,6 +404,20 @@ class HeadChange:
             name = node.inputs[0]
         return None
 
+    def _reads_classes(self, target: str) -> bool:
+        """Check whether a shape takes the number of classes from that of the layer's result."""
+        (result,), nodes = self.layer.node.outputs, self.graph.nodes
+        axis, rank = self.layer.axis(len(self._shape(result))), len(self._shape(result))
+        computed = ancestors(nodes, [target])
+        sizes = {n.outputs[0] for n in nodes if n.op.name == "Shape" and n.inputs == (result,)}
+        return any(
+            node.op.name == "Gather"
+            and node.inputs[0] in sizes
+            and node.outputs[0] in computed
+            and np.array_equal(np.ravel(self.tensors.get(node.inputs[1], ())) % rank, [axis])
+            for node in nodes
+        )
+
     def _resize_operand(self, node: Node, position: int, axis: int) -> None:
         """Replace the operand of a node behind the layer if it has a number for each class.
 
@@ -433,7 +451,8 @@ class HeadChange:
         for position in sorted(node.op.static) if node.op.name in _TARGETS else ():
             name = node.inputs[position] if position < len(node.inputs) else ""
             target = self.tensors.get(name)
-            if name and target is None and not self.checkable:
+            checked = target is not None or self.checkable
+            if name and not checked and not self._reads_classes(name):
                 raise InputError(
                     f"{node.label}, behind the last layer, takes a shape that is computed: whether "
                     "it holds the number of classes is not known"
@@ -485,6 +504,8 @@ def _follow_axis(
             i for i, d in enumerate(after) if d == before[axis] and _size(after[i + 1 :]) == tail
         )
         return next(fitting, None)
+    if node.op.name in ("Gather", "GatherND"):  # of indices that choose no classes
+        return axis - len(before) + len(after)
     if len(before) == len(after):
         return axis if before[axis] == after[axis] else None
     if node.op.name.startswith("Reduce"):

@@ -85,14 +85,13 @@ def find_last_layer(
     Raises:
       InputError: no output has such a layer, or outputs have different ones and `at` is None.
     """
-    ranks = {name: len(shape) for name, shape in shapes.items()}
     if at in graph.outputs:
-        return _trace_back(graph, ranks, constants, at)
+        return _trace_back(graph, shapes, constants, at)
     layers: list[LastLayer] = []
     errors: list[str] = []
     for output in graph.outputs:
         try:
-            layers.append(_trace_back(graph, ranks, constants, output))
+            layers.append(_trace_back(graph, shapes, constants, output))
         except InputError as error:
             errors.append(str(error))
     if at is not None:
@@ -120,25 +119,30 @@ def find_last_layer(
 
 
 def _trace_back(
-    graph: Graph, ranks: Mapping[str, int], constants: Collection[str], output: str
+    graph: Graph, shapes: Mapping[str, Shape], constants: Collection[str], output: str
 ) -> LastLayer:
     """Follow the data from an output back to the nearest layer.
 
     Raises:
       InputError: a node on the way mixes several values or cannot take other classes.
     """
-    producers = graph.producers
+    producers, ranks = graph.producers, {name: len(shape) for name, shape in shapes.items()}
     # values in `constants` depend on nothing but the shapes of inputs: they are not data
     traced = behind(graph.nodes, graph.inputs, constants)
     path: list[tuple[Node, int]] = []
+    choice: tuple[Node, list[int]] | None = None
     value = output
     while value in producers:
         node = producers[value]
         data = [i for i, n in enumerate(node.inputs) if n in traced and i not in node.op.static]
         factor = _factor(node, data, ranks)
-        if factor is not None:
+        if factor is not None and (choice is None or node.op.name not in _CONVOLUTIONS):
             return LastLayer(output, node, data[0], *factor, tuple(path[::-1]))
-        if reason := _obstacle(node, data, value):
+        if factor is not None and choice is not None:  # it may choose among the classes, on axis 1
+            (node, data), value = choice, choice[0].outputs[0]
+        if factor is None and len(data) > 1 and _chooses_rows(node, shapes):
+            choice, data = (node, data), data[:1]
+        elif reason := _obstacle(node, data, value):
             raise InputError(
                 f"the output '{output}' has no last layer that could get other classes: before it "
                 f"is {node.label}, {reason}{_way_out(node, producers, traced, ranks)}"
@@ -148,6 +152,17 @@ def _trace_back(
     raise InputError(
         f"the output '{output}' has no last layer: no matrix product or convolution is before it"
     )
+
+
+def _chooses_rows(node: Node, shapes: Mapping[str, Shape]) -> bool:
+    """Check whether a node chooses whole rows, like the last token's, of its first input."""
+    shape, indices = (shapes.get(name) for name in (*node.inputs, "", "")[:2])
+    if shape is None:
+        return False
+    if node.op.name == "Gather":
+        return node.attributes.get("axis", 0) % len(shape) < len(shape) - 1
+    depth = indices[-1] if node.op.name == "GatherND" and indices else None
+    return isinstance(depth, int) and node.attributes.get("batch_dims", 0) + depth < len(shape)
 
 
 def _factor(node: Node, data: list[int], ranks: Mapping[str, int]) -> tuple[int, Matrix] | None:

@@ -487,8 +487,8 @@ class Model(Network, Rendered):
         """Return a model with a new last layer for other classes.
 
         The last layer is the last Gemm, MatMul or convolution before an output. Only operators that
-        keep classes separate may follow it: a bias, activations, pooling over images, Flatten,
-        Reshape, Squeeze and the like. Its node and tensors keep their names; `head` lists the
+        keep classes separate may follow it: a bias, activations, pooling over images, the choice of
+        a token, Flatten, Reshape, Squeeze and the like. Its node and tensors keep their names; `head` lists the
         tensors. A tensor that other layers also read stays with them. A weight that is computed (by
         DequantizeLinear, or by weight normalization) is replaced together with the nodes that
         compute it. Outputs that are computed from the old classes are removed.

@@ -173,6 +173,29 @@ FORMS = {
         ),
         ["y.weight"],
     ),
+    "the last token of a text, as decoders that classify take it": (
+        file(
+            "m = MatMul(x, w) g = ReduceMax <axes = [2], keepdims = 0> (x) "
+            "i = ArgMax <axis = 1> (g) y = GatherND <batch_dims = 1> (m, i)",
+            "float[n,t,4] x",
+            w=(4, 6),
+        ),
+        ["w"],
+    ),
+    "the same of PyTorch's exporter, from rows of all texts": (
+        file(
+            "m = MatMul(x, w) f = Flatten <axis = 2> (m) s = Shape(m) k = Gather(s, two) "
+            "g = ReduceMax <axes = [2], keepdims = 0> (x) r = Reshape(g, a) "
+            "i = ArgMax <axis = 0> (r) c = Gather <axis = 0> (f, i) d = Concat <axis = 0> (a, k) "
+            "y = Reshape(c, d)",
+            "float[n,t,4] x",
+            "float[k,6] y",
+            w=(4, 6),
+            a=np.array([-1]),
+            two=np.array([2]),
+        ),
+        ["w"],
+    ),
     "a normalized weight": (
         file(
             "n = ReduceL2 <axes = [0]> (v) d = Div(v, n) w = Mul(d, g) y = MatMul(x, w)",
@@ -248,6 +271,27 @@ def test_exports(path):
     inputs = dict(zip((v.name for v in new.inputs), x, strict=True))
     (expected,) = session(saved).run(None, inputs)
     np.testing.assert_allclose(new(*x), expected, rtol=2e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        "m = MatMul(x, w) y = Gather <axis = 2> (m, i)",
+        "m = MatMul(x, w) s = Concat <axis = 1> (i, i) y = GatherND <batch_dims = 1> (m, s)",
+        "m = Conv(x, v) y = Gather <axis = 1> (m, i)",
+    ],
+)
+def test_choices_among_classes_take_no_other_head(choice):
+    index = "g = ReduceMax <axes = [1, 2], keepdims = 0> (x) h = Unsqueeze(g, one) "
+    nodes = f"{index} i = Cast <to = 7> (h) {choice}"
+    proto = file(
+        nodes, "float[n,4,4] x", "float[a,b,c] y", w=(4, 6), v=(6, 4, 1), one=np.array([1])
+    )
+    if "GatherND" in choice:
+        proto.graph.output[0].type.tensor_type.shape.dim.pop()
+        proto.graph.output[0].type.tensor_type.shape.dim.pop()
+    with pytest.raises(jaxonnx.InputError, match=r"before it is node .* \(Gather"):
+        jaxonnx.load(proto).with_head(5)
 
 
 def test_what_is_left_out_is_said():
