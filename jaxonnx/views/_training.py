@@ -20,6 +20,9 @@ from jaxonnx.errors import InputError
 from jaxonnx.registry import lookup
 from jaxonnx.views._view import View
 
+_ROUNDED = 0.005
+"""The relative error of a root that a file stores: bfloat16 has 8 bits."""
+
 
 @dataclass(frozen=True)
 class Dropout(View):
@@ -47,27 +50,35 @@ class Dropout(View):
 class EmbeddingNoise(View):
     """Training adds uniform noise to values (N, length, features) of the main graph (NEFTune)."""
 
-    values: tuple[str, ...]
+    values: Mapping[str, float]
+    """By name the factor that a value is multiplied by behind the noise; 1 for none."""
     alpha: float
 
     def train(self, graph: Graph) -> Graph:
         nodes = (
             part
             for node in graph.nodes
-            for part in (node, *map(self._insert, {*node.outputs}.intersection(self.values)))
+            for part in (node, *map(self._insert, self.values.keys() & {*node.outputs}))
         )
         return dataclasses.replace(graph, nodes=tuple(nodes))
 
     def _insert(self, name: str) -> Node:
         node = _insert_dropout(name, 0.0)
-        function = partial(_add_noise, alpha=self.alpha)
+        function = partial(_add_noise, alpha=self.alpha, factor=self.values[name])
         op = dataclasses.replace(node.op, function=function, pointwise=False)
         return dataclasses.replace(node, label=f"NEFTune behind '{name}'", op=op)
 
 
-def _add_noise(x: jax.Array, *, alpha: float, key: Callable, training: bool | None) -> jax.Array:
-    """Return x (N, length, features) with the noise of NEFTune, as in transformers."""
+def _add_noise(
+    x: jax.Array, *, alpha: float, factor: float, key: Callable, training: bool | None
+) -> jax.Array:
+    """Return x (N, length, features) with the noise of NEFTune, as in transformers.
+
+    Embeddings that are multiplied by the root of their features (Gemma, BART) get it behind this.
+    """
     size = alpha / math.sqrt(x.shape[-2] * x.shape[-1])
+    if math.isclose(factor, math.sqrt(x.shape[-1]), rel_tol=_ROUNDED):
+        size /= factor
     return x + jax.random.uniform(key(), x.shape, x.dtype, -size, size)
 
 

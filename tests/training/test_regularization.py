@@ -118,6 +118,25 @@ def test_noise_on_embeddings_is_uniform_and_in_training_only():
     assert jaxonnx.load(noisy.to_onnx()).graph.nodes[0].op.name == "Gather"
 
 
+@pytest.mark.parametrize(("factor", "share"), [(2.0, 1.0), (2.004, 1.0), (3.0, 3.0)])
+def test_noise_is_behind_the_scale_of_embeddings(factor, share):
+    """As `neftune_post_forward_hook` adds it to Gemma's scaled embeddings of 4 features.
+
+    A multiplier that is not the root of the features (Granite's) follows the noise.
+    """
+    scaled = onnx.parser.parse_model(
+        f"""<ir_version: 8, opset_import: ["": 17]> net (int64[n, t] input_ids)
+        => (float[n, t, 4] y) <float[7, 4] table = {{{",".join(map(str, range(28)))}}},
+        float factor = {{{factor}}}> {{ x = Gather(table, input_ids) y = Mul(factor, x) }}"""
+    )
+    model = jaxonnx.load(scaled)
+    ids = RNG.integers(0, 7, (64, 50))
+    noisy = jaxonnx.training.step(model, lambda y, t: y.mean(), optax.sgd(0.1), neftune=5.0).model
+    run, _ = noisy.apply_train(noisy.params, noisy.state, jax.random.key(0), ids)
+    most = share * 5 / np.sqrt(50 * 4)
+    assert 0.99 * most < np.abs(run - model(ids)).max() <= most * (1 + 1e-3)
+
+
 def test_noise_and_smoothing_resume_and_are_compared(tmp_path):
     ids = RNG.integers(0, 7, (24, 6))
     data = {"input_ids": ids}

@@ -2,6 +2,8 @@
 
 from typing import Annotated, TypedDict
 
+import numpy as np
+
 from jaxonnx._arguments import Argument
 from jaxonnx._rewrite.network import enter
 from jaxonnx.errors import TrainingError
@@ -18,8 +20,8 @@ class NeftuneArguments(TypedDict, total=False):
     """Add noise to the embeddings of tokens in training (NEFTune), like 5.0.
 
     It is uniform in +-`neftune` / sqrt(length * features), with the padded length of the batch, as
-    in transformers and TRL. Jain et al., "NEFTune: Noisy Embeddings Improve Instruction
-    Finetuning", 2023 (arXiv:2310.05914)."""
+    in transformers and TRL: of Gemma and BART behind the factor sqrt(features). Jain et al.,
+    "NEFTune: Noisy Embeddings Improve Instruction Finetuning", 2023 (arXiv:2310.05914)."""
 
 
 def add_noise(plan: Plan) -> None:
@@ -33,27 +35,33 @@ _SAME = ("Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze")
 """Operators through which tokens pass on their way to an embedding."""
 
 
-def find_embeddings(model: Model) -> tuple[str, ...]:
-    """Return the values that are embeddings of tokens.
+def find_embeddings(model: Model) -> dict[str, float]:
+    """Return the values that are embeddings of tokens, each with the factor that scales it.
 
     Raises:
       TrainingError: there are none.
     """
     tokens = token_input(model, "neftune adds noise to embeddings")
-    producers = model.graph.producers
+    producers, tensors = model.graph.producers, model.tensors
 
     def source(name: str) -> str:
         while name in producers and producers[name].op.name in _SAME:
             name = producers[name].inputs[0]
         return name
 
-    values = [
-        node.outputs[0]
+    values = {
+        node.outputs[0]: 1.0
         for node in model.graph.nodes
         if node.op.like == "Gather" and source(node.inputs[1]) == tokens
-    ]
+    }
     if not values:
         raise TrainingError(
             f"neftune adds noise to embeddings, and no Gather reads rows by the input '{tokens}'"
         )
-    return tuple(values)
+    for node in model.graph.nodes:
+        if node.op.name == "Mul":
+            for value, factor in (node.inputs, node.inputs[::-1]):
+                number = tensors.get(source(factor), ())
+                if source(value) in values and np.size(number) == 1:
+                    values[source(value)] = float(np.asarray(number).item())
+    return values
