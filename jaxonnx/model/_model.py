@@ -488,10 +488,10 @@ class Model(Network, Rendered):
 
         The last layer is the last Gemm, MatMul or convolution before an output. Only operators that
         keep classes separate may follow it: a bias, activations, pooling over images, the choice of
-        a token, Flatten, Reshape, Squeeze and the like. Its node and tensors keep their names; `head` lists the
-        tensors. A tensor that other layers also read stays with them. A weight that is computed (by
-        DequantizeLinear, or by weight normalization) is replaced together with the nodes that
-        compute it. Outputs that are computed from the old classes are removed.
+        a token, Flatten, Reshape, Squeeze and the like. Its node and tensors keep their names;
+        `head` lists the tensors. A tensor that other layers also read stays with them. A weight
+        that is computed (by DequantizeLinear, or by weight normalization) is replaced together with
+        the nodes that compute it. Outputs that are computed from the old classes are removed.
 
         >>> from jaxonnx import demo
         >>> model = demo.model().with_head(["even", "odd"])
