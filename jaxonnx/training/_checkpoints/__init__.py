@@ -1,1 +1,1 @@
-"""States that a run goes back to: snapshots in memory, folders of Orbax and onnxruntime's files."""
+"""States to go back to: snapshots in memory, folders of Orbax, files of onnxruntime-training."""

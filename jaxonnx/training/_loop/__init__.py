@@ -1,1 +1,1 @@
-"""The loop of a run: batches, rows of the history, reports, memory, and why a run ends early."""
+"""The loop of a run: `run`, reports and the bar, the history, memory, and reasons to end early."""

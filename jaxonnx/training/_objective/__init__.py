@@ -1,1 +1,1 @@
-"""What is minimized and measured: losses of outputs, what these need, metrics and tables."""
+"""The objective of a run: losses of outputs and their needs, metrics, and tables of `evaluate`."""

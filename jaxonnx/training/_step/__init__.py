@@ -1,1 +1,1 @@
-"""A training step as pure functions: its interface, how settings make one, and its optimizer."""
+"""A training step: its interface, how settings build one, its optimizer and layout of weights."""
