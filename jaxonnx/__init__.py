@@ -22,18 +22,10 @@ if TYPE_CHECKING:
     )
     from jaxonnx.lora import Adapters, LoRA
     from jaxonnx.lowering import kernels_first
-    from jaxonnx.model import (
-        Model,
-        Value,
-        add_training,
-        convert,
-        labels,
-        load,
-        sensitivity,
-    )
+    from jaxonnx.model import Model, Value, add_training, convert, labels, load
     from jaxonnx.onnx_out import to_onnx
     from jaxonnx.quantization import Quantization, Sensitivity
-    from jaxonnx.training import History, Result, evaluate, quantize, train
+    from jaxonnx.training import History, Result, evaluate, quantize, sensitivity, train
     from jaxonnx.validation import Validation, validate
 
 __all__ = [
@@ -86,12 +78,10 @@ _MODULES = {
     "jaxonnx._step_files.load": ("import_step",),
     "jaxonnx.lora": ("Adapters", "LoRA"),
     "jaxonnx.lowering": ("kernels_first",),
-    "jaxonnx.model": (
-        *("Model", "Value", "add_training", "convert", "labels", "load", "sensitivity"),
-    ),
+    "jaxonnx.model": ("Model", "Value", "add_training", "convert", "labels", "load"),
     "jaxonnx.onnx_out": ("to_onnx",),
     "jaxonnx.quantization": ("Quantization", "Sensitivity"),
-    "jaxonnx.training": ("History", "Result", "evaluate", "quantize", "train"),
+    "jaxonnx.training": ("History", "Result", "evaluate", "quantize", "sensitivity", "train"),
     "jaxonnx.validation": ("Validation", "validate"),
 }
 """Where public names are defined; errors and submodules aside."""

@@ -19,7 +19,7 @@ QUANTIZE = ("training/_quantize.py", "quantize")
 EXPORT_SAFETENSORS = ("_hub/checkpoints.py", "export_safetensors")
 EXPORT_STEP = ("_step_files/export.py", "export_step")
 CONVERT = ("model/_convert.py", "convert")
-SENSITIVITY = ("model/_quantize.py", "sensitivity")
+SENSITIVITY = ("training/_quantize.py", "sensitivity")
 GENERATE = ("model/_model.py", "Model.generate")
 
 

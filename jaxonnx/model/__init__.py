@@ -7,14 +7,8 @@ from jaxonnx.model._convert import convert, raise_opset
 from jaxonnx.model._load import as_model, load
 from jaxonnx.model._model import Model, Trainable
 from jaxonnx.model._predict import read_inputs
-from jaxonnx.model._quantize import (
-    compare_quantized,
-    insert_rounding,
-    read_examples,
-    sensitivity,
-)
-from jaxonnx.model._recurrent_states import add_states, start_at_zeros
-from jaxonnx.model._save import check_nodes, compare_merged, to_proto
+from jaxonnx.model._recurrent_states import add_states, inputs_alone, start_at_zeros
+from jaxonnx.model._save import check_nodes, compare_merged, fill_source, to_proto
 from jaxonnx.model._show import operator_name
 from jaxonnx.model._sparsity import report_layers
 from jaxonnx.model._statistics import (

@@ -16,7 +16,7 @@ from jaxonnx.training._loop.history import History, shade
 from jaxonnx.training._loop.stopping import Interrupt
 from jaxonnx.training._objective.tables import ConfusionMatrix, Curve, Curves, PerClass
 from jaxonnx.training._preview import Preview, preview
-from jaxonnx.training._quantize import quantize
+from jaxonnx.training._quantize import quantize, sensitivity
 from jaxonnx.training._report import has_other_card
 from jaxonnx.training._result import Result
 from jaxonnx.training._settings import Settings

@@ -18,9 +18,10 @@ from jaxonnx._require import check_arguments
 from jaxonnx._text import format_count
 from jaxonnx.errors import InputError, ModelError
 from jaxonnx.lora import Adapters
-from jaxonnx.model import Model, compare_merged, compare_quantized
+from jaxonnx.model import Model, compare_merged
 from jaxonnx.quantization import Quantization
 from jaxonnx.training._loop.history import History
+from jaxonnx.training._quantize import compare_quantized
 from jaxonnx.training._report import NAME, Run, has_other_card, write_card, write_report
 from jaxonnx.training._step.step import Step
 

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jaxonnx
-from jaxonnx.model import read_examples
+from jaxonnx.training._quantize import read_examples
 from tests.support.paths import DATA
 
 PAD = 7

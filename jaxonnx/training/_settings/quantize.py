@@ -9,7 +9,7 @@ from jaxonnx._arguments import Argument
 from jaxonnx._data.batches import Source, iterate_inputs
 from jaxonnx._rewrite.network import leave
 from jaxonnx.errors import InputError, TrainingError
-from jaxonnx.model import Model, insert_rounding
+from jaxonnx.model import Model
 from jaxonnx.quantization import (
     Bound,
     MovingRanges,
@@ -24,7 +24,7 @@ from jaxonnx.quantization import (
     stored_types,
 )
 from jaxonnx.training._objective.needs import prepare_model
-from jaxonnx.training._quantize import BATCHES, make_evaluation
+from jaxonnx.training._quantize import BATCHES, insert_rounding, make_evaluation
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._settings.plan import Plan
 from jaxonnx.views import PackedRows
