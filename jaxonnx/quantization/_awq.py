@@ -11,9 +11,14 @@ from jaxonnx._graph.bind import Graph, Node
 from jaxonnx._graph.uses import Use, uses, uses_by_tensor
 from jaxonnx._rewrite.network import Network
 from jaxonnx.quantization._layer_inputs import Products, as_rows, find_products, from_rows, visit
-from jaxonnx.quantization._ranges import Parameters, spread_scale, weight_parameters
-from jaxonnx.quantization._scheme import TYPES, Quantization
-from jaxonnx.quantization._sites import WeightSite
+from jaxonnx.quantization._scheme import (
+    TYPES,
+    Parameters,
+    Quantization,
+    WeightSite,
+    spread_scale,
+    weight_parameters,
+)
 
 _EXPONENTS = np.linspace(0, 1, 20, endpoint=False)
 """The powers of the inputs' magnitudes that are tried as scales."""

@@ -10,9 +10,7 @@ import numpy as np
 
 from jaxonnx._rewrite.network import Network
 from jaxonnx.quantization._layer_inputs import as_rows, find_products, from_rows, visit
-from jaxonnx.quantization._ranges import Parameters, spread_scale
-from jaxonnx.quantization._scheme import TYPES, Quantization
-from jaxonnx.quantization._sites import WeightSite
+from jaxonnx.quantization._scheme import TYPES, Parameters, Quantization, WeightSite, spread_scale
 
 _DAMPING = 0.01
 """What is added to the diagonal of a Hessian, as a share of its mean (section 3.3 of the paper)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from onnx import ModelProto, helper
 
+from jaxonnx._graph.bind import Graph
 from jaxonnx._io import order
 from jaxonnx._io.build import names
 from jaxonnx._rewrite.network import (
@@ -23,17 +25,18 @@ from jaxonnx._rewrite.network import (
     with_outputs,
     with_tensors,
 )
+from jaxonnx._run.fold_norms import folds, read_names
 from jaxonnx._text import list_some
 from jaxonnx.errors import InputError
 from jaxonnx.quantization._awq import scale_inputs
-from jaxonnx.quantization._fold_norms import flip_negative_scales, fold_norms, folded_outputs
+from jaxonnx.quantization._files import Bias, Record, declare, record_of
 from jaxonnx.quantization._gptq import round_weights
-from jaxonnx.quantization._open import Rounding
-from jaxonnx.quantization._ranges import (
+from jaxonnx.quantization._scheme import (
     COMPARED,
     Calibration,
     Observed,
     Parameters,
+    Quantization,
     clipped_share,
     find_ranges,
     fit_bias,
@@ -41,10 +44,10 @@ from jaxonnx.quantization._ranges import (
     sample_outputs,
     scales_channels,
     weight_parameters,
+    with_weights,
 )
-from jaxonnx.quantization._record import Bias, Record, declare, record_of
-from jaxonnx.quantization._scheme import Quantization, with_weights
 from jaxonnx.quantization._sites import Sites, find_sites, find_wrong_int2
+from jaxonnx.quantization._view import Rounding
 
 N = TypeVar("N", bound=Network)
 _NOISE, _TRIED = 1.25, 32
@@ -272,10 +275,81 @@ def _value_types(model: Network, inputs: Sequence[Any]) -> dict[str, np.dtype]:
 
 
 def fold_normalizations(model: N, keep: Collection[str] = ()) -> N:
-    """Fold each BatchNormalization into the convolution before it."""
-    proto, values = fold_norms(model.proto, model.graph, model.tensors, keep)
+    """Fold each BatchNormalization into the convolution before it (see `_run.fold_norms`).
+
+    The B of a BatchNormalization becomes the bias of its convolution.
+
+    Args:
+      keep: the weights of convolutions whose BatchNormalization stays.
+    """
+    graph, tensors = model.graph, model.tensors
+    folded, norms, values = folds(graph, tensors), {}, {}
+    for weight, (_, output) in folded_outputs(graph, tensors).items():
+        if weight in keep:
+            continue
+        norms[output] = node = graph.producers[output]
+        bias, w, factor = node.inputs[2], np.asarray(tensors[weight]), folded.factors[weight]
+        values[weight] = w * factor.reshape(-1, *(1,) * (w.ndim - 1))
+        values[bias] = np.asarray(folded.biases[bias])
+    before = {node.inputs[0]: node for node in norms.values()}
+    proto = ModelProto()
+    proto.CopyFrom(model.proto)
+    nodes = proto.graph.node
+    for i, node in reversed([*enumerate(nodes)]):
+        if node.output and node.output[0] in norms:
+            del nodes[i]
+    for node in nodes:
+        if node.output and node.output[0] in before:
+            norm = before[node.output[0]]
+            node.input[2:] = [norm.inputs[2]]
+            node.output[0] = norm.outputs[0]
     net = with_tensors(with_file(model, proto), values)
     return with_outputs(net, net.graph.outputs)  # drops the statistics that no node reads any more
+
+
+def folded_outputs(graph: Graph, tensors: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """Return the pairs that `fold_normalizations` folds.
+
+    Returns:
+      By the name of a convolution's weight: the output of the convolution, and that of its
+      BatchNormalization.
+    """
+    norms = folds(graph, tensors).norms
+    convs = {node.outputs[0]: node for node in graph.nodes if node.outputs}
+    return {
+        convs[node.inputs[0]].inputs[1]: (node.inputs[0], node.outputs[0])
+        for node in graph.nodes
+        if node.index in norms
+    }
+
+
+def flip_negative_scales(
+    graph: Graph, norms: Collection[str], tensors: Mapping[str, Any]
+) -> dict[str, np.ndarray]:
+    """Return values that make the scales of BatchNormalizations positive, for the same function.
+
+    Where a scale is negative, so become the channel's weight, mean and bias of the convolution.
+    Otherwise the saved file would have the negated integers, and -128 has no counterpart in int8.
+    A pair that shares one of these tensors with another node stays as it is.
+
+    Args:
+      graph: the main graph, bound.
+      norms: the outputs of the BatchNormalizations, each of which follows a convolution.
+      tensors: the values of its named tensors.
+    """
+    times = Counter(read_names(graph))
+    values = {}
+    for name in norms:
+        x, scale, _, mean, _ = graph.producers[name].inputs[:5]
+        conv = graph.producers[x]
+        names = (scale, mean, *conv.inputs[1:])
+        sign = np.where(np.asarray(tensors[scale]) < 0, -1, 1)
+        if any(times[each] > 1 for each in names):
+            continue
+        for each in names:
+            x = np.asarray(tensors[each])
+            values[each] = x * sign.astype(x.dtype).reshape(-1, *(1,) * (x.ndim - 1))
+    return values
 
 
 class Writer:

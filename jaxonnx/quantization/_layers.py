@@ -15,8 +15,7 @@ from jaxonnx._io.protos import modules
 from jaxonnx._rewrite.network import Network
 from jaxonnx._run.scope import Context, run
 from jaxonnx.lowering import jit
-from jaxonnx.quantization._ranges import Parameters, spread_scale
-from jaxonnx.quantization._scheme import NumberType
+from jaxonnx.quantization._scheme import NumberType, Parameters, spread_scale
 
 
 @dataclass(frozen=True)

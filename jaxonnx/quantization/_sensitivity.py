@@ -1,19 +1,37 @@
-"""`sensitivity`: the error of the outputs when a single tensor is quantized or made sparse."""
+"""Errors of single tensors (`sensitivity`), and types that are chosen by them (`max_loss`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
+from onnx import ModelProto, helper
 
 from jaxonnx._figures import new_axes
-from jaxonnx._rewrite.network import Network, with_tensors
-from jaxonnx.quantization._ranges import spread_scale, weight_parameters
-from jaxonnx.quantization._scheme import TYPES, Quantization
-from jaxonnx.quantization._sites import WeightSite
+from jaxonnx._io import order
+from jaxonnx._io.build import unused_name
+from jaxonnx._rewrite.network import Network, reenter, with_file, with_tensors
+from jaxonnx.errors import InputError
+from jaxonnx.ops.contrib.moving_ranges import DOMAIN
+from jaxonnx.quantization._files import declare
+from jaxonnx.quantization._insert import find_in, fold_normalizations, insert
+from jaxonnx.quantization._scheme import (
+    TYPES,
+    Quantization,
+    WeightSite,
+    divides,
+    find_origin,
+    find_ranges,
+    observe,
+    spread_scale,
+    weight_parameters,
+    with_weights,
+)
+from jaxonnx.quantization._sites import find_wrong_int2
+from jaxonnx.quantization._view import Rounding
 
 Changes = Mapping[str, Any] | None
 """New values of parameters and state by name; None for a pattern that does not fit."""
@@ -229,3 +247,276 @@ def rank_steps(
         name = max(open_, key=lambda n: open_[n])
         place[name] += 1
         yield name, ladders[name][place[name]]
+
+
+@dataclass(frozen=True)
+class Trials:
+    """A network with a RoundTo node for each activation, which rounds to the levels in its state.
+
+    Attributes:
+      network: the network, in which nothing is rounded.
+      sites: its weights.
+      schemes: the scheme of each type of weights; None for sparsity patterns.
+      levels: of the activations that have a range, by type: new state for the RoundTo nodes.
+      sizes: the number of elements of each weight, and of each activation for one example.
+      factors: for matrices of MatMul and Gemm the activation that they are multiplied by.
+    """
+
+    network: Network
+    sites: Mapping[str, WeightSite]
+    schemes: Mapping[str, Quantization | None]
+    levels: Mapping[str, Mapping[str, Mapping[str, Any]]]
+    sizes: Mapping[str, int]
+    factors: Mapping[str, str] = field(default_factory=dict)
+
+    def change(self, name: str, kind: str) -> Changes:
+        """Return the new tensors that round a weight or an activation to a type."""
+        if name in self.levels:
+            return self.levels[name][kind]
+        return round_weight(self.network, self.sites, self.schemes, name, kind)
+
+    def round(self, types: Mapping[str, str | None]) -> Network:
+        """Return the network with tensors of these types; None is floating point."""
+        changes = [self.change(name, kind) or {} for name, kind in types.items() if kind]
+        return with_tensors(self.network, {n: x for part in changes for n, x in part.items()})
+
+
+def make_trials(
+    model: Network,
+    scheme: Quantization,
+    schemes: Mapping[str, Quantization | None],
+    activations: Sequence[str],
+    examples: Sequence[Sequence[Any]],
+) -> Trials:
+    """Measure the ranges of a network and give it RoundTo nodes.
+
+    Args:
+      model: a network in floating point. If its caches are empty, they are so in the result.
+      scheme: what is rounded, and how ranges are found.
+      schemes: the scheme of each type of weights; None for sparsity patterns.
+      activations: the types of activations.
+      examples: calibration data, batches of inputs in the order of the model's.
+    """
+    sites = find_in(model, model, examples[0])(scheme)
+    weights, tensors = sites.weights, model.tensors
+    sizes = {name: int(tensors[name].size) for name in weights}
+    if not activations:
+        return Trials(model, weights, schemes, {}, sizes)
+    observed = observe(model, sites.range_names, examples)
+    ranges = {
+        kind: find_ranges(observed, sites.shared, replace(scheme, activations=kind), {}).ranges
+        for kind in activations
+    }
+    rounded = ranges[activations[0]]
+    reads, used, result = sites.select_reads(rounded), {*tensors}, ModelProto()
+    result.CopyFrom(model.proto)
+    used.update(name for node in result.graph.node for name in node.output)
+    names = {
+        n: (unused_name(f"{n}_levels", used), unused_name(f"{n}_rounded", used)) for n in rounded
+    }
+    for node in result.graph.node:
+        for i, name in enumerate(node.input):
+            if node.output and reads.get((node.output[0], i)) == name:
+                node.input[i] = names[name][1]
+    for value, (limits, output) in names.items():
+        label = f"{value}_RoundTo"
+        result.graph.node.append(
+            helper.make_node("RoundTo", [value, limits], [output], label, domain=DOMAIN)
+        )
+    result.opset_import.add(domain=DOMAIN, version=1)
+    state = {levels: np.zeros(4, np.float32) for levels, _ in names.values()}
+    result.graph.initializer.extend(declare(name, value) for name, value in state.items())
+    order.sort(result.graph)
+    groups: dict[str, list[str]] = {}
+    for value in rounded:
+        groups.setdefault(find_origin(value, sites.shared), []).append(value)
+    # scale, zero point, and the least and greatest integer of each range, float32 [4]
+    ends = {kind.dtype: kind.limits for kind in reversed(TYPES.values())}
+    levels: dict[str, dict[str, dict[str, np.ndarray]]] = {}
+    for origin, values in groups.items():
+        levels[origin] = {}
+        for kind in activations:
+            levels[origin][kind] = {}
+            for value in values:
+                scale, point, *_ = ranges[kind][value]
+                numbers = [scale, float(point), *ends[point.dtype]]
+                levels[origin][kind][names[value][0]] = np.array(numbers, np.float32)
+    batch = max(len(x) for x in examples[0] if np.ndim(x))
+    sizes |= {n: -(-observed.sizes[n] // batch) for n in levels}
+    network = reenter(with_file(model, result, state=state), model)
+    factors = {
+        node.inputs[1]: find_origin(node.inputs[0], sites.shared)
+        for node in model.graph.nodes
+        if node.op.name in ("Gemm", "MatMul") and node.inputs[1] in weights
+        if node.inputs[0] in rounded
+    }
+    return Trials(network, weights, schemes, levels, sizes, factors)
+
+
+N = TypeVar("N", bound=Network)
+Types = Mapping[str, str | None]
+
+_MEASURED = 4
+"""The batches that the errors of single tensors are measured on."""
+
+
+class Bound(NamedTuple):
+    """A limit of what quantization may lose."""
+
+    most: float
+    evaluate: Callable[[Any], float]
+    """The metric of a network on the validation data, where greater is worse."""
+    name: str
+    """Of the metric."""
+
+
+def insert_within(
+    model: N,
+    scheme: Quantization,
+    examples: Sequence[Sequence[Any]],
+    method: str | None,
+    bound: Bound,
+    *,
+    keep_norms: bool = False,
+) -> N:
+    """Quantize a network as `insert` does, and keep tensors in more bits until a bound is met.
+
+    All tensors start in the types of the scheme. Weights that onnxruntime cannot have in int2, and
+    those whose inputs blocks do not divide, start in the next type that they can have. Steps to
+    wider types are ranked by the error that they save for each byte; a bisection finds how many are
+    needed, and those that turn out not to be are taken back. Each choice is evaluated on the
+    validation data, the last ones as the network that is saved.
+
+    Returns:
+      The quantized network, whose `Rounding` has the errors and the choices (`Sensitivity`).
+
+    Raises:
+      InputError: the bound is met in floating point only.
+    """
+    folded = reenter(fold_normalizations(model), model)
+    search = _start(folded, scheme, examples, bound)
+    for types in search.choose(bound.most):
+        if not any(types[name] for name in search.trials.sites):
+            break
+        net = insert(model, scheme, examples, method, keep_norms=keep_norms, types=types)
+        if search.try_network(reenter(net, model), types) <= bound.most:
+            (rounding,) = (v for v in net.program.views if isinstance(v, Rounding))
+            program = net.program.leave(Rounding).enter(replace(rounding, report=search.report))
+            return replace(net, program=program)
+    count, (*trials, last) = len(search.ladders), sorted(search.tried, key=lambda trial: trial.size)
+    best = min((t for t in trials if t.size < last.size), key=lambda trial: trial.loss)
+    raise InputError(
+        f"max_loss={bound.most:g} of {bound.name} is met in floating point only. The best choice "
+        f"that was tried loses {best.loss:.4g}, with {len(best.wider_types)} of {count} tensors in "
+        "more bits. Pass a larger max_loss, or train with quantize= to recover it\n\n"
+        f"{search.report}"
+    )
+
+
+@dataclass
+class _Search:
+    """The choices of types that were evaluated, and those that are left.
+
+    Attributes:
+      trials: evaluates choices without compiling anew.
+      ladders: the types of each tensor.
+      errors: of each tensor by type.
+      bound: the metric.
+      exact: its value in floating point.
+      tried: the choices that were evaluated.
+    """
+
+    trials: Trials
+    ladders: Ladders
+    errors: Mapping[str, Mapping[str, float]]
+    bound: Bound
+    exact: float
+    tried: list[Trial] = field(default_factory=list)
+
+    @property
+    def report(self) -> Sensitivity:
+        return Sensitivity(self.errors, self.trials.sizes, trials=tuple(self.tried))
+
+    def complete(self, types: Types) -> dict[str, str | None]:
+        """Give 16 bits to the matrices whose factors have more bits than the scheme's.
+
+        Of floats and a matrix in 8 bits or fewer onnxruntime (1.32) makes MatMulNBits, which rounds
+        the floats to int8 by default.
+        """
+        wider = {
+            weight: "int16"
+            for weight, value in self.trials.factors.items()
+            if types[value] != self.ladders[value][0] and "int16" in self.ladders[weight]
+            if (kind := types[weight]) is not None and TYPES[kind].bits < 16
+        }
+        return {**types, **wider}
+
+    def choose(self, most: float) -> Iterator[dict[str, str | None]]:
+        """Yield choices of types, the narrowest that meets the bound first."""
+        steps = [*rank_steps(self.errors, self.ladders, self.trials.sizes)]
+        narrow = {name: ladder[0] for name, ladder in self.ladders.items()}
+        # the least number of steps that meets the bound: `low` does not, `high` does
+        low, high = -1, len(steps)
+        middle = 0
+        while low + 1 < high:
+            meets = self.try_types(narrow | dict(steps[:middle])) <= most
+            low, high = (low, middle) if meets else (middle, high)
+            middle = (low + high) // 2
+        types = narrow | dict(steps[:high])
+        needed = set()
+        for name, _ in reversed(steps[:high]):  # the steps that save least come first
+            ladder = self.ladders[name]
+            place = ladder.index(types[name])
+            fewer = types | {name: ladder[place - 1]}
+            if name not in needed and self.try_types(fewer) <= most:
+                types = fewer
+            else:
+                needed.add(name)
+        yield self.complete(types)
+        # the saved network may lose a little more than the trial, as its biases are rounded
+        while high < len(steps):
+            high += -(-(len(steps) - high) // 4)
+            yield self.complete(narrow | dict(steps[:high]))
+
+    def try_types(self, types: Types) -> float:
+        """Evaluate the trial network with these types; return what it loses."""
+        types = self.complete(types)
+        return self.try_network(self.trials.round(types), types)
+
+    def try_network(self, network: Network, types: Types) -> float:
+        """Evaluate a network of these types, record it, and return what it loses."""
+        loss = self.bound.evaluate(network) - self.exact
+        sizes = self.trials.sizes
+        size = round(sum(bytes_of(kind, sizes[name]) for name, kind in types.items()))
+        wider_types = {n: kind for n, kind in types.items() if kind != self.ladders[n][0]}
+        self.tried.append(Trial(loss, size, wider_types))
+        return loss if loss == loss else float("inf")
+
+
+def _start(
+    model: Network, scheme: Quantization, examples: Sequence[Sequence[Any]], bound: Bound
+) -> _Search:
+    """Measure the errors of single tensors and the metric in floating point."""
+    scheme = with_weights(scheme, scheme.weights)
+    weights = [scheme.weights, *["int8"] * (TYPES[scheme.weights].bits < 8)]
+    activations = [scheme.activations] if scheme.activations else []
+    if scheme.dialect != "tensorrt":
+        weights += ["int16"] * (scheme.dialect == "onnxruntime")
+        activations += [kind for kind in (f"{x[:-1]}16" for x in activations) if kind in TYPES]
+    schemes = {kind: with_weights(scheme, kind) for kind in dict.fromkeys(weights)}
+    trials = make_trials(model, scheme, schemes, activations, examples)
+    wrong = {"int2": find_wrong_int2(model.graph, model.tensors, trials.sites, scheme.block)}
+    ladders = {
+        name: (
+            *(
+                kind
+                for kind, each in schemes.items()
+                if name not in wrong.get(kind, ()) and divides(model.tensors[name], site, each)
+            ),
+            None,
+        )
+        for name, site in trials.sites.items()
+    }
+    ladders |= dict.fromkeys(trials.levels, (*dict.fromkeys(activations), None))
+    errors = measure(trials.network, ladders, trials.change, examples[:_MEASURED])
+    return _Search(trials, ladders, errors, bound, bound.evaluate(trials.network))

@@ -18,7 +18,7 @@ from jaxonnx._graph.weight_names import Places
 from jaxonnx._rewrite.masks import describe_masks
 from jaxonnx.errors import InputError
 from jaxonnx.quantization._qoperators import SAME_NUMBERS
-from jaxonnx.quantization._scheme import Quantization
+from jaxonnx.quantization._scheme import Quantization, WeightSite
 
 PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 """Operators that runtimes compute with integers if all of their inputs are quantized."""
@@ -28,23 +28,6 @@ _ELEMENTWISE = ("Add", "Mul", "Concat", "AveragePool", "GlobalAveragePool")
 """Operators that onnxruntime computes with integers where inputs and results are quantized."""
 _ACTIVATIONS = ("Relu", "Clip")
 """Operators that runtimes fuse with the product or sum before and the QuantizeLinear behind."""
-
-
-@dataclass(frozen=True)
-class WeightSite:
-    """A weight that a scheme quantizes."""
-
-    name: str
-    output: int
-    """The axis of the output channels."""
-    input: int
-    """The axis of the input channels."""
-    in_blocks: bool
-    """Whether a scheme's blocks apply: only to factors of MatMul and Gemm."""
-    stacked: bool = False
-    """Whether it is a stack of matrices, one for each expert or head, of rank 3 or more."""
-    turned: bool = False
-    """Whether a MatMul reads it along another axis, as the decoder of tied weights does."""
 
 
 @dataclass(frozen=True)

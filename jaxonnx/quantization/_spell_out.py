@@ -12,7 +12,7 @@ from jaxonnx._io import order
 from jaxonnx._io.build import names, unused_name
 from jaxonnx._rewrite.network import Network, with_file
 from jaxonnx._run.shapes import evaluate_shapes
-from jaxonnx.quantization._record import declare
+from jaxonnx.quantization._files import declare
 
 N = TypeVar("N", bound=Network)
 

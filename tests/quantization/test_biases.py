@@ -125,7 +125,7 @@ def test_a_model_that_cannot_be_saved_is_refused_before_training(monkeypatch):
     def refuse(*_, **__):
         raise jaxonnx.InputError("no file")
 
-    monkeypatch.setattr("jaxonnx.quantization._open.fold", refuse)
+    monkeypatch.setattr("jaxonnx.quantization._view.fold", refuse)
     rows = []
     settings = {"loss": "squared_error", "quantize": "int8", "on_log": rows.append}
     with pytest.raises(jaxonnx.InputError, match="no file"):

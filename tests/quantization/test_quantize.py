@@ -18,9 +18,7 @@ from onnxruntime.quantization import QuantFormat, QuantType, calibrate, quantize
 
 import jaxonnx
 from jaxonnx import Quantization, demo
-from jaxonnx.quantization._ranges import weight_parameters
-from jaxonnx.quantization._scheme import TYPES
-from jaxonnx.quantization._sites import WeightSite
+from jaxonnx.quantization._scheme import TYPES, WeightSite, weight_parameters
 from tests.support.exact_products import avoid_saturation
 
 DATA = Path(__file__).parents[1] / "data"

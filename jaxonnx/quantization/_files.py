@@ -1,67 +1,169 @@
-"""Rounding as a view: weights in floating point, which the file of the network has as integers."""
+"""The file of a rounded network: its record, and integers for weights that are floats in training.
+
+While a network is trained its weights are float tensors in front of a QuantizeLinear, so that the
+graph computes with what it will have when it is deployed. The record says which values become
+initializers when the file is saved (`fold`): integer weights, scales, and int32 biases. `unfold` is
+the way back, for files of other quantizers, too.
+
+A scale per output channel is free to take in another factor per output channel. So training keeps
+the BatchNormalization, with statistics of the batch, behind the product with the rounded weight,
+and the saved file has its factor f = scale / sqrt(var + epsilon) in the scales of the weight: the
+integers stay those that were trained.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, TypeVar
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
-from onnx import GraphProto, ModelProto, NodeProto, helper, numpy_helper
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from jaxonnx._graph.ancestors import select_part
-from jaxonnx._graph.bind import Graph
-from jaxonnx._graph.uses import uses
+from jaxonnx._graph.bind import Graph, bind
+from jaxonnx._graph.uses import uses, weights
 from jaxonnx._io import order, records
-from jaxonnx._rewrite.network import Network, enter, with_file
+from jaxonnx._io.protocol import File
+from jaxonnx._rewrite.network import Network
 from jaxonnx._run.scope import Context, run
+from jaxonnx._text import format_count
+from jaxonnx.errors import InputError
 from jaxonnx.ops.contrib.moving_ranges import limits_of
-from jaxonnx.quantization._fold_norms import fold_rounded_norms
 from jaxonnx.quantization._qoperators import (
     Opened,
     close_operators,
     has_quantized_operators,
-    open_operators,
 )
-from jaxonnx.quantization._record import Bias, Record, declare, record_of, remove_tensor
-from jaxonnx.views import Addition, View
-
-N = TypeVar("N", bound=Network)
 
 
 @dataclass(frozen=True)
-class Rounding(View):
-    """The file has integers where the network rounds weights; its record says which (`Record`).
+class Bias:
+    """A bias that is stored as int32, whose scale is that of the activation times the weight's."""
 
-    Attributes:
-      report: the `Sensitivity` by which types were chosen, if they were.
-      clipped: the fraction of the numbers of activations that the calibrated range clips, but 0.
-    """
-
-    report: Any = field(default=None, compare=False)
-    clipped: Mapping[str, float] = field(default_factory=dict, compare=False)
-
-    def leave(self, network: N, form: str | None) -> tuple[N, list[Addition]]:
-        network, _ = super().leave(network, form)
-        write = partial(fold, graph=network.graph, values=network._file_values)
-        return network, [Addition(frozenset(), write)]
+    name: str
+    """The bias in floating point."""
+    stored: str
+    """The int32 tensor in the saved file."""
+    scale: str
+    """The scale of the int32 tensor in the saved file."""
+    scales: tuple[str, str]
+    """The scales of the activation and of the weight."""
 
 
-def open_quantized(model: N) -> tuple[N, int]:
-    """Return a quantized model whose integer weights and biases are parameters in floating point.
+@dataclass(frozen=True)
+class Record:
+    """The record of quantized tensors in a file's metadata; all fields are names of values."""
 
-    Operators on integers are opened, too. The file is written as before.
+    folds: tuple[str, ...] = ()
+    """Computed values that become initializers when the file is saved."""
+    scales: tuple[str, ...] = ()
+    """The scales of weights and activations."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """From each integer weight to the float tensor that it is rounded from."""
+    biases: tuple[Bias, ...] = ()
+    """The biases that are stored as int32."""
+    opened: tuple[Opened, ...] = ()
+    """Nodes that were operators on quantized tensors, and are so again in the saved file."""
+    norms: tuple[str, ...] = ()
+    """The outputs of BatchNormalizations that the saved file has in the scales of weights."""
+    idle: tuple[str, ...] = ()
+    """The results of Relu and Clip that the saved file lacks where a QuantizeLinear behind them has
+    their limits."""
+    positive: tuple[str, ...] = ()
+    """Values whose Relu, if there was one, the file lacks: zero is the least of their integers."""
+    folded: bool = False
+    """Whether the file is a saved one, in which integers are initializers."""
+    learned: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """From each scale that is trained to its initial value and to the parameter that changes it."""
 
-    Returns:
-      The model, and the number of the parameters.
-    """
-    proto, added, weights_of_operators = open_operators(model.proto, model.tensors)
-    model = with_file(model, proto, added)
-    proto, floats, points = unfold(model.proto, model.graph, model.tensors, weights_of_operators)
-    model = with_file(model, proto, points, floats)
-    weights = {*floats, *(record_of(proto) or Record()).names.values()}
-    return (model if model.program.find(Rounding) else enter(model, Rounding())), len(weights)
+    @classmethod
+    def read(cls, entry: Mapping[str, Any]) -> Record:
+        """Parse the record from its JSON entry.
+
+        Raises:
+          KeyError, TypeError, ValueError: it is malformed.
+        """
+        biases = (
+            Bias(**{**bias, "scales": (bias["scales"][0], bias["scales"][1])})
+            for bias in entry["biases"]
+        )
+        lists = tuple(entry["folds"]), tuple(entry["scales"])
+        opened = tuple(Opened(*map(str, fields)) for fields in entry.get("opened", ()))
+        norms = tuple(map(str, entry.get("norms", ())))
+        learned = {name: (pair[0], pair[1]) for name, pair in entry.get("learned", {}).items()}
+        idle, positive = (tuple(map(str, entry.get(key, ()))) for key in ("idle", "positive"))
+        names, folded = dict(entry["names"]), bool(entry["folded"])
+        parts = tuple(biases), opened, norms, idle, positive, folded, learned
+        return cls(*lists, names, *parts)
+
+    def write(self, proto: ModelProto) -> None:
+        """Replace the record of a file."""
+        fields = asdict(self)
+        for name in ("idle", "positive", "learned"):
+            if not fields[name]:
+                del fields[name]
+        records.put(proto, records.QUANTIZATION, fields)
+
+
+def record_of(proto: ModelProto) -> Record | None:
+    """Return the record of quantized tensors, None if the file has no record."""
+    return records.get(proto, records.QUANTIZATION, Record.read)
+
+
+class StoredTypes(NamedTuple):
+    """The types that the QuantizeLinear nodes of a file round to, by NumPy's names."""
+
+    weights: set[str]
+    activations: set[str]
+    blocks: set[int]
+    """The block sizes of weights; 0 stands for weights without blocks."""
+
+
+def stored_types(proto: ModelProto, tensors: Mapping[str, Any]) -> StoredTypes:
+    """Return the types that a file rounds to; its weights are float tensors (not folded)."""
+    entry = record_of(proto) or Record()
+    types = StoredTypes(set(), set(), set())
+    for node in proto.graph.node:
+        if node.op_type != "QuantizeLinear":
+            continue
+        point = tensors.get(node.input[2]) if len(node.input) > 2 else np.uint8(0)
+        options = {part.name: helper.get_attribute_value(part) for part in node.attribute}
+        if kind := options.get("output_dtype"):
+            name = helper.tensor_dtype_to_np_dtype(kind).name
+        else:
+            name = "uint8" if point is None else np.dtype(point.dtype).name
+        weight = node.output[0] in entry.names
+        (types.weights if weight else types.activations).add(name)
+        if weight:
+            types.blocks.add(options.get("block_size", 0))
+    return types
+
+
+def declare(name: str, value: np.ndarray) -> TensorProto:
+    """Return a TensorProto with the type and shape of `value`, without data (`save` fills it)."""
+    kind = helper.np_dtype_to_tensor_dtype(value.dtype)
+    return TensorProto(name=name, data_type=kind, dims=value.shape)
+
+
+def remove_tensor(graph: GraphProto, name: str) -> None:
+    """Remove a tensor: its initializer and graph input, or the node (Constant, Identity) of it."""
+    for entries_of, defines in _OWNERS:
+        for i, entry in reversed([*enumerate(entries_of(graph))]):
+            if defines(entry, name):
+                del entries_of(graph)[i]
+
+
+_OWNERS: tuple[tuple[Callable[[GraphProto], Any], Callable[[Any, str], bool]], ...] = (
+    (lambda graph: graph.initializer, lambda entry, name: entry.name == name),
+    (lambda graph: graph.input, lambda entry, name: entry.name == name),
+    (lambda graph: graph.sparse_initializer, lambda entry, name: entry.values.name == name),
+    (lambda graph: graph.node, lambda entry, name: name in entry.output),
+)
+"""The fields of a graph that can define a tensor, and how an entry of each is matched by name."""
 
 
 def is_quantized(model: Network) -> bool:
@@ -210,6 +312,57 @@ def _limits_of(node: NodeProto, tensors: Mapping[str, np.ndarray]) -> tuple[Any,
     return limits["min"], limits["max"]
 
 
+def fold_rounded_norms(
+    graph: GraphProto, norms: Iterable[str], values: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Fold BatchNormalizations into the scales of quantized weights and biases of convolutions.
+
+    Args:
+      graph: a graph whose integer weights are initializers; its nodes are changed in place.
+      norms: the outputs of the BatchNormalizations.
+      values: of the initializers.
+
+    Returns:
+      New values of scales, biases (which have the name of the BatchNormalization's B), and integer
+      weights, which change their sign where f < 0.
+    """
+    makers = {name: node for node in graph.node for name in node.output}
+    changed: dict[str, np.ndarray] = {}
+    for name in norms:
+        norm = makers[name]
+        conv = makers[norm.input[0]]
+        dequantize = makers[conv.input[1]]
+        stored, scale, *point = dequantize.input
+        # the factor and the shift by channel, in float64; the shift is stored in the file's type
+        epsilon = next((part.f for part in norm.attribute if part.name == "epsilon"), 1e-5)
+        gain, b, mean, var = (values[n].astype(np.float64) for n in norm.input[1:5])
+        factor = gain / np.sqrt(var + epsilon)
+        bias = sum(values[n].astype(np.float64) for n in conv.input[2:])
+        shift = ((bias - mean) * factor + b).astype(values[norm.input[2]].dtype)
+        # a scale of 0 has no inverse, which the scale of an int32 bias needs: the integers are 0
+        width = np.where(factor == 0, 1, np.abs(factor))
+        changed[scale] = (values[scale] * width).astype(values[scale].dtype)
+        changed[stored] = _turn(values[stored], np.sign(factor), *(values[n] for n in point))
+        changed[norm.input[2]] = shift
+        conv.input[2:] = [norm.input[2]]
+        conv.output[0] = name
+        graph.node.remove(norm)
+    return changed
+
+
+def _turn(stored: np.ndarray, sign: np.ndarray, point: np.ndarray | None = None) -> np.ndarray:
+    """Multiply the distances of integers (outputs, ...) from their zero point by -1, 0 or 1."""
+    if (sign == 1).all():
+        return stored
+    rows = (-1, *(1,) * (stored.ndim - 1))
+    middle = np.float32(0) if point is None else point.astype(np.float32).reshape(rows)
+    moved = middle + sign.astype(np.float32).reshape(rows) * (stored.astype(np.float32) - middle)
+    integer = jnp.issubdtype(stored.dtype, jnp.integer)
+    limits = (ml_dtypes.iinfo if integer else ml_dtypes.finfo)(stored.dtype)
+    # 127 for the 128 that an int8 of -128 would become
+    return np.clip(moved, np.float32(limits.min), np.float32(limits.max)).astype(stored.dtype)
+
+
 def _store_bias(graph: GraphProto, bias: Bias, value: np.ndarray, *scales: np.ndarray) -> None:
     """Replace a float bias by an int32 tensor, its scale and a DequantizeLinear of the two.
 
@@ -345,3 +498,76 @@ def _find_bias(
                 x_scale, w_scale = (part.input[1] for part in parts if part is not None)
                 return Bias(node.output[0], node.input[0], node.input[1], (x_scale, w_scale))
     return None
+
+
+def dequantize_weights(file: File) -> File:
+    """Replace each DequantizeLinear of stored tensors with a floating-point tensor of its result.
+
+    A new tensor has the name of its node's result.
+
+    Raises:
+      InputError: no DequantizeLinear reads only stored tensors.
+    """
+    proto, tensors = file.proto, file.tensors
+    graph = bind(proto, proto.graph, tensors.keys())
+    nodes = [n for n in graph.nodes if n.op.dequantizes and tensors.keys() >= {*n.reads}]
+    names = tuple(node.outputs[0] for node in nodes)
+    if not names:
+        raise InputError(
+            "dequantize=True: the file has no weights behind DequantizeLinear; print(model) shows "
+            "what is trained"
+        )
+    values = run(select_part(graph, names), {}, Context(tensors))
+    new = dict(zip(names, map(np.asarray, values), strict=True))
+    replaced = {node.index for node in nodes}
+    others = {n for node in graph.nodes if node.index not in replaced for n in node.reads}
+    others.update((*graph.outputs, *(value.name for value in proto.graph.input)))
+    unused = {name for node in nodes for name in node.reads} - others
+    result = ModelProto()
+    result.CopyFrom(proto)
+    for i, node in reversed([*enumerate(proto.graph.node)]):
+        first = node.output[0] if node.output else ""
+        if first in new or (node.op_type == "Constant" and first in unused):
+            del result.graph.node[i]
+    for i, tensor in reversed([*enumerate(proto.graph.initializer)]):
+        if tensor.name in unused:
+            del result.graph.initializer[i]
+    result.graph.initializer.extend(declare(name, value) for name, value in new.items())
+    records.put(result, records.QUANTIZATION, None)  # it speaks of tensors that are gone
+    records.rename_sparse(result, {node.inputs[0]: node.outputs[0] for node in nodes})
+    remaining = {name: value for name, value in tensors.items() if name not in unused}
+    return file._replace(proto=result, tensors=remaining | new)
+
+
+def describe_integers(graph: Graph, tensors: Mapping[str, Any]) -> Iterator[str]:
+    """Yield notes for the user on how the quantized weights and operators of a file are trained."""
+    stored = {
+        name: weight.storage for name, weight in weights(graph, tensors).items() if weight.storage
+    }
+    if stored:
+        first, storage = next(iter(stored.items()))
+        yield (
+            f"{format_count(len(stored), 'weight')} in few bits ({first}: {storage}, ...) "
+            f"{'are' if len(stored) > 1 else 'is'} not trained; lora=jaxonnx.LoRA(rank=8) trains "
+            "low-rank changes beside them"
+        )
+    dequantized = [n for n in graph.nodes if n.op.dequantizes and tensors.keys() >= {*n.reads}]
+    quantized = [n for n in graph.nodes if n.op.result is not None]
+    if quantized:
+        yield (
+            f"weights of operators on integers ({quantized[0].op.name}, ...) are not trained; "
+            "jaxonnx.train(..., quantize=) trains them at their own scales"
+        )
+    if dequantized:
+        yield (
+            f"{format_count(len(dequantized), 'tensor')} behind DequantizeLinear: "
+            "jaxonnx.train(..., quantize=) trains them at their own scales, "
+            "jaxonnx.load(path, dequantize=True) makes trained floating-point tensors of them"
+        )
+    products = Counter(n.op.name for n in graph.nodes if n.op.is_integer)
+    if products:
+        listed = ", ".join(f"{name} {count}" for name, count in products.items())
+        yield (
+            f"operators that compute with integers ({listed}) have no gradient: train the file "
+            "from before quantization"
+        )

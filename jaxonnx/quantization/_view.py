@@ -1,9 +1,10 @@
-"""Scales that are trained, ranges that follow the data, and rounding that begins later."""
+"""Views of rounded networks: `Rounding`, and ranges and a beginning that move in training."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -14,11 +15,12 @@ from jaxonnx._graph.bind import Graph
 from jaxonnx._io import order, records
 from jaxonnx._io.build import unused_name
 from jaxonnx._rewrite.network import Network, enter, with_file, with_params
+from jaxonnx.errors import InputError
 from jaxonnx.ops.common import element_dtype
 from jaxonnx.ops.contrib.moving_ranges import DOMAIN, limits_of, range_parameters
-from jaxonnx.quantization._open import Rounding
-from jaxonnx.quantization._qoperators import SAME_NUMBERS
-from jaxonnx.quantization._record import Record, declare, record_of, remove_tensor
+from jaxonnx.quantization._files import Record, declare, fold, record_of, remove_tensor, unfold
+from jaxonnx.quantization._qoperators import SAME_NUMBERS, open_operators
+from jaxonnx.quantization._scheme import Quantization
 from jaxonnx.views import Addition, View
 
 N = TypeVar("N", bound=Network)
@@ -41,6 +43,52 @@ class Schedule(NamedTuple):
         end = "the end" if self.freeze is None else f"step {self.freeze:,}"
         moved = f"; {count} ranges follow the data until {end}" if self.decay is not None else ""
         return moved + (f"; rounding begins at step {self.start + 1:,}" if self.start else "")
+
+
+def make_schedule(
+    scheme: Quantization, epochs: int | None, steps_per_epoch: int | None
+) -> Schedule | None:
+    """Return when ranges follow the data and when rounding begins; None if both are constant.
+
+    Raises:
+      InputError: the number of steps is needed and not known, or rounding would never begin.
+    """
+    moves = scheme.learn == "ranges"
+    if not (moves or scheme.start):
+        return None
+    if scheme.start and epochs is not None and scheme.start >= epochs:
+        raise InputError(
+            f"start={scheme.start}: the run has {epochs} epochs, so that rounding would never begin"
+        )
+    freezes = moves and scheme.freeze < 1
+    if (freezes and epochs is None) or ((freezes or scheme.start) and steps_per_epoch is None):
+        raise InputError(
+            "freeze and start need the number of steps of the run: pass arrays, or an "
+            "iterable with a length (to step: epochs= and steps_per_epoch=), or freeze=1 and "
+            "start=0"
+        )
+    epoch = steps_per_epoch or 1
+    end = round(scheme.freeze * epoch * (epochs or 1)) if freezes else None
+    decay = scheme.decay if moves else None
+    return Schedule(decay, end, round(scheme.start * epoch), scheme.is_symmetric)
+
+
+@dataclass(frozen=True)
+class Rounding(View):
+    """The file has integers where the network rounds weights; its record says which (`Record`).
+
+    Attributes:
+      report: the `Sensitivity` by which types were chosen, if they were.
+      clipped: the fraction of the numbers of activations that the calibrated range clips, but 0.
+    """
+
+    report: Any = field(default=None, compare=False)
+    clipped: Mapping[str, float] = field(default_factory=dict, compare=False)
+
+    def leave(self, network: N, form: str | None) -> tuple[N, list[Addition]]:
+        network, _ = super().leave(network, form)
+        write = partial(fold, graph=network.graph, values=network._file_values)
+        return network, [Addition(frozenset(), write)]
 
 
 @dataclass(frozen=True)
@@ -86,6 +134,22 @@ class MovingRanges(View):
         new = with_file(plain, result)
         # factors of adapters are not in the graph, so `with_file` has dropped them
         return replace(new, params=network.params, program=new.program.enter(*others)), []
+
+
+def open_quantized(model: N) -> tuple[N, int]:
+    """Return a quantized model whose integer weights and biases are parameters in floating point.
+
+    Operators on integers are opened, too. The file is written as before.
+
+    Returns:
+      The model, and the number of the parameters.
+    """
+    proto, added, weights_of_operators = open_operators(model.proto, model.tensors)
+    model = with_file(model, proto, added)
+    proto, floats, points = unfold(model.proto, model.graph, model.tensors, weights_of_operators)
+    model = with_file(model, proto, points, floats)
+    weights = {*floats, *(record_of(proto) or Record()).names.values()}
+    return (model if model.program.find(Rounding) else enter(model, Rounding())), len(weights)
 
 
 def recorded_views(proto: ModelProto) -> tuple[View, ...]:
