@@ -1,11 +1,12 @@
-"""Build a graph node by node."""
+"""Build a graph node by node, and edit the graph of a file."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
-from onnx import GraphProto, helper, numpy_helper
+from onnx import GraphProto, ModelProto, TensorProto, helper, numpy_helper
 
+from jaxonnx._io import order
 from jaxonnx._io.protos import all_graphs
 
 
@@ -42,6 +43,71 @@ class Writer:
         """Declare an output with the shape and dtype of `value`."""
         kind = onnx_type(value.dtype)
         self.graph.output.append(helper.make_tensor_value_info(name, kind, value.shape))
+
+
+class Editor:
+    """Edits the main graph of a copy of a file: unused names, new nodes, new and removed tensors.
+
+    Args:
+      proto: the file.
+      taken: names that new values must not have, besides those of the file's values.
+
+    Attributes:
+      proto: the copy.
+      graph: its main graph.
+      added: the tensors that it gets, by name; the graph declares them without data.
+    """
+
+    def __init__(self, proto: ModelProto, taken: Iterable[str] = ()):
+        self.proto = ModelProto()
+        self.proto.CopyFrom(proto)
+        self.graph = self.proto.graph
+        self.added: dict[str, np.ndarray] = {}
+        self._used = {*taken, *names(self.graph)}
+
+    def unused_name(self, name: str) -> str:
+        """Return an unused name: `name`, or `name_2` and so on."""
+        return unused_name(name, self._used)
+
+    def add_node(
+        self, operator: str, inputs: Iterable[str], output: str, name: str, **options: Any
+    ) -> str:
+        """Append a node with one output; return the output's name."""
+        self.graph.node.append(helper.make_node(operator, [*inputs], [output], name, **options))
+        return output
+
+    def add_tensor(self, name: str, value: Any) -> str:
+        """Declare an initializer, without data; return its name."""
+        self.added[name] = np.asarray(value)
+        self.graph.initializer.append(declare(name, self.added[name]))
+        return name
+
+    def finish(self) -> ModelProto:
+        """Sort the nodes and return the file."""
+        order.sort(self.graph)
+        return self.proto
+
+
+def declare(name: str, value: np.ndarray) -> TensorProto:
+    """Return a TensorProto with the type and shape of `value`, without data (`save` fills it)."""
+    return TensorProto(name=name, data_type=onnx_type(value.dtype), dims=value.shape)
+
+
+def remove_tensor(graph: GraphProto, name: str) -> None:
+    """Remove a tensor: its initializer and graph input, or the node (Constant, Identity) of it."""
+    for entries_of, defines in _OWNERS:
+        for i, entry in reversed([*enumerate(entries_of(graph))]):
+            if defines(entry, name):
+                del entries_of(graph)[i]
+
+
+_OWNERS: tuple[tuple[Callable[[GraphProto], Any], Callable[[Any, str], bool]], ...] = (
+    (lambda graph: graph.initializer, lambda entry, name: entry.name == name),
+    (lambda graph: graph.input, lambda entry, name: entry.name == name),
+    (lambda graph: graph.sparse_initializer, lambda entry, name: entry.values.name == name),
+    (lambda graph: graph.node, lambda entry, name: name in entry.output),
+)
+"""The fields of a graph that can define a tensor, and how an entry of each is matched by name."""
 
 
 def unused_name(name: str, used: set[str]) -> str:

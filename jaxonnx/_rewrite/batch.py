@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.core import Tracer
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
+from onnx import GraphProto, ModelProto, NodeProto, helper, numpy_helper
 
 from jaxonnx import _limits as limits
 from jaxonnx._graph.ancestors import ancestors
 from jaxonnx._graph.bind import Graph, Node, bind
 from jaxonnx._graph.values import Value, hint_at_image, to_value
-from jaxonnx._io.build import unused_name
+from jaxonnx._io.build import declare, unused_name
 from jaxonnx._run.program import Program
 from jaxonnx._run.scope import Context, Scope
 from jaxonnx.errors import Error, InputError
@@ -296,10 +296,7 @@ def _write_changes(graph: GraphProto, inputs: list[str], changes: _Changes, size
         for at, value in changes.inputs.items():
             if at[0] == first:
                 node.input[at[1]] = _input_name(*at)
-                kind = helper.np_dtype_to_tensor_dtype(value.dtype)
-                graph.initializer.append(
-                    TensorProto(name=_input_name(*at), data_type=kind, dims=value.shape)
-                )
+                graph.initializer.append(declare(node.input[at[1]], value))
         if first in changes.stateless:
             for i in _INITIAL:
                 if i < len(node.input):

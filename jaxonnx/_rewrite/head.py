@@ -15,13 +15,13 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from onnx import GraphProto, ModelProto, TensorProto, ValueInfoProto, helper
+from onnx import GraphProto, ModelProto, ValueInfoProto, helper
 
 from jaxonnx._graph.ancestors import ancestors, behind
 from jaxonnx._graph.bind import Graph, Node, bind
 from jaxonnx._graph.values import Value, to_value
 from jaxonnx._io import records
-from jaxonnx._io.build import names, unused_name
+from jaxonnx._io.build import declare, names, unused_name
 from jaxonnx._io.protos import all_graphs, all_nodes
 from jaxonnx._require import require
 from jaxonnx._rewrite.last_layer import ENDINGS, LastLayer, Shape, find_last_layer
@@ -201,8 +201,7 @@ def _define(graph: GraphProto, name: str, value: np.ndarray) -> None:
         graph.sparse_initializer.remove(sparse)
     for node in [n for n in graph.node if name in n.output]:
         graph.node.remove(node)
-    kind = helper.np_dtype_to_tensor_dtype(value.dtype)
-    graph.initializer.append(TensorProto(name=name, data_type=kind, dims=value.shape))
+    graph.initializer.append(declare(name, value))
 
 
 def _check_output(result: ModelProto, tensors: Mapping[str, Any], change: HeadChange) -> None:

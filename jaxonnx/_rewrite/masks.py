@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import numpy as np
-from onnx import ModelProto, helper
 
 from jaxonnx._graph.bind import Graph
+from jaxonnx._io.build import Editor
 from jaxonnx._rewrite.network import Network, with_file, with_outputs
 from jaxonnx._text import list_some
 from jaxonnx.errors import InputError
@@ -60,17 +60,15 @@ def fold_masks(model: N) -> N:
     masks = find_masks(model.graph, tensors)
     if not masks:
         raise InputError("fold_masks=True: the file multiplies no weight by a mask of 0 and 1")
-    proto = ModelProto()
-    proto.CopyFrom(model.proto)
+    file = Editor(model.proto)
     groups: dict[bool, dict[str, np.ndarray]] = {True: {}, False: {}}
     for result, (weight, mask) in masks.items():
         masked = np.where(np.asarray(tensors[mask]) == 0, 0, np.asarray(tensors[weight]))
         groups[weight in model.params][result] = masked.astype(tensors[weight].dtype)
-    for i, node in reversed([*enumerate(proto.graph.node)]):
+    for i, node in reversed([*enumerate(file.graph.node)]):
         if node.output and node.output[0] in masks:
-            del proto.graph.node[i]
+            del file.graph.node[i]
     for name, value in (groups[True] | groups[False]).items():
-        kind = helper.np_dtype_to_tensor_dtype(value.dtype)
-        proto.graph.initializer.add(name=name, data_type=kind, dims=value.shape)
-    network = with_file(model, proto, groups[False], groups[True])
+        file.add_tensor(name, value)
+    network = with_file(model, file.proto, groups[False], groups[True])
     return with_outputs(network, network.graph.outputs)  # drops the tensors that nothing reads

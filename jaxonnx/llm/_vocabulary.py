@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
-from onnx import ModelProto, TensorProto, helper
+from onnx import ModelProto, helper
 
 from jaxonnx import quantization
 from jaxonnx._data.ragged import token_inputs
@@ -27,7 +27,7 @@ from jaxonnx._graph.bind import Graph, Node, bind
 from jaxonnx._graph.tables import find_lookups
 from jaxonnx._graph.uses import Use, uses_by_tensor, weights
 from jaxonnx._io import records
-from jaxonnx._io.build import names, unused_name
+from jaxonnx._io.build import declare, names, unused_name
 from jaxonnx._io.protos import all_graphs, all_nodes
 from jaxonnx._rewrite.network import Network, refuse_change, with_file
 from jaxonnx._run.shapes import evaluate_shapes
@@ -316,8 +316,7 @@ def write_rows(
             if value.name in vocabulary.values and dims and dims[-1].dim_value == vocabulary.rows:
                 dims[-1].dim_value = count
     for name, x in constants.items():
-        kind = helper.np_dtype_to_tensor_dtype(x.dtype)
-        result.graph.initializer.append(TensorProto(name=name, data_type=kind, dims=x.shape))
+        result.graph.initializer.append(declare(name, x))
     _check_outputs(result, vocabulary, {**vocabulary.tensors, **values, **constants}, count)
     return result, constants
 

@@ -14,19 +14,20 @@ integers stay those that were trained.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
+from onnx import GraphProto, ModelProto, NodeProto, helper, numpy_helper
 
 from jaxonnx._graph.ancestors import select_part
 from jaxonnx._graph.bind import Graph, bind
 from jaxonnx._graph.uses import uses, weights
 from jaxonnx._io import order, records
+from jaxonnx._io.build import Editor, remove_tensor
 from jaxonnx._io.protocol import File
 from jaxonnx._rewrite.network import Network
 from jaxonnx._run.scope import Context, run
@@ -141,29 +142,6 @@ def stored_types(proto: ModelProto, tensors: Mapping[str, Any]) -> StoredTypes:
         if weight:
             types.blocks.add(options.get("block_size", 0))
     return types
-
-
-def declare(name: str, value: np.ndarray) -> TensorProto:
-    """Return a TensorProto with the type and shape of `value`, without data (`save` fills it)."""
-    kind = helper.np_dtype_to_tensor_dtype(value.dtype)
-    return TensorProto(name=name, data_type=kind, dims=value.shape)
-
-
-def remove_tensor(graph: GraphProto, name: str) -> None:
-    """Remove a tensor: its initializer and graph input, or the node (Constant, Identity) of it."""
-    for entries_of, defines in _OWNERS:
-        for i, entry in reversed([*enumerate(entries_of(graph))]):
-            if defines(entry, name):
-                del entries_of(graph)[i]
-
-
-_OWNERS: tuple[tuple[Callable[[GraphProto], Any], Callable[[Any, str], bool]], ...] = (
-    (lambda graph: graph.initializer, lambda entry, name: entry.name == name),
-    (lambda graph: graph.input, lambda entry, name: entry.name == name),
-    (lambda graph: graph.sparse_initializer, lambda entry, name: entry.values.name == name),
-    (lambda graph: graph.node, lambda entry, name: name in entry.output),
-)
-"""The fields of a graph that can define a tensor, and how an entry of each is matched by name."""
 
 
 def is_quantized(model: Network) -> bool:
@@ -413,9 +391,8 @@ def unfold(
         if use.node.op.role(use.position) == "param"
         and np.dtype(tensors[use.name].dtype).kind in "iu"
     } | {n for n, x in tensors.items() if x.dtype.name in _SMALL_TYPES}
-    result = ModelProto()
-    result.CopyFrom(proto)
-    entry = record_of(result) or Record()
+    file = Editor(proto, tensors)
+    entry = record_of(proto) or Record()
     recorded = {bias.stored: bias for bias in entry.biases}
     producers = {node.output[0]: node for node in proto.graph.node if node.output}
     floats: dict[str, np.ndarray] = {}
@@ -423,7 +400,7 @@ def unfold(
     folds, names, biases = [], dict(entry.names), []
     times = order.count_readers(proto.graph)
     values = {n for node in proto.graph.node for n in node.output}
-    for node in [*result.graph.node]:
+    for node in [*file.graph.node]:
         if node.op_type != "DequantizeLinear" or node.input[0] not in stored:
             continue
         name, output = node.input[0], node.output[0]
@@ -434,9 +411,9 @@ def unfold(
             if bias is None or max(times[part] for part in node.input[:2]) > 1:
                 continue  # it stays as it is: something else reads its numbers or its scale
             biases.append(bias)
-            remove_tensor(result.graph, name)
-            remove_tensor(result.graph, node.input[1])
-            result.graph.node.remove(node)
+            remove_tensor(file.graph, name)
+            remove_tensor(file.graph, node.input[1])
+            file.graph.node.remove(node)
             floats[output] = value
             continue
         if name in folds:  # another node reads the same integers
@@ -454,8 +431,8 @@ def unfold(
             point = f"{weight}_zero_point_of_type"
             inverse.input.append(point)
             points[point] = np.zeros(tensors[node.input[1]].shape, tensors[name].dtype)
-        remove_tensor(result.graph, name)
-        result.graph.node.append(inverse)
+        remove_tensor(file.graph, name)
+        file.graph.node.append(inverse)
         folds.append(name)
         floats[weight] = value
     # some exporters leave weights in floating point, and so does `fold` then; a scalar is none
@@ -465,8 +442,8 @@ def unfold(
         if node.op_type == "QuantizeLinear" and np.ndim(tensors.get(node.input[0], 0))
     }
     for name, value in (floats | points).items():
-        result.graph.initializer.append(declare(name, value))
-    order.sort(result.graph)
+        file.add_tensor(name, value)
+    result = file.finish()
     pairs = [n for n in result.graph.node if n.op_type in ("QuantizeLinear", "DequantizeLinear")]
     scales = entry.scales or [n.input[1] for n in pairs if n.input[1] in tensors]
     positive = tuple(
@@ -523,16 +500,17 @@ def dequantize_weights(file: File) -> File:
     others = {n for node in graph.nodes if node.index not in replaced for n in node.reads}
     others.update((*graph.outputs, *(value.name for value in proto.graph.input)))
     unused = {name for node in nodes for name in node.reads} - others
-    result = ModelProto()
-    result.CopyFrom(proto)
+    edited = Editor(proto)
     for i, node in reversed([*enumerate(proto.graph.node)]):
         first = node.output[0] if node.output else ""
         if first in new or (node.op_type == "Constant" and first in unused):
-            del result.graph.node[i]
+            del edited.graph.node[i]
     for i, tensor in reversed([*enumerate(proto.graph.initializer)]):
         if tensor.name in unused:
-            del result.graph.initializer[i]
-    result.graph.initializer.extend(declare(name, value) for name, value in new.items())
+            del edited.graph.initializer[i]
+    for name, value in new.items():
+        edited.add_tensor(name, value)
+    result = edited.proto
     records.put(result, records.QUANTIZATION, None)  # it speaks of tensors that are gone
     records.rename_sparse(result, {node.inputs[0]: node.outputs[0] for node in nodes})
     remaining = {name: value for name, value in tensors.items() if name not in unused}

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -16,7 +15,7 @@ from onnx import ModelProto, helper
 
 from jaxonnx._graph.bind import Graph
 from jaxonnx._io import order
-from jaxonnx._io.build import names
+from jaxonnx._io.build import Editor
 from jaxonnx._rewrite.network import (
     Network,
     enter,
@@ -29,7 +28,7 @@ from jaxonnx._run.fold_norms import folds, read_names
 from jaxonnx._text import list_some
 from jaxonnx.errors import InputError
 from jaxonnx.quantization._awq import scale_inputs
-from jaxonnx.quantization._files import Bias, Record, declare, record_of
+from jaxonnx.quantization._files import Bias, Record, record_of
 from jaxonnx.quantization._gptq import round_weights
 from jaxonnx.quantization._scheme import (
     COMPARED,
@@ -46,7 +45,7 @@ from jaxonnx.quantization._scheme import (
     weight_parameters,
     with_weights,
 )
-from jaxonnx.quantization._sites import Sites, find_sites, find_wrong_int2
+from jaxonnx.quantization._sites import find_sites, find_wrong_int2, value_types
 from jaxonnx.quantization._view import Rounding
 
 N = TypeVar("N", bound=Network)
@@ -83,9 +82,9 @@ def insert(
     model = fold_normalizations(unfolded)
     whole = reenter(model, unfolded)
     tensors = model.tensors
-    find = find_in(model, whole, examples[0])
+    dtypes = value_types(whole, examples[0])
     # 1. what is quantized: weights, each by a scheme of its type, and activations
-    sites = find(scheme)
+    sites = find_sites(model, dtypes, scheme)
     types = types or {}
     kinds = {name: types.get(name, scheme.weights) for name in sites.weights}
     of_type = {kind: with_weights(scheme, kind) for kind in kinds.values() if kind is not None}
@@ -101,7 +100,7 @@ def insert(
         chosen = with_weights(
             scheme, scheme.weights, where=lambda name, _: name in schemes, skip=None
         )
-        sites = find(chosen)
+        sites = find_sites(model, dtypes, chosen)
     fitted: dict[str, Parameters] = {}
     if method == "awq":
         values, fitted = scale_inputs(whole, sites.weights, examples, schemes)
@@ -125,7 +124,7 @@ def insert(
         convs = {norm: conv for conv, norm in norms.values()}
         reads = {(convs.get(node, node), i): name for (node, i), name in reads.items()}
     # 4. the scales of weights
-    writer = Writer(model.proto, {*tensors, *(value.name for value in model.inputs)})
+    inserter = _Inserter(model.proto, {*tensors, *(value.name for value in model.inputs)})
     biases = {bias.weight: bias for bias in sites.biases if bias.value in ranges}
 
     def fit(name: str, squares: np.ndarray | None = None) -> Parameters:
@@ -147,15 +146,15 @@ def insert(
         # onnxruntime (1.32) refuses zero points per column of a stack of matrices of integers
         bare = sites.weights[name].stacked and schemes[name].computes_integers
         bare = bare and parameters.axis is not None and not parameters.block
-        writer.quantize_weight(name, parameters, bare=bare)
-    writer.quantize_values(reads, ranges, sites.shared)
-    writer.quantize_outputs((n for n in sites.outputs if n in ranges), ranges)
-    writer.store_biases((b.name, b.value, b.weight) for b in sites.biases if b.value in ranges)
-    net = with_file(model, writer.finish(norm for _, norm in norms.values()), writer.added)
+        inserter.quantize_weight(name, parameters, bare=bare)
+    inserter.quantize_values(reads, ranges, sites.shared)
+    inserter.quantize_outputs((n for n in sites.outputs if n in ranges), ranges)
+    inserter.store_biases((b.name, b.value, b.weight) for b in sites.biases if b.value in ranges)
+    net = with_file(model, inserter.write(norm for _, norm in norms.values()), inserter.added)
     # 6. compare with the widest ranges, and warn
     entered = reenter(net, unfolded)
     shares = {n: clipped_share(x, ranges[n]) for n, x in observed.samples.items() if n in ranges}
-    _warn_if_worse(entered, calibration, observed, writer.parameters, examples, shares, scheme)
+    _warn_if_worse(entered, calibration, observed, inserter.parameters, examples, shares, scheme)
     if zeros := [repr(n) for n, x in observed.limits.items() if not x.any()]:
         warnings.warn(
             f"{list_some(zeros, '')}: 0 in all calibration data, so that the range is not known, "
@@ -237,43 +236,6 @@ def _warn_if_worse(
     )
 
 
-def find_in(model: Network, whole: Network, inputs: Sequence[Any]) -> Callable[..., Sites]:
-    """Return `find_sites` of a network, as a function of the scheme.
-
-    Args:
-      model: the network.
-      whole: the same without caches.
-      inputs: one batch, in the order of the inputs of `whole`.
-    """
-    types = _value_types(whole, inputs)
-    left_out = {"factors": model._factors, "buffers": model.program.constants}
-    return partial(find_sites, model.graph, model.tensors, types, model._places, **left_out)
-
-
-def _value_types(model: Network, inputs: Sequence[Any]) -> dict[str, np.dtype]:
-    """Return the dtypes of the values of the main graph that are arrays, by abstract evaluation.
-
-    Args:
-      inputs: one batch, in the order of the model's inputs.
-    """
-    names = [value.name for value in model.inputs]
-    results = [name for node in model.graph.nodes for name in node.outputs if name]
-    program = model.program.with_values(results)
-
-    def evaluate(params, state, inputs):
-        outputs = program.evaluate(params, state, dict(zip(names, inputs, strict=True)))
-        return [x if isinstance(x, jax.Array | np.ndarray) else None for x in outputs]
-
-    shapes = jax.eval_shape(evaluate, model.params, model.state, tuple(inputs))
-    types = {
-        name: np.dtype(x.dtype)
-        for name, x in zip(results, shapes[len(model.graph.outputs) :], strict=True)
-        if x is not None
-    }
-    pairs = zip(names, inputs, strict=True)
-    return types | {name: np.dtype(jnp.result_type(x)) for name, x in pairs}
-
-
 def fold_normalizations(model: N, keep: Collection[str] = ()) -> N:
     """Fold each BatchNormalization into the convolution before it (see `_run.fold_norms`).
 
@@ -292,9 +254,8 @@ def fold_normalizations(model: N, keep: Collection[str] = ()) -> N:
         values[weight] = w * factor.reshape(-1, *(1,) * (w.ndim - 1))
         values[bias] = np.asarray(folded.biases[bias])
     before = {node.inputs[0]: node for node in norms.values()}
-    proto = ModelProto()
-    proto.CopyFrom(model.proto)
-    nodes = proto.graph.node
+    file = Editor(model.proto)
+    nodes = file.graph.node
     for i, node in reversed([*enumerate(nodes)]):
         if node.output and node.output[0] in norms:
             del nodes[i]
@@ -303,7 +264,7 @@ def fold_normalizations(model: N, keep: Collection[str] = ()) -> N:
             norm = before[node.output[0]]
             node.input[2:] = [norm.inputs[2]]
             node.output[0] = norm.outputs[0]
-    net = with_tensors(with_file(model, proto), values)
+    net = with_tensors(with_file(model, file.proto), values)
     return with_outputs(net, net.graph.outputs)  # drops the statistics that no node reads any more
 
 
@@ -352,30 +313,21 @@ def flip_negative_scales(
     return values
 
 
-class Writer:
+class _Inserter(Editor):
     """Inserts pairs of QuantizeLinear and DequantizeLinear into a copy of a file.
 
     `parameters` of the methods are (scale, zero point, axis, block size): arrays, the axis of
     scales per channel or None, and 0 where there are no blocks.
 
-    Args:
-      proto: the file.
-      taken: names that new tensors must not have, besides those of the file's values.
-
     Attributes:
-      proto: the copy.
-      added: the scales and zero points that the copy gets, by name.
-      parameters: the names of these by the name of the tensor that is rounded.
+      parameters: the names of scale and zero point by the name of the tensor that is rounded.
     """
 
     def __init__(self, proto: ModelProto, taken: Iterable[str]):
-        self.proto = ModelProto()
-        self.proto.CopyFrom(proto)
-        self.added: dict[str, np.ndarray] = {}
-        self._record = record_of(proto) or Record()
+        super().__init__(proto, taken)
         self.parameters: dict[str, list[str]] = {}
+        self._record = record_of(proto) or Record()
         self._results: dict[str, str] = {}
-        self._taken = {*taken, *names(proto.graph)}
 
     def quantize_weight(self, name: str, parameters: Any, *, bare: bool = False) -> None:
         """Insert a pair behind a weight, for all its readers, in subgraphs too.
@@ -383,10 +335,10 @@ class Writer:
         Args:
           bare: the DequantizeLinear has no zero point, which is 0.
         """
-        readers = [*self.proto.graph.node]
+        readers = [*self.graph.node]
         quantized, result = self._insert(name, parameters)
         if bare:
-            self.proto.graph.node[-1].input.pop()
+            self.graph.node[-1].input.pop()
         for node in readers:
             order.rename_reads(node, {name: result})
         entry = self._record
@@ -408,7 +360,7 @@ class Writer:
           shared: for an activation that takes the scale and zero point of another one, the name of
             that, which comes before it in the file.
         """
-        for node in [*self.proto.graph.node]:
+        for node in [*self.graph.node]:
             for i, name in enumerate(node.input):
                 if node.output and reads.get((node.output[0], i)) == name:
                     if name not in self._results:
@@ -424,8 +376,8 @@ class Writer:
         for name in names:
             if name not in self._results:
                 _, self._results[name] = self._insert(name, parameters[name])
-            new = {name: self._name(f"{name}_float"), self._results[name]: name}
-            for node in self.proto.graph.node:
+            new = {name: self.unused_name(f"{name}_float"), self._results[name]: name}
+            for node in self.graph.node:
                 order.rename_reads(node, new)
                 node.output[:] = [new.get(x, x) for x in node.output]
 
@@ -439,28 +391,28 @@ class Writer:
         recorded = tuple(
             Bias(
                 name,
-                self._name(f"{name}_quantized"),
-                self._name(f"{name}_quantized_scale"),
+                self.unused_name(f"{name}_quantized"),
+                self.unused_name(f"{name}_quantized_scale"),
                 (self.parameters[value][0], self.parameters[weight][0]),
             )
             for name, value, weight in biases
         )
         self._record = replace(self._record, biases=recorded)
 
-    def finish(self, norms: Iterable[str]) -> ModelProto:
-        """Sort the nodes, write the record and return the file.
+    def write(self, norms: Iterable[str]) -> ModelProto:
+        """Write the record and return the file.
 
         Args:
           norms: the outputs of the BatchNormalizations that the saved file has folded.
         """
-        order.sort(self.proto.graph)
-        quantized = {n.input[0] for n in self.proto.graph.node if n.op_type == "QuantizeLinear"}
-        idle = (n.output[0] for n in self.proto.graph.node if n.op_type in ("Clip", "Relu"))
+        proto = self.finish()
+        quantized = {n.input[0] for n in self.graph.node if n.op_type == "QuantizeLinear"}
+        idle = (n.output[0] for n in self.graph.node if n.op_type in ("Clip", "Relu"))
         idle = tuple(name for name in idle if name in quantized)
-        replace(self._record, norms=tuple(norms), idle=idle).write(self.proto)
-        least = helper.find_min_ir_version_for(self.proto.opset_import, ignore_unknown=True)
-        self.proto.ir_version = max(self.proto.ir_version, least)
-        return self.proto
+        replace(self._record, norms=tuple(norms), idle=idle).write(proto)
+        least = helper.find_min_ir_version_for(proto.opset_import, ignore_unknown=True)
+        proto.ir_version = max(proto.ir_version, least)
+        return proto
 
     def _insert(
         self, name: str, parameters: Any, inputs: list[str] | None = None
@@ -474,29 +426,17 @@ class Writer:
         """
         scale, zero_point, axis, block = parameters
         if inputs is None:
-            inputs = [self._name(f"{name}_scale"), self._name(f"{name}_zero_point")]
-            for tensor, value in zip(inputs, (scale, zero_point), strict=True):
-                self.added[tensor] = np.asarray(value)
-                self.proto.graph.initializer.append(declare(tensor, self.added[tensor]))
+            names = self.unused_name(f"{name}_scale"), self.unused_name(f"{name}_zero_point")
+            inputs = [*map(self.add_tensor, names, (scale, zero_point))]
             self._record = replace(self._record, scales=(*self._record.scales, inputs[0]))
         options = {"axis": axis, "block_size": block or None}
-        attributes = {key: value for key, value in options.items() if value is not None}
-        quantized = self._name(f"{name}_quantized")
-        result = self._name(f"{name}_DequantizeLinear_Output")
-        for op, source, output in (
-            ("QuantizeLinear", name, quantized),
-            ("DequantizeLinear", quantized, result),
-        ):
-            label = f"{name}_{op}"
-            node = helper.make_node(op, [source, *inputs], [output], label, **attributes)
-            self.proto.graph.node.append(node)
+        options = {key: value for key, value in options.items() if value is not None}
+        source = name
+        outputs = (
+            self.unused_name(f"{name}_quantized"),
+            self.unused_name(f"{name}_DequantizeLinear_Output"),
+        )
+        for op, output in zip(("QuantizeLinear", "DequantizeLinear"), outputs, strict=True):
+            source = self.add_node(op, [source, *inputs], output, f"{name}_{op}", **options)
         self.parameters[name] = inputs
-        return quantized, result
-
-    def _name(self, base: str) -> str:
-        """Return an unused name: `base`, or that with a number appended."""
-        name, number = base, 1
-        while name in self._taken:
-            name, number = f"{base}_{number}", number + 1
-        self._taken.add(name)
-        return name
+        return outputs

@@ -8,16 +8,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
-from onnx import ModelProto, helper
 
 from jaxonnx._figures import new_axes
-from jaxonnx._io import order
-from jaxonnx._io.build import unused_name
+from jaxonnx._io.build import Editor
 from jaxonnx._rewrite.network import Network, reenter, with_file, with_tensors
 from jaxonnx.errors import InputError
 from jaxonnx.ops.contrib.moving_ranges import DOMAIN
-from jaxonnx.quantization._files import declare
-from jaxonnx.quantization._insert import find_in, fold_normalizations, insert
+from jaxonnx.quantization._insert import fold_normalizations, insert
 from jaxonnx.quantization._scheme import (
     TYPES,
     Quantization,
@@ -30,7 +27,7 @@ from jaxonnx.quantization._scheme import (
     weight_parameters,
     with_weights,
 )
-from jaxonnx.quantization._sites import find_wrong_int2
+from jaxonnx.quantization._sites import find_sites, find_wrong_int2, value_types
 from jaxonnx.quantization._view import Rounding
 
 Changes = Mapping[str, Any] | None
@@ -297,7 +294,7 @@ def make_trials(
       activations: the types of activations.
       examples: calibration data, batches of inputs in the order of the model's.
     """
-    sites = find_in(model, model, examples[0])(scheme)
+    sites = find_sites(model, value_types(model, examples[0]), scheme)
     weights, tensors = sites.weights, model.tensors
     sizes = {name: int(tensors[name].size) for name in weights}
     if not activations:
@@ -308,25 +305,18 @@ def make_trials(
         for kind in activations
     }
     rounded = ranges[activations[0]]
-    reads, used, result = sites.select_reads(rounded), {*tensors}, ModelProto()
-    result.CopyFrom(model.proto)
-    used.update(name for node in result.graph.node for name in node.output)
+    reads, file = sites.select_reads(rounded), Editor(model.proto, tensors)
     names = {
-        n: (unused_name(f"{n}_levels", used), unused_name(f"{n}_rounded", used)) for n in rounded
+        n: (file.unused_name(f"{n}_levels"), file.unused_name(f"{n}_rounded")) for n in rounded
     }
-    for node in result.graph.node:
+    for node in file.graph.node:
         for i, name in enumerate(node.input):
             if node.output and reads.get((node.output[0], i)) == name:
                 node.input[i] = names[name][1]
     for value, (limits, output) in names.items():
-        label = f"{value}_RoundTo"
-        result.graph.node.append(
-            helper.make_node("RoundTo", [value, limits], [output], label, domain=DOMAIN)
-        )
-    result.opset_import.add(domain=DOMAIN, version=1)
-    state = {levels: np.zeros(4, np.float32) for levels, _ in names.values()}
-    result.graph.initializer.extend(declare(name, value) for name, value in state.items())
-    order.sort(result.graph)
+        file.add_tensor(limits, np.zeros(4, np.float32))
+        file.add_node("RoundTo", [value, limits], output, f"{value}_RoundTo", domain=DOMAIN)
+    file.proto.opset_import.add(domain=DOMAIN, version=1)
     groups: dict[str, list[str]] = {}
     for value in rounded:
         groups.setdefault(find_origin(value, sites.shared), []).append(value)
@@ -343,7 +333,7 @@ def make_trials(
                 levels[origin][kind][names[value][0]] = np.array(numbers, np.float32)
     batch = max(len(x) for x in examples[0] if np.ndim(x))
     sizes |= {n: -(-observed.sizes[n] // batch) for n in levels}
-    network = reenter(with_file(model, result, state=state), model)
+    network = reenter(with_file(model, file.finish(), state=file.added), model)
     factors = {
         node.inputs[1]: find_origin(node.inputs[0], sites.shared)
         for node in model.graph.nodes
@@ -394,7 +384,32 @@ def insert_within(
       InputError: the bound is met in floating point only.
     """
     folded = reenter(fold_normalizations(model), model)
-    search = _start(folded, scheme, examples, bound)
+    # 1. the types of each tensor, from the narrowest
+    plain = with_weights(scheme, scheme.weights)
+    weights = [scheme.weights, *["int8"] * (TYPES[scheme.weights].bits < 8)]
+    activations = [scheme.activations] if scheme.activations else []
+    if scheme.dialect != "tensorrt":
+        weights += ["int16"] * (scheme.dialect == "onnxruntime")
+        activations += [kind for kind in (f"{x[:-1]}16" for x in activations) if kind in TYPES]
+    schemes = {kind: with_weights(plain, kind) for kind in dict.fromkeys(weights)}
+    trials = make_trials(folded, plain, schemes, activations, examples)
+    wrong = {"int2": find_wrong_int2(folded.graph, folded.tensors, trials.sites, scheme.block)}
+    ladders = {
+        name: (
+            *(
+                kind
+                for kind, each in schemes.items()
+                if name not in wrong.get(kind, ()) and divides(folded.tensors[name], site, each)
+            ),
+            None,
+        )
+        for name, site in trials.sites.items()
+    }
+    ladders |= dict.fromkeys(trials.levels, (*dict.fromkeys(activations), None))
+    # 2. the errors of single tensors, and the metric in floating point
+    errors = measure(trials.network, ladders, trials.change, examples[:_MEASURED])
+    search = _Search(trials, ladders, errors, bound, bound.evaluate(trials.network))
+    # 3. the narrowest choice that meets the bound when it is inserted
     for types in search.choose(bound.most):
         if not any(types[name] for name in search.trials.sites):
             break
@@ -491,32 +506,3 @@ class _Search:
         wider_types = {n: kind for n, kind in types.items() if kind != self.ladders[n][0]}
         self.tried.append(Trial(loss, size, wider_types))
         return loss if loss == loss else float("inf")
-
-
-def _start(
-    model: Network, scheme: Quantization, examples: Sequence[Sequence[Any]], bound: Bound
-) -> _Search:
-    """Measure the errors of single tensors and the metric in floating point."""
-    scheme = with_weights(scheme, scheme.weights)
-    weights = [scheme.weights, *["int8"] * (TYPES[scheme.weights].bits < 8)]
-    activations = [scheme.activations] if scheme.activations else []
-    if scheme.dialect != "tensorrt":
-        weights += ["int16"] * (scheme.dialect == "onnxruntime")
-        activations += [kind for kind in (f"{x[:-1]}16" for x in activations) if kind in TYPES]
-    schemes = {kind: with_weights(scheme, kind) for kind in dict.fromkeys(weights)}
-    trials = make_trials(model, scheme, schemes, activations, examples)
-    wrong = {"int2": find_wrong_int2(model.graph, model.tensors, trials.sites, scheme.block)}
-    ladders = {
-        name: (
-            *(
-                kind
-                for kind, each in schemes.items()
-                if name not in wrong.get(kind, ()) and divides(model.tensors[name], site, each)
-            ),
-            None,
-        )
-        for name, site in trials.sites.items()
-    }
-    ladders |= dict.fromkeys(trials.levels, (*dict.fromkeys(activations), None))
-    errors = measure(trials.network, ladders, trials.change, examples[:_MEASURED])
-    return _Search(trials, ladders, errors, bound, bound.evaluate(trials.network))

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._graph.bind import Graph, Node
 from jaxonnx._graph.roles import graph_tensors
 from jaxonnx._graph.select import select
 from jaxonnx._graph.uses import uses
-from jaxonnx._graph.weight_names import Places
 from jaxonnx._rewrite.masks import describe_masks
+from jaxonnx._rewrite.network import Network
 from jaxonnx.errors import InputError
 from jaxonnx.quantization._qoperators import SAME_NUMBERS
 from jaxonnx.quantization._scheme import Quantization, WeightSite
@@ -75,41 +77,33 @@ class Sites:
         return {place: name for place, name in self.reads.items() if place[0] not in left_out}
 
 
-def find_sites(
-    graph: Graph,
-    tensors: Mapping[str, Any],
-    types: Mapping[str, np.dtype],
-    places: Places,
-    scheme: Quantization,
-    factors: Collection[str] = (),
-    buffers: Collection[str] = (),
-) -> Sites:
-    """Find the weights and values of a graph that a scheme quantizes.
+def find_sites(model: Network, dtypes: Mapping[str, np.dtype], scheme: Quantization) -> Sites:
+    """Find the weights and values of a network that a scheme quantizes.
+
+    Factors of adapters are left out unless `where` names them, and with them the sums that their
+    products are added in. Constants, which no training would change, like the frequencies of rotary
+    embeddings, stay in floating point.
 
     Args:
-      graph: the network.
-      tensors: its weights and constants by name.
-      types: the dtypes of all values of the main graph that are arrays.
-      places: the names that select weights beside their own; see `select`.
+      model: the network.
+      dtypes: of all values of the main graph that are arrays (`value_types`).
       scheme: what to quantize, and in the manner of which runtime (`dialect`).
-      factors: weights that are left out unless `where` names them, and with them the sums that
-        their products are added in.
-      buffers: tensors that no training would change, like the frequencies of rotary embeddings,
-        which stay in floating point.
 
     Raises:
       InputError: there is no weight to quantize, `where` or `skip` match nothing, or onnxruntime
         refuses products of integers with 8-bit weights in blocks.
     """
-    weights = {n: s for n, s in find_weights(graph, tensors).items() if n not in buffers}
+    graph, tensors, factors = model.graph, model.tensors, model._factors
+    constants = model.program.constants
+    weights = {n: s for n, s in find_weights(graph, tensors).items() if n not in constants}
     if scheme.where is not None or scheme.skip is not None or factors:
         candidates = {name: tensors[name] for name in weights}
         kind = "weight that can be quantized"
         chosen = weights.keys() - factors
         if scheme.where is not None:
-            chosen = select(scheme.where, candidates, "where", kind=kind, places=places)
+            chosen = select(scheme.where, candidates, "where", kind=kind, places=model._places)
         if scheme.skip is not None:
-            chosen -= select(scheme.skip, candidates, "skip", kind=kind, places=places)
+            chosen -= select(scheme.skip, candidates, "skip", kind=kind, places=model._places)
         weights = {name: site for name, site in weights.items() if name in chosen}
     if not weights:
         raise InputError(_explain_lack(graph, tensors))
@@ -130,7 +124,8 @@ def find_sites(
             quantized.update(node.outputs)
 
     def is_activation(name: str) -> bool:
-        return name not in tensors and name not in quantized and types.get(name) == np.float32
+        """Check whether a value is float32 and computed from the inputs."""
+        return name not in tensors and name not in quantized and dtypes.get(name) == np.float32
 
     reads: dict[tuple[str, int], str] = {}
     biases = []
@@ -143,7 +138,14 @@ def find_sites(
                 node.outputs if is_product or floats | {*tensors} >= {*node.inputs} else ()
             )
             continue
-        positions = _positions(node, quantized, scheme, is_activation)
+        positions = []
+        if _is(node, PRODUCTS):
+            operands = node.inputs[:2]
+            positions = [i for i, name in enumerate(operands) if is_activation(name)]
+            rest = [name for i, name in enumerate(operands) if i not in positions]
+            positions = positions if quantized.issuperset(rest) else []
+        elif scheme.dialect == "qnn" and node.body is None and not node.subgraphs:
+            positions = [i for i, name in enumerate(node.inputs) if name and is_activation(name)]
         reads |= {(node.outputs[0], i): node.inputs[i] for i in positions}
         if positions and node.op.name in PRODUCTS and len(node.inputs) == 3:
             value, weight, bias = node.inputs
@@ -178,6 +180,30 @@ def find_sites(
         for name in values.intersection(node.outputs)
     }
     return Sites(weights, reads, shared, () if scheme.dialect == "tensorrt" else alone, outputs)
+
+
+def value_types(model: Network, inputs: Sequence[Any]) -> dict[str, np.dtype]:
+    """Return the dtypes of the values of the main graph that are arrays, by abstract evaluation.
+
+    Args:
+      inputs: one batch, in the order of the model's inputs.
+    """
+    names = [value.name for value in model.inputs]
+    results = [name for node in model.graph.nodes for name in node.outputs if name]
+    program = model.program.with_values(results)
+
+    def evaluate(params, state, inputs):
+        outputs = program.evaluate(params, state, dict(zip(names, inputs, strict=True)))
+        return [x if isinstance(x, jax.Array | np.ndarray) else None for x in outputs]
+
+    shapes = jax.eval_shape(evaluate, model.params, model.state, tuple(inputs))
+    types = {
+        name: np.dtype(x.dtype)
+        for name, x in zip(results, shapes[len(model.graph.outputs) :], strict=True)
+        if x is not None
+    }
+    pairs = zip(names, inputs, strict=True)
+    return types | {name: np.dtype(jnp.result_type(x)) for name, x in pairs}
 
 
 def _explain_lack(graph: Graph, tensors: Mapping[str, Any]) -> str:
@@ -308,30 +334,6 @@ def find_weights(graph: Graph, tensors: Mapping[str, Any]) -> dict[str, WeightSi
             stacked = in_blocks and tensors[name].ndim > 2
             sites[name] = WeightSite(name, place.output, place.input, in_blocks, stacked)
     return sites
-
-
-def _positions(
-    node: Node,
-    quantized: set[str],
-    scheme: Quantization,
-    is_activation: Callable[[str], bool],
-) -> list[int]:
-    """Return the positions of a node's inputs that are activations to quantize.
-
-    Args:
-      node: any node of the main graph.
-      quantized: the quantized weights and their views.
-      scheme: its `dialect` decides which operators read quantized values.
-      is_activation: whether a name is that of a float32 value computed from the inputs.
-    """
-    if _is(node, PRODUCTS):
-        factors = node.inputs[:2]
-        activations = [i for i, name in enumerate(factors) if is_activation(name)]
-        rest = [name for i, name in enumerate(factors) if i not in activations]
-        return activations if all(name in quantized for name in rest) else []
-    if scheme.dialect == "qnn" and node.body is None and not node.subgraphs:
-        return [i for i, name in enumerate(node.inputs) if name and is_activation(name)]
-    return []
 
 
 def _is(node: Node, names: tuple[str, ...]) -> bool:

@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import numpy as np
-from onnx import ModelProto, NodeProto, helper
+from onnx import NodeProto, helper
 
-from jaxonnx._io import order
-from jaxonnx._io.build import names, unused_name
+from jaxonnx._io.build import Editor
 from jaxonnx._rewrite.network import Network, with_file
 from jaxonnx._run.shapes import evaluate_shapes
-from jaxonnx.quantization._files import declare
 
 N = TypeVar("N", bound=Network)
 
@@ -31,31 +29,27 @@ def spell_out(model: N) -> N:
     the aspect ratio of some axes.
     """
     writer = _Writer(model)
-    for node in [*writer.proto.graph.node]:
+    for node in [*writer.graph.node]:
         if node.domain in ("", "ai.onnx") and node.op_type == "AveragePool":
             writer.spell_pool(node)
         elif node.domain in ("", "ai.onnx") and node.op_type in _WITH_AXES:
             writer.spell_axes(node)
     if not writer.changed:
         return model
-    order.sort(writer.proto.graph)
-    return with_file(model, writer.proto, writer.added)
+    return with_file(model, writer.finish(), writer.added)
 
 
-class _Writer:
+class _Writer(Editor):
     """Rewrites nodes of a copy of a model's file.
 
     Attributes:
-      proto: the copy.
-      added: the tensors that it gets.
       changed: whether a node was rewritten.
     """
 
     def __init__(self, model: Network):
-        self.proto, self.added, self.changed = ModelProto(), {}, False
-        self.proto.CopyFrom(model.proto)
+        super().__init__(model.proto, model.tensors)
+        self.changed = False
         self._model, self._tensors = model, model.tensors
-        self._used = {*names(self.proto.graph), *self._tensors}
 
     def spell_pool(self, node: NodeProto) -> None:
         """Drop dilations of 1, and `count_include_pad` from an AveragePool without padding."""
@@ -124,15 +118,11 @@ class _Writer:
         return self._add("ScatterElements", node, [base, self._store(node, places), numbers])
 
     def _store(self, node: NodeProto, value: Any) -> str:
-        name = unused_name(f"{node.output[0]}_numbers", self._used)
-        self.added[name] = np.asarray(value)
-        self.proto.graph.initializer.append(declare(name, self.added[name]))
-        return name
+        return self.add_tensor(self.unused_name(f"{node.output[0]}_numbers"), value)
 
     def _add(self, op: str, node: NodeProto, inputs: Sequence[str]) -> str:
-        output = unused_name(f"{node.output[0]}_{op}", self._used)
-        self.proto.graph.node.append(helper.make_node(op, inputs, [output], output))
-        return output
+        output = self.unused_name(f"{node.output[0]}_{op}")
+        return self.add_node(op, inputs, output, output)
 
     def _drop(self, node: NodeProto, *attributes: str) -> None:
         rest = [part for part in node.attribute if part.name not in attributes]

@@ -12,13 +12,13 @@ from onnx import GraphProto, ModelProto, NodeProto, helper
 
 from jaxonnx._graph.ancestors import behind
 from jaxonnx._graph.bind import Graph
-from jaxonnx._io import order, records
-from jaxonnx._io.build import unused_name
+from jaxonnx._io import records
+from jaxonnx._io.build import Editor, remove_tensor
 from jaxonnx._rewrite.network import Network, enter, with_file, with_params
 from jaxonnx.errors import InputError
 from jaxonnx.ops.common import element_dtype
 from jaxonnx.ops.contrib.moving_ranges import DOMAIN, limits_of, range_parameters
-from jaxonnx.quantization._files import Record, declare, fold, record_of, remove_tensor, unfold
+from jaxonnx.quantization._files import Record, fold, record_of, unfold
 from jaxonnx.quantization._qoperators import SAME_NUMBERS, open_operators
 from jaxonnx.quantization._scheme import Quantization
 from jaxonnx.views import Addition, View
@@ -100,9 +100,8 @@ class MovingRanges(View):
 
     def leave(self, network: N, form: str | None) -> tuple[N, list[Addition]]:
         """Return the network with constant scales, those of its ranges."""
-        result = ModelProto()
-        result.CopyFrom(network.proto)
-        main, state, unused = result.graph, {**network.state}, set()
+        file = Editor(network.proto)
+        main, state, unused = file.graph, {**network.state}, set()
         producers = {node.output[0]: node for node in main.node if node.output}
         for i, node in reversed([*enumerate(main.node)]):
             if node.domain != DOMAIN:
@@ -119,19 +118,19 @@ class MovingRanges(View):
                 for name, value in zip((scale, zero_point), values, strict=True):
                     if name:
                         state[name] = value
-                        main.initializer.append(declare(name, value))
+                        file.add_tensor(name, value)
                 unused.update(ends)
             else:
                 unused.add(node.input[0])
             del main.node[i]
         for name in unused:
             remove_tensor(main, name)
-        imports = [entry for entry in result.opset_import if entry.domain != DOMAIN]
-        del result.opset_import[:]
-        result.opset_import.extend(imports)
+        imports = [entry for entry in file.proto.opset_import if entry.domain != DOMAIN]
+        del file.proto.opset_import[:]
+        file.proto.opset_import.extend(imports)
         others = [v for v in network.program.views if v.stays and v is not self]
         plain = replace(network, state=state, program=network.program.leave(View))
-        new = with_file(plain, result)
+        new = with_file(plain, file.proto)
         # factors of adapters are not in the graph, so `with_file` has dropped them
         return replace(new, params=network.params, program=new.program.enter(*others)), []
 
@@ -171,25 +170,24 @@ def move_ranges(model: N, schedule: Schedule) -> tuple[N, int]:
     Returns:
       The model, and the number of moving ranges.
     """
-    graph, tensors, result = model.graph, model.tensors, ModelProto()
-    result.CopyFrom(model.proto)
-    main, used = result.graph, {*tensors, *graph.inputs}
-    used.update(name for node in main.node for name in node.output)
-    result.opset_import.add(domain=DOMAIN, version=1)
-    count, step = (unused_name(name, used) for name in ("steps_taken", "step"))
-    state = {count: np.zeros((), np.float32)}
+    graph, tensors = model.graph, model.tensors
+    file = Editor(model.proto, {*tensors, *graph.inputs})
+    main = file.graph
+    file.proto.opset_import.add(domain=DOMAIN, version=1)
+    count, step = map(file.unused_name, ("steps_taken", "step"))
+    file.add_tensor(count, np.zeros((), np.float32))
     nodes = [_make_node("CountSteps", [count], [step])]
     freeze = {} if schedule.freeze is None else {"freeze": schedule.freeze}
-    positive = (record_of(result) or Record()).positive
+    positive = (record_of(model.proto) or Record()).positive
     ranges = [] if schedule.decay is None else [*_find_ranges(main, graph, tensors, schedule)]
     for value, scale, zero_point, point in ranges:
-        ends = [unused_name(f"{scale}_{end}", used) for end in ("low", "high")]
+        ends = [file.unused_name(f"{scale}_{end}") for end in ("low", "high")]
         least, middle, most = limits_of(point.dtype)
         # a symmetric range does not use the lowest code: -127 to 127 of int8
         least = least if zero_point else 2 * middle - most
         for end, limit in zip(ends, (least, most), strict=True):
             initial = np.float32(tensors[scale]).reshape(()) * np.float32(limit - float(point))
-            state[end] = np.asarray(initial)
+            file.add_tensor(end, initial)
         kind = helper.np_dtype_to_tensor_dtype(point.dtype)
         options = {"to": kind, "symmetric": int(not zero_point), "decay": schedule.decay, **freeze}
         options |= {"positive": 1} if value in positive else {}
@@ -206,15 +204,13 @@ def move_ranges(model: N, schedule: Schedule) -> tuple[N, int]:
         for node in main.node:
             if node.op_type == "DequantizeLinear" and node.input[0] in quantizers:
                 name = node.output[0]
-                node.output[0] = unused_name(f"{name}_rounded", used)
+                node.output[0] = file.unused_name(f"{name}_rounded")
                 value = quantizers[node.input[0]].input[0]
                 options = {"start": schedule.start} | ({"positive": 1} if value in positive else {})
                 inputs = [value, node.output[0], step]
                 nodes.append(_make_node("BeginRounding", inputs, [name], **options))
     main.node.extend(nodes)
-    main.initializer.extend(declare(name, np.asarray(value)) for name, value in state.items())
-    order.sort(main)
-    model = with_file(model, result, state=state)
+    model = with_file(model, file.finish(), state=file.added)
     return enter(model, MovingRanges()), len(ranges)
 
 
@@ -225,29 +221,25 @@ def learn_scales(model: N) -> N:
     magnitude; scales stay positive; and weight decay pulls them towards those of the calibration.
     The parameters are zeros at first.
     """
-    result, tensors = ModelProto(), model.tensors
-    result.CopyFrom(model.proto)
-    used = {*tensors, *(name for node in result.graph.node for name in node.output)}
-    entry = record_of(result) or Record()
-    constants, params, nodes = {}, {}, []
+    tensors = model.tensors
+    file, entry = Editor(model.proto, tensors), record_of(model.proto) or Record()
+    constants, params = {}, {}
     for name in entry.scales:
         if name in entry.folds or name not in tensors:  # trainable already, or of a moving range
             continue
         value = np.asarray(tensors[name])
         parts = (f"{name}_{part}" for part in ("initial", "change", "factor"))
-        initial, change, factor = (unused_name(part, used) for part in parts)
+        initial, change, factor = map(file.unused_name, parts)
         constants[initial], params[change] = value, np.zeros_like(value)
-        nodes.append(helper.make_node("Exp", [change], [factor], factor))
-        nodes.append(helper.make_node("Mul", [initial, factor], [name], name))
-        remove_tensor(result.graph, name)
+        remove_tensor(file.graph, name)
+        file.add_node("Exp", [change], factor, factor)
+        file.add_node("Mul", [initial, factor], name, name)
         learned = {**entry.learned, name: (initial, change)}
         entry = replace(entry, folds=(*entry.folds, name), learned=learned)
     for name, value in (constants | params).items():
-        result.graph.initializer.append(declare(name, value))
-    result.graph.node.extend(nodes)
-    order.sort(result.graph)
-    entry.write(result)
-    return with_file(model, result, constants, params)
+        file.add_tensor(name, value)
+    entry.write(file.proto)
+    return with_file(model, file.finish(), constants, params)
 
 
 def select_scales(before: N, after: N) -> N:
@@ -282,6 +274,14 @@ def _find_ranges(
         if node.op_type == "QuantizeLinear" and node.input[0] in fed and len(node.input) > 2:
             groups.setdefault(node.input[1], []).append(node)
     producers = {name: node for node in main.node for name in node.output}
+    moves = (*SAME_NUMBERS, "Pad", "QuantizeLinear", "DequantizeLinear")
+
+    def has_numbers_of(name: str, origin: str) -> bool:
+        """Check whether a value is computed from `origin` by views, MaxPool and rounding alone."""
+        while name != origin and name in producers and producers[name].op_type in moves:
+            name = producers[name].input[0]
+        return name == origin
+
     for scale, (first, *others) in groups.items():
         scale_value, zero_point = tensors.get(scale), first.input[2]
         if scale_value is None or scale_value.size != 1 or scale_value.dtype != np.float32:
@@ -291,17 +291,9 @@ def _find_ranges(
         centred = schedule.symmetric and float(point) == limits_of(point.dtype)[1]
         sharing = {node.input[1] for node in main.node if zero_point in node.input}
         if (centred or sharing == {scale}) and all(
-            _has_numbers_of(node.input[0], value, producers) for node in others
+            has_numbers_of(node.input[0], value) for node in others
         ):
             yield value, scale, "" if centred else zero_point, point
-
-
-def _has_numbers_of(name: str, origin: str, producers: Mapping[str, NodeProto]) -> bool:
-    """Check whether a value is computed from `origin` by views, MaxPool and rounding alone."""
-    moves = (*SAME_NUMBERS, "Pad", "QuantizeLinear", "DequantizeLinear")
-    while name != origin and name in producers and producers[name].op_type in moves:
-        name = producers[name].input[0]
-    return name == origin
 
 
 def _make_node(op: str, inputs: list[str], outputs: list[str], **attributes: Any) -> NodeProto:
