@@ -1,6 +1,6 @@
 """jaxonnx beside hand-written JAX, PyTorch and onnxruntime: ratios of step times, and one chart.
 
-    python -m benchmarks [--networks lenet mlp] [--systems jaxonnx flax torch] [--rounds 9]
+    python -m benchmarks [--real | --networks lenet mlp] [--systems jaxonnx flax torch] [--rounds 9]
                          [--phases train forward] [--threads 2] [--clock cpu] [--out benchmarks.png]
 
 Every system runs in a process of its own with the same cores, threads and allocator settings; the
@@ -277,6 +277,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--networks", choices=_ALL, nargs="+", help="default: the small ones")
+    parser.add_argument("--real", action="store_true", help="ResNet-50 and ViT-B/16 at 224 pixels")
     rare = (
         "jaxonnx-bf16",
         "torch-bf16",
@@ -311,7 +312,7 @@ def main() -> None:
     most = {} if options.plain else ceilings(options)
     on_gpu = "bfloat16" in most
     options.systems = options.systems or [*default, *(["jaxonnx-bf16"] if on_gpu else [])]
-    options.networks = options.networks or [*NETWORKS]
+    options.networks = options.networks or [*(REAL if options.real else NETWORKS)]
     if options.against:
         options.systems.append(BEFORE)
     if options.ort_python and "onnxruntime-training" not in options.systems:

@@ -97,6 +97,12 @@ def encoder(layers, tokens):
     return layers.dense(transformer(layers, x, 4, 4, 256), 10)
 
 
+def vit_b16(layers, x):
+    """Classify by ViT-B/16, with the mean of the patches in place of a class token."""
+    x = layers.sequence(layers.conv(x, 768, 16, 16, bias=True))
+    return layers.dense(transformer(layers, layers.positions(x), 12, 12, 768), 1000)
+
+
 def lstm(layers, x):
     return layers.dense(layers.lstm(x, 256), 10)
 
@@ -124,6 +130,7 @@ NETWORKS = {
 
 REAL = {
     "resnet50": Network(resnet50, (8, 3, 224, 224), 1000),
+    "vit-b16": Network(vit_b16, (8, 3, 224, 224), 1000),
 }
 """Networks of the sizes that people train."""
 

@@ -41,6 +41,9 @@ class Layers:
     def spatial_mean(self, x):
         return x.mean((1, 2))
 
+    def sequence(self, x):
+        return x.reshape(len(x), -1, x.shape[-1])
+
     def sequence_mean(self, x):
         return x.mean(1)
 

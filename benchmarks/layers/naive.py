@@ -66,6 +66,9 @@ class Naive:
     def spatial_mean(self, x):
         return x.mean((2, 3))
 
+    def sequence(self, x):
+        return x.reshape(*x.shape[:2], -1).swapaxes(1, 2)
+
     def sequence_mean(self, x):
         return x.mean(1)
 

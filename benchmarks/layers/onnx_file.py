@@ -105,6 +105,13 @@ class Onnx:
     def spatial_mean(self, x):
         return self.flatten(self.node("GlobalAveragePool", x, shape=(*x.shape[:2], 1, 1)))
 
+    def sequence(self, x):
+        n, features, *size = x.shape
+        length = int(np.prod(size))
+        merged = self.constant(np.array([0, features, length]))
+        x = self.node("Reshape", x, merged, shape=(n, features, length))
+        return self.node("Transpose", x, perm=[0, 2, 1], shape=(n, length, features))
+
     def sequence_mean(self, x):
         return self.node("ReduceMean", x, shape=(x.shape[0], x.shape[2]), axes=[1], keepdims=0)
 

@@ -79,6 +79,9 @@ class Builder(nn.Module):
     def spatial_mean(self, x):
         return x.mean((2, 3))
 
+    def sequence(self, x):
+        return x.flatten(2).transpose(1, 2)
+
     def sequence_mean(self, x):
         return x.mean(1)
 
