@@ -12,7 +12,7 @@ import pytest
 
 import jaxonnx
 from jaxonnx import docs
-from jaxonnx.cli._flags import COMMON, VERBS
+from jaxonnx.cli._parser import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "jaxonnx").rglob("*.py"))
@@ -136,8 +136,8 @@ def test_arguments_in_messages():
 def test_flags_in_messages():
     known = {
         name
-        for groups in (COMMON, *(verb.groups for verb in VERBS.values()))
-        for flags in groups.values()
+        for command in COMMANDS.values()
+        for flags in command.list_flags().values()
         for flag in flags
         for name in flag.names.split()
     }

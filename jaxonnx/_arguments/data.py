@@ -11,14 +11,14 @@ from jaxonnx._arguments.declare import Argument
 class DataArguments(TypedDict, total=False):
     """The arguments of batches: their size, fixed inputs, padding, images and texts."""
 
-    batch_size: Annotated[int | None, Argument(form="count", least=1)]
+    batch_size: Annotated[int | None, Argument(form="N", least=1)]
     """The number of examples per batch; defaults to 32, or to the batch size that the file fixes.
 
     Batches of an iterable are taken as they are."""
     fixed: Annotated[
         Mapping[str, Any] | None,
         Argument(
-            form="fills",
+            form="NAME=N...",
             expected="a dict by input name",
             resume=True,
             needs_loss=True,
@@ -33,7 +33,7 @@ class DataArguments(TypedDict, total=False):
     batching: Annotated[
         Mapping[str, None] | None,
         Argument(
-            form="names",
+            form="NAME...",
             expected="a dict by input name, with None for each input without an axis of examples, "
             "like {'edges': None}",
             excludes=("mesh",),
@@ -52,7 +52,7 @@ class DataArguments(TypedDict, total=False):
     pad: Annotated[
         Mapping[str, Any] | None,
         Argument(
-            form="fills",
+            form="NAME=N...",
             resume=True,
             words="The value that pads an input (default: the padding token of the folder, or 0)",
         ),
@@ -67,7 +67,7 @@ class DataArguments(TypedDict, total=False):
     length_buckets: Annotated[
         int | Sequence[int] | None,
         Argument(
-            form="widths",
+            form="N,...",
             expected="a width or several, like (32, 64, 128)",
             resume=True,
             words="The widths that sequences are padded to",
@@ -82,7 +82,7 @@ class DataArguments(TypedDict, total=False):
     columns: Annotated[
         Mapping[str, str] | None,
         Argument(
-            form="renames",
+            form="NAME=NEW...",
             expected="a dict from the names in the data to new ones, like {'question': 'prompt'}",
             words="The new name of a column, or of a role of messages",
         ),

@@ -43,7 +43,9 @@ class Argument(NamedTuple):
     reason: str = ""
     """What an error says of `needs` and `excludes`, after the name of the argument."""
     form: str = ""
-    """The form of its flag, a key of `jaxonnx.cli._flag_types.FORMS`; "" means it has no flag."""
+    """The value of its flag as the help writes it: a key of `jaxonnx.cli._flags.VALUES`, or choices
+    like "a|b", with "..." if it may be repeated; "choice" for the choices of its type, "switch" if
+    it takes no value. "" means that it has no flag."""
     flag: str = ""
     """The name of its flag where that is another than its own."""
     resume: bool = False

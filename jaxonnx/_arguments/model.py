@@ -26,7 +26,7 @@ class LossArguments(TypedDict, total=False):
     loss: Annotated[
         Any,
         Argument(
-            form="text",
+            form="NAME",
             words="The name of a loss (default: softmax cross entropy; causal_lm for texts)",
         ),
     ]
@@ -61,7 +61,7 @@ class LossArguments(TypedDict, total=False):
     optimizer: Annotated[
         Optimizer | Literal["adam", "adamw", "adagrad", "lion", "rmsprop", "sgd"] | None,
         Argument(
-            form="name",
+            form="choice",
             expected="a name ({choices}), an optax transformation, like optax.adam(1e-3) or "
             "jaxonnx.training.optimizer('adamw', 1e-3), or a function of steps (the updates of the "
             "run) to one",
@@ -82,7 +82,7 @@ class OptimizerArguments(TypedDict, total=False):
     learning_rate: Annotated[
         float | Callable[[Any], Any] | None,
         Argument(
-            form="real",
+            form="X",
             flag="rate",
             above=0,
             needs=BY_NAME,
@@ -98,7 +98,7 @@ class OptimizerArguments(TypedDict, total=False):
     schedule: Annotated[
         Literal["constant", "linear", "cosine"] | None,
         Argument(
-            form="name",
+            form="choice",
             needs=BY_NAME,
             reason=NAMED,
             needs_loss=True,
@@ -110,7 +110,7 @@ class OptimizerArguments(TypedDict, total=False):
     warmup: Annotated[
         float | None,
         Argument(
-            form="real",
+            form="X",
             least=0,
             needs=BY_NAME,
             reason=NAMED,
@@ -121,7 +121,7 @@ class OptimizerArguments(TypedDict, total=False):
     clip: Annotated[
         float | None,
         Argument(
-            form="real",
+            form="X",
             above=0,
             finite=False,
             needs=BY_NAME,
@@ -135,7 +135,7 @@ class OptimizerArguments(TypedDict, total=False):
     weight_decay: Annotated[
         float | None,
         Argument(
-            form="real",
+            form="X",
             least=0,
             needs=BY_NAME,
             reason=NAMED,

@@ -17,21 +17,21 @@ class RunArguments(TypedDict, total=False):
     epochs: Annotated[
         int | None,
         Argument(
-            form="count",
+            form="N",
             least=1,
             hint="; jaxonnx.evaluate(model, data, loss=, metrics=) or the command jaxonnx evaluate "
             "computes metrics without training",
         ),
     ]
     """The number of passes over the data; 1 by default, or as many as `max_steps` takes."""
-    max_steps: Annotated[int | None, Argument(form="count", least=1)]
+    max_steps: Annotated[int | None, Argument(form="N", least=1)]
     """The number of steps after which the run ends, be it in the middle of an epoch.
 
     With `epochs` as well, what comes first counts. A step is one batch, also with `accumulate`. A
     run can be resumed with a larger number; a schedule then follows the longer run. With
     `accumulate`, batches that wait at the end make an update of their own, which they would not
     have made alone in a longer run."""
-    steps_per_epoch: Annotated[int | None, Argument(form="count", least=1, resume=True)]
+    steps_per_epoch: Annotated[int | None, Argument(form="N", least=1, resume=True)]
     """The number of steps of an epoch; by default those of a pass over the data.
 
     The data is read on and on: an epoch begins where the one before it ended. An endless stream
@@ -39,7 +39,7 @@ class RunArguments(TypedDict, total=False):
     validation: Annotated[
         Any,
         Argument(
-            form="validation",
+            form="PATH|SHARE",
             words="Validation data (file or folder), or a fraction like 0.2",
         ),
     ]
@@ -49,7 +49,7 @@ class RunArguments(TypedDict, total=False):
     each epoch, on the examples in order."""
     validate_every: Annotated[
         int | None,
-        Argument(form="count", least=1, resume=True),
+        Argument(form="N", least=1, resume=True),
     ]
     """The number of steps between validations, and at the end of the run; by default each epoch.
 
@@ -60,7 +60,8 @@ class RunArguments(TypedDict, total=False):
 
     `history.epochs` begins with this row, of epoch 0, which can be the best."""
     augment: Annotated[
-        Any, Argument(form="augment", words="Random augmentation of training images: crop or flip")
+        Any,
+        Argument(form="crop|flip...", words="Random augmentation of training images: crop or flip"),
     ]
     """Random augmentation of training batches: "crop" or "flip" for images, or a function.
 
@@ -70,7 +71,7 @@ class RunArguments(TypedDict, total=False):
     `data` only. The key depends on `seed`, epoch and batch only, so that a resumed run draws the
     same. For a folder of images the function gets what the network would get, and the other values
     of "augment" in `preprocess` are accepted as well."""
-    patience: Annotated[int | None, Argument(form="count", least=1)]
+    patience: Annotated[int | None, Argument(form="N", least=1)]
     """Stop after this number of epochs (or validations) without a better value of `monitor`.
 
     The result has the weights of the best epoch, also if the run ends normally. With `sparsity`,
@@ -79,7 +80,7 @@ class RunArguments(TypedDict, total=False):
         float,
         Argument(
             0.0,
-            form="real",
+            form="X",
             least=0,
             needs=("patience",),
             reason="goes with patience=, which counts improvements",
@@ -92,7 +93,7 @@ class RunArguments(TypedDict, total=False):
     monitor: Annotated[
         str | tuple[str, str] | None,
         Argument(
-            form="text",
+            form="NAME",
             expected="a name like 'validation_loss', or a pair of a name and 'min' or 'max'",
             needs=("patience", "checkpoint_dir"),
             reason="chooses the best epoch for patience= or checkpoint_dir=, and neither is given",
@@ -105,7 +106,7 @@ class RunArguments(TypedDict, total=False):
     pass a pair with its direction, like `("validation_regret", "min")`."""
     checkpoint_dir: Annotated[
         str | os.PathLike[str] | None,
-        Argument(form="folder", flag="checkpoints", expected="the path of a folder"),
+        Argument(form="FOLDER", flag="checkpoints", expected="the path of a folder"),
     ]
     """A folder for checkpoints.
 
@@ -116,7 +117,7 @@ class RunArguments(TypedDict, total=False):
     checkpoint_every: Annotated[
         int | None,
         Argument(
-            form="count",
+            form="N",
             least=1,
             needs=("checkpoint_dir", "nan: Literal['rollback']"),
             reason="needs a checkpoint_dir, or nan='rollback'",
@@ -128,9 +129,7 @@ class RunArguments(TypedDict, total=False):
     one."""
     keep_best: Annotated[
         int,
-        Argument(
-            1, form="count", least=1, needs=("checkpoint_dir",), reason="needs a checkpoint_dir"
-        ),
+        Argument(1, form="N", least=1, needs=("checkpoint_dir",), reason="needs a checkpoint_dir"),
     ]
     """The number of best checkpoints to keep, by `monitor`, besides the last three."""
     resume: Annotated[
@@ -148,7 +147,7 @@ class RunArguments(TypedDict, total=False):
     optimizer state and the data must be the same: the number, dtypes and a checksum of the examples
     are compared. "anyway" accepts other data. Iterables are not compared: they must yield the same
     batches, from the start of the epoch on."""
-    check: Annotated[bool, Argument(True, form="toggle")]
+    check: Annotated[bool, Argument(True, form="switch")]
     """With `quantize` or `lora`, compare the file of the trained model with the model.
 
     If the file that `save` writes computes something else, a warning says so and names the first
@@ -158,7 +157,7 @@ class RunArguments(TypedDict, total=False):
     on_log: Annotated[
         Hook | Sequence[Hook] | None,
         Argument(
-            form="logs",
+            form="FILE...",
             flag="log",
             expected="a function (step, metrics), or a list of such functions",
             words="Log to a .csv or .jsonl file, a TensorBoard folder, wandb:NAME or mlflow:NAME",
@@ -170,14 +169,14 @@ class RunArguments(TypedDict, total=False):
     steps later, so that the device does not wait. It also gets the metrics of each epoch, as in
     `history.epochs`. If the function has a method `close`, it is called at the end; a method
     `flush` is called before each checkpoint is written."""
-    samples: Annotated[Sequence[Any] | None, Argument(form="names")]
+    samples: Annotated[Sequence[Any] | None, Argument(form="NAME...")]
     """Prompts to continue and print after each epoch: texts, lists of messages, tokens, or features
     of an encoder.
 
     Each is continued greedily by at most 40 tokens, with the weights of the epoch
     (`Model.generate`). Texts need a model from a folder with a tokenizer. If the training data are
     chats, a text is a message of the user, written by the chat template."""
-    progress: Annotated[bool | None, Argument(form="toggle")]
+    progress: Annotated[bool | None, Argument(form="switch")]
     """Whether to show a progress bar; by default in terminals and notebooks.
 
     Elsewhere the default is one line every ten seconds."""

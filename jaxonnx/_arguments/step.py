@@ -10,7 +10,7 @@ from jaxonnx._arguments.declare import Argument
 class BasicArguments(TypedDict, total=False):
     """Arguments that act in the objective, the storage and the step themselves."""
 
-    metrics: Annotated[Any, Argument(form="names")]
+    metrics: Annotated[Any, Argument(form="NAME...")]
     """Metrics of the validation data: accuracy, f1, iou, mae, r2, perplexity and others.
 
     Pass one or a list; each becomes `validation_<name>` in the history. For several outputs, pass a
@@ -28,9 +28,9 @@ class BasicArguments(TypedDict, total=False):
     Sigmoid, it is true above 0. All metrics are exact over the epoch, except for functions that
     return a scalar: these are averaged over the batches. The default is "accuracy" for losses of
     labels."""
-    seed: Annotated[int, Argument(0, form="count", least=0, most=0x7FFFFFFFFFFFFFFF, resume=True)]
+    seed: Annotated[int, Argument(0, form="N", least=0, most=0x7FFFFFFFFFFFFFFF, resume=True)]
     """The random seed: of the order of the examples, and of random operators."""
-    master: Annotated[bool, Argument(True, form="toggle", resume=True)]
+    master: Annotated[bool, Argument(True, form="switch", resume=True)]
     """Train float16 and bfloat16 parameters as float32 master weights.
 
     The optimizer state, the average of `ema` and checkpoints are then float32 (12 bytes per

@@ -22,9 +22,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None:
         process.exit_on_interrupt()
     # Ctrl-C ends these imports, too: flags take a tenth of a second, JAX and ONNX one or two
-    from jaxonnx.cli._options import parse
+    from jaxonnx.cli._parser import parse
 
     options = parse(sys.argv[1:] if arguments is None else arguments)
-    from jaxonnx.cli._main import run
+    from jaxonnx.cli._commands import run_command
 
-    return run(options, own_process=arguments is None)
+    return run_command(options, own_process=arguments is None)

@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxonnx import losses
 from jaxonnx._data.images import preparation as images
 from jaxonnx._data.images.preparation import Layout, Preparation
 from jaxonnx._data.inputs_and_targets import KEY
 from jaxonnx._data.kinds import Data, open_data
 from jaxonnx._data.ragged import derived_inputs
 from jaxonnx.errors import Error, InputError, TrainingError
+from jaxonnx.llm import scores_tokens
 from jaxonnx.losses import find
 from jaxonnx.model import Model, load
 from jaxonnx.training import target_names
@@ -45,11 +47,31 @@ class Failed(Error):
     """Raised when a command fails after its work began, not because it was refused."""
 
 
+def call(value: Any) -> Any:
+    """Return a value, or elements of a list, with their calls made: they are `partial` before."""
+    if isinstance(value, partial):
+        return value()
+    return [*map(call, value)] if isinstance(value, list) else value
+
+
 def read(options: argparse.Namespace, outputs: Sequence[str] | None = None) -> Model:
     """Load the model of a command."""
-    batch, on = "any" if options.any_batch else None, mesh(options)
-    on = on() if isinstance(on, partial) else on
-    return load(options.model, outputs=outputs, batch=batch, dequantize=options.dequantize, mesh=on)
+    batch, dequantize = "any" if options.any_batch else None, bool(options.dequantize)
+    on = call(mesh(options))
+    return load(options.model, outputs=outputs, batch=batch, dequantize=dequantize, mesh=on)
+
+
+def loss(model: Model, options: argparse.Namespace) -> Any:
+    """Return the name of the loss, the call that makes it with `--reference`, or None."""
+    name, second = getattr(options, "loss", None), getattr(options, "reference", None)
+    if second is None:
+        return name
+    if name == "distill":
+        of_tokens = {"next_token": True} if scores_tokens(model) else {}
+        return partial(losses.distill, teacher=second, **of_tokens)
+    if name not in ("dpo", "kto"):
+        raise InputError("--reference goes with --loss distill, dpo or kto")
+    return partial(getattr(losses, name), reference=second)
 
 
 def mesh(options: argparse.Namespace) -> Any:
@@ -90,15 +112,15 @@ def data(path: Path, model: Model, options: argparse.Namespace) -> tuple[Any, bo
     if values is None:
         return path, False
     model = fix(model.without_cache(), options)
-    loss = find(options.loss) if getattr(options, "loss", None) else None
-    derived = loss is not None and loss.derive(model) is not None
-    chosen = columns(path, [*values], model, derived)
-    if not chosen.targets and not derived:
+    chosen = loss(model, options)
+    derived = chosen is not None and find(call(chosen)).derive(model) is not None
+    roles = columns(path, [*values], model, derived)
+    if not roles.targets and not derived:
         raise _lacks(path, values, "the targets, as 'y'")
-    inputs = {name: values[column] for name, column in chosen.inputs.items()}
-    targets = {name: values[name] for name in chosen.targets}
+    inputs = {name: values[column] for name, column in roles.inputs.items()}
+    targets = {name: values[name] for name in roles.targets}
     labels = next(iter(targets.values())) if len(targets) == 1 else targets
-    rest = (labels, *(values[name] for name in chosen.weight))
+    rest = (labels, *(values[name] for name in roles.weight))
     pixels = _prepare_pixels(inputs, model, options)
     if pixels is None:
         return (inputs, *rest), bool(image_options(options))
@@ -127,8 +149,8 @@ def _prepare_pixels(
 
 def fix(model: Model, options: argparse.Namespace) -> Model:
     """Return a model without the inputs that `--fixed` gives a value (not for `sparsify`)."""
-    pairs = getattr(options, "fixed", None)
-    return model.with_fixed_inputs(dict(pairs)) if isinstance(pairs, list) else model
+    values = getattr(options, "fixed", None)
+    return model.with_fixed_inputs(values) if isinstance(values, dict) else model
 
 
 def inputs(path: Path, model: Model) -> dict[str, Any]:
@@ -165,7 +187,7 @@ def open_file(path: Path, names: Any = None) -> Data:
     """Find the kind of data that a path names."""
     if not path.exists():
         raise InputError(f"there is no file or folder '{path}'")
-    return open_data(path, names=dict(names or ()))
+    return open_data(path, names=names or {})
 
 
 def columns(path: Path, names: Sequence[str], model: Model, derived: bool = False) -> Columns:

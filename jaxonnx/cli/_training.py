@@ -1,6 +1,7 @@
-"""`jaxonnx train` and `jaxonnx sparsify`."""
+"""The commands of training, and the Python program of `--explain`."""
 
 import argparse
+import json
 import tempfile
 import warnings
 from collections.abc import Mapping
@@ -13,7 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxonnx import loggers, sparse
+import jaxonnx
+from jaxonnx import loggers, sparse, training
 from jaxonnx._arguments import OptimizerArguments, list_arguments
 from jaxonnx._atomic_write import check_writable
 from jaxonnx._data.batches import Source
@@ -21,12 +23,10 @@ from jaxonnx._data.images import preparation as images
 from jaxonnx._graph.projections import ROLES
 from jaxonnx._io.formats import check_suffix
 from jaxonnx._io.packed import packed_nbytes
-from jaxonnx.cli import _explain as explain
 from jaxonnx.cli import _inputs as reading
-from jaxonnx.cli._flag_types import collect_values
-from jaxonnx.cli._flags import LOSS, PHASES, SPARSE_EPOCHS
+from jaxonnx.cli._flags import collect_values
 from jaxonnx.cli._inputs import Failed, Report
-from jaxonnx.cli._verbs import describe_products
+from jaxonnx.cli._parser import LOSS
 from jaxonnx.errors import InputError, ModelError
 from jaxonnx.lora import LoRA
 from jaxonnx.model import Model
@@ -41,10 +41,11 @@ from jaxonnx.training import (
     read_data,
 )
 
+SPARSE_EPOCHS = 10
+"""The epochs of `sparsify` if no phase has a length."""
+
 
 def train(options: argparse.Namespace, sparsity: Mapping[str, Any] | None = None) -> Report:
-    from jaxonnx.training import preview, train
-
     first = _connect_processes(options)
     model = reading.read(options)
     # check before the training that its results can be written
@@ -72,11 +73,13 @@ def train(options: argparse.Namespace, sparsity: Mapping[str, Any] | None = None
     progress = False if options.json else None
     if not first:  # the files are those of one process
         settings.pop("on_log", None)
-    arguments = {name: explain.evaluate_calls(value) for name, value in settings.items()}
+    arguments = {name: reading.call(value) for name, value in settings.items()}
     if options.dry_run:
-        overview = preview(model, data, **{n: x for n, x in arguments.items() if n != "on_log"})
+        overview = training.preview(
+            model, data, **{n: x for n, x in arguments.items() if n != "on_log"}
+        )
         return Report(asdict(overview), overview)
-    result = train(model, data, progress=progress, **arguments)
+    result = jaxonnx.train(model, data, progress=progress, **arguments)
     history, trained = result.history, result.model
     stopped = bool(history.stopped) and not history.early
     if not first:
@@ -128,7 +131,7 @@ def export_step(options: argparse.Namespace) -> Report:
     for name in (*list_arguments(TrainArguments), "adapters", "resume_anyway"):
         vars(options).setdefault(name, None)  # those of training that this command does not have
     settings = _settings(options, model, path, None)
-    arguments = {name: explain.evaluate_calls(value) for name, value in settings.items()}
+    arguments = {name: reading.call(value) for name, value in settings.items()}
     data, _ = reading.data(path, model, options)
     model, examples = _examples(data, model, settings, options.batch_size)
     of_step = {"loss", "optimizer", *list_arguments(StepArguments)}
@@ -145,7 +148,7 @@ def export_step(options: argparse.Namespace) -> Report:
             return np.concatenate([x[keep] for x, keep in zip(arrays, real, strict=True)])
 
         arguments["web"] = jax.tree.map(join, *batches)
-        arguments["runtime"] = None if options.web is True else options.web
+        arguments["runtime"] = None if options.web == "auto" else options.web
     batch = batches[0]
     if options.any_batch:
         (size,) = jax.export.symbolic_shape("batch")
@@ -167,17 +170,12 @@ def import_step(options: argparse.Namespace) -> Report:
 
 
 def sparsify(options: argparse.Namespace) -> Report:
-    phases = {name: getattr(options, name) for name in PHASES}
-    phases = {name: length for name, length in phases.items() if length is not None}
+    values = {name: x for name, x in vars(options).items() if x is not None}
+    phases = {name: values[name] for name in ("dense", "dynamic", "fixed") if name in values}
     if options.epochs is None:
         options.epochs = sum(phases.values()) if phases else SPARSE_EPOCHS
-    pairs = [text.rpartition("=") for text in options.pattern or ["2:4"]]
-    patterns: Any = {name: pattern for name, _, pattern in pairs}
-    if "" in patterns and len(patterns) > 1:
-        raise InputError("--pattern is one N:M, or patterns by name: NAME=N:M for each")
-    choice = {"select": options.select, "method": options.method}
-    choice = {name: value for name, value in choice.items() if value is not None}
-    return train(options, {"pattern": patterns.get("", patterns), **choice, **phases})
+    choice = {name: values[name] for name in ("select", "method") if name in values}
+    return train(options, {"pattern": options.pattern or "2:4", **choice, **phases})
 
 
 def _settings(
@@ -199,28 +197,18 @@ def _settings(
             "carries an algorithm of its own, which has its rate"
         )
     settings = {name: getattr(options, name, None) for name in list_arguments(TrainArguments)}
-    entries = options.class_weights or []
-    if "balanced" in entries and len(entries) > 1:
-        raise InputError("--class-weights takes balanced, or NAME=X for each class, not both")
-    ratios = dict(options.dropout or ())
-    if "" in ratios and len(ratios) > 1:
-        raise InputError("--dropout takes one ratio for all nodes, or NAME=X for each, not both")
     scheme = options.quantize
     if isinstance(scheme, Mapping):
         Quantization(**scheme)  # refuses fields that do not fit
         scheme = partial(Quantization, **scheme)
     settings |= {
-        "loss": options.loss or (None if carried or head else LOSS),
+        "loss": reading.loss(model, options) or (None if carried or head else LOSS),
         "head": head,
         "preprocess": preprocess,
         "augment": None,  # of images, in `preprocess`
-        "pad": dict(options.pad or ()),
-        "columns": dict(options.columns or ()),
         "batching": dict.fromkeys(options.batching or ()),
         # of `sparsify` this is the length of a phase
-        "fixed": dict(options.fixed or ()) if sparsity is None else None,
-        "class_weights": "balanced" if "balanced" in entries else dict(entries),
-        "dropout": ratios.get("", ratios) if ratios else None,
+        "fixed": options.fixed if sparsity is None else None,
         "quantize": scheme,
         "sparsity": sparsity,
         "lora": _lora(options) if sparsity is None else None,
@@ -229,10 +217,7 @@ def _settings(
     }
     if options.resume_anyway:
         settings["resume"] = "anyway"
-    toggles = ("master", "progress", "check")  # whose default is not False
-    settings = {n: x for n, x in settings.items() if x is not False or n in toggles}
-    settings = {name: x for name, x in settings.items() if x is not None}
-    return {name: x for name, x in settings.items() if x not in ([], {})}
+    return {name: x for name, x in settings.items() if x is not None and x not in ([], {})}
 
 
 def _explain(
@@ -241,35 +226,32 @@ def _explain(
     """Return the Python that does what the command does."""
     ways: dict[str, Any] = {"batch": "any"} if options.any_batch else {}
     ways |= {"dequantize": True} if options.dequantize else {}
-    lines = [explain.loading(options.model, **ways)]
-    renamed = settings.get("columns")
+    lines = [f"model = {_source(partial(jaxonnx.load, options.model, **ways))}"]
     for name, source in (("data", path), ("validation", settings.get("validation"))):
-        if isinstance(source, Path) and not renamed and reading.table(source) is not None:
-            lines += _explained_reading(name, source, model, options)
+        if isinstance(source, Path) and "columns" not in settings and reading.table(source):
+            lines += _explain_reading(name, source, model, options)
         elif source is not None:
-            lines.append(f"{name} = {explain.source(source)}")
+            lines.append(f"{name} = {_source(source)}")
     if "validation" in settings:
-        settings = {**settings, "validation": explain.Name("validation")}
-    lines += explain.training(settings)
+        settings = {**settings, "validation": _Name("validation")}
+    arguments = ["model", "data", *(f"{name}={_source(x)}" for name, x in settings.items())]
+    lines += ["result = jaxonnx.train(", *(f"    {argument}," for argument in arguments), ")"]
     if options.distributed is not None:
         where = () if options.distributed == "auto" else options.distributed
         lines.insert(0, f"jax.distributed.initialize({', '.join(map(repr, where))})")
         lines.append("# in process 0 alone:")
-    if options.output is not None:
-        call = "result.save" if _has_folder(options.output, model) else "result.model.save"
-        lines.append(f"{call}({explain.source(options.output)})")
-    if "lora" in settings and options.adapters is not None:
-        lines.append(f"result.lora.save({explain.source(options.adapters)})")
-    if options.report is not None:
-        lines.append(f"result.report({explain.source(options.report)})")
+    calls = {"result.model.save": options.output, "result.report": options.report}
+    if options.output is not None and _has_folder(options.output, model):
+        calls = {"result.save": options.output, "result.report": options.report}
+    if "lora" in settings:
+        calls["result.lora.save"] = options.adapters
+    lines += [f"{call}({_source(path)})" for call, path in calls.items() if path is not None]
     uses = {"jax": "jax.", "numpy as np": "np."}
     first = "".join(f"import {x}\n" for x, y in uses.items() if any(y in line for line in lines))
     return "\n".join([f"{first}import jaxonnx\n", *lines, "print(result)"])
 
 
-def _explained_reading(
-    name: str, path: Path, model: Model, options: argparse.Namespace
-) -> list[str]:
+def _explain_reading(name: str, path: Path, model: Model, options: argparse.Namespace) -> list[str]:
     """Return the lines that read data from a file."""
     _, prepared = reading.data(path, model, options)
     if prepared:
@@ -279,23 +261,57 @@ def _explained_reading(
         )
     table = reading.table(path) or {}
     columns = reading.columns(path, [*table], reading.fix(model, options))
-    if path.suffix != ".jsonl":
-        return explain.reading(name, path, columns, len(columns.inputs) == len(model.inputs))
-    used = {*columns.inputs, *columns.targets, *columns.weight}
-    if unused := [column for column in table if column not in used]:
-        raise InputError(
-            f"--explain does not support '{path}', which has more than inputs and "
-            f"targets: {', '.join(unused)}"
-        )
-    return [f"{name} = {explain.source(path)}"]
+    if path.suffix == ".jsonl":
+        used = {*columns.inputs, *columns.targets, *columns.weight}
+        if unused := [column for column in table if column not in used]:
+            raise InputError(
+                f"--explain does not support '{path}', which has more than inputs and "
+                f"targets: {', '.join(unused)}"
+            )
+        return [f"{name} = {_source(path)}"]
+    arrays = {column: _Name(f"arrays[{_source(column)}]") for column in table}
+    inputs: Any = {key: arrays[column] for key, column in columns.inputs.items()}
+    targets: Any = {column: arrays[column] for column in columns.targets}
+    parts = [
+        tuple(inputs.values()) if len(inputs) == len(model.inputs) else inputs,
+        *(targets.values() if len(targets) == 1 else [targets]),
+        *(arrays[column] for column in columns.weight),
+    ]
+    return [f"arrays = np.load({_source(path)})", f"{name} = {', '.join(map(_source, parts))}"]
+
+
+class _Name(str):
+    """A name in a program rather than a text."""
+
+
+def _source(value: Any) -> str:
+    """Return the Python that makes a value; `partial` is a call."""
+    match value:
+        case partial():
+            named = [f"{name}={_source(x)}" for name, x in value.keywords.items()]
+            called = value.func.__qualname__  # by the name that users call it by
+            in_package = called in jaxonnx.__all__
+            room = "jaxonnx" if in_package else value.func.__module__.partition("._")[0]
+            return f"{room}.{called}({', '.join([*map(_source, value.args), *named])})"
+        case _Name():
+            return str(value)
+        case str() | Path():
+            return json.dumps(str(value), ensure_ascii=False)
+        case Mapping():
+            return "{" + ", ".join(f"{_source(k)}: {_source(x)}" for k, x in value.items()) + "}"
+        case tuple():
+            return "(" + ", ".join(map(_source, value)) + ("," if len(value) == 1 else "") + ")"
+        case list():
+            return "[" + ", ".join(map(_source, value)) + "]"
+    return repr(value)
 
 
 def _head(model: Model, options: argparse.Namespace) -> Any:
-    """Return the new heads: their classes by output, or those of the only one; None for none.
+    """Return the classes of the new head, or those by output of several, which may be none.
 
     Labels that are more or less than the outputs of the network need a new head as well.
     """
-    heads = dict(options.head or ())
+    heads = {"": options.head} if isinstance(options.head, int) else dict(options.head or {})
     names = reading.class_names(options.labels) if options.labels is not None else ()
     shape = model.outputs[0].shape if len(model.outputs) == 1 else None
     if not heads and names and shape and len(shape) == 2 and shape[1] not in (None, len(names)):
@@ -304,9 +320,7 @@ def _head(model: Model, options: argparse.Namespace) -> Any:
         if count != len(names):
             raise InputError(f"--head {count}, but '{options.labels}' has {len(names)} names")
         heads[output] = names
-    if "" in heads and len(heads) > 1:
-        raise InputError("--head takes one number, or OUTPUT=N for each of several, not both")
-    return heads.get("", heads) or None
+    return heads.get("", heads)
 
 
 def _logger(path: Path, folder: Path | None) -> partial:
@@ -363,7 +377,7 @@ def _examples(
 ) -> tuple[Model, Source]:
     """Return the examples of a file in their order, and the model with the classes of images."""
     names = {"pad", "length_buckets", "loss", "preprocess", "columns"} & settings.keys()
-    chosen = Settings(batch_size=size, **{name: settings[name] for name in names})
+    chosen = Settings(batch_size=size, **{name: reading.call(settings[name]) for name in names})
     model, examples, *_ = read_data(model, chosen, open_data(data, chosen), training=False)
     return model, examples
 
@@ -385,7 +399,7 @@ def _with_proof(report: Report, model: Model, data: Any, settings: Mapping[str, 
     data = {
         **report.data,
         "pattern": str(model.sparsity),
-        "products": describe_products(proof),
+        "products": [*map(vars, proof.products)],
         "bytes": dense,
         "bytes_packed": packed,
     }

@@ -11,7 +11,6 @@ from PIL import Image
 import jaxonnx
 from jaxonnx._data.images import preparation as images
 from jaxonnx.cli import main
-from jaxonnx.cli._inputs import arrange_pixels, classify
 from jaxonnx.errors import InputError, ModelError
 from tests.support.paths import DATA
 from tests.support.pictures import RNG, net
@@ -36,14 +35,23 @@ def picture(tmp_path):
     return pixels, path
 
 
+def classify(net, picture, flags, capsys):
+    """The labels and shares that the command gives a picture."""
+    assert main(["classify", str(net), str(picture), "--json", *flags.split()]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["pictures"]
+    return [(entry["label"], entry["share"]) for entry in found["classes"]]
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layouts(name, picture):
+def test_layouts(name, picture, tmp_path, capsys):
     pixels, path = picture
     model = net(LAYOUTS[name])
+    model.save(tmp_path / "net.onnx")
     where = images.layout(model, (8, 6) if name == "N" else None)
     assert (where.size, where.kind) == ((8, 6), name.split()[0] if "batch" not in name else "NCHW")
-    prepare = images.Preparation(mean=(0.5,), std=(0.25,), labels=("a", "b", "c"))
-    found = classify(model, images.read(path, where), prepare, where)
+    flags = "--mean 0.5 --std 0.25 --labels a,b,c --scale 0.00392156862745098"
+    flags += " --size 8x6" * (name == "N")
+    found = classify(tmp_path / "net.onnx", path, flags, capsys)
 
     gray = "color" not in name
     x = np.asarray(Image.fromarray(pixels).convert("L"))[..., None] if gray else pixels
@@ -69,11 +77,12 @@ def test_mean_and_std_of_each_channel(picture):
         images.Preparation(std=(0,))(images.read(path, where), where)
 
 
-def test_probabilities_stay_as_they_are(picture):
+def test_probabilities_stay_as_they_are(picture, tmp_path, capsys):
     _, path = picture
     model = net(["n", 1, 8, 6], softmax=True)
     where = images.layout(model)
-    found = classify(model, images.read(path, where), images.Preparation(), where)
+    model.save(tmp_path / "net.onnx")
+    found = classify(tmp_path / "net.onnx", path, "", capsys)
     x = images.Preparation()(images.read(path, where), where)
     np.testing.assert_allclose([p for _, p in found], np.sort(model(x)[0])[::-1])
     assert sorted(label for label, _ in found) == ["0", "1", "2"]
@@ -96,14 +105,40 @@ def test_other_sizes_are_cut_to_the_middle(tmp_path):
     assert (images.read(tmp_path / "wide.png", where) > 200).all()
 
 
-def test_batches_of_pictures(picture):
+def test_batches_of_pictures(picture, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     pixels, _ = picture
-    prepare, where = images.Preparation(), images.layout(net(["n", 3, 8, 6]))
-    expected = (pixels / 255).astype(np.float32).transpose(2, 0, 1)[None]
+    model = net(["n", 3, 8, 6])
+    model.save("net.onnx")
+    x, y = (pixels / 255).astype(np.float32).transpose(2, 0, 1)[None], np.array([1])
+    loss = "softmax_cross_entropy_with_integer_labels"
+    expected = jaxonnx.evaluate(model, (x, y), loss=loss)["loss"]
     for given in (pixels[None], pixels.transpose(2, 0, 1)[None]):
-        np.testing.assert_allclose(arrange_pixels(given, prepare, where), expected, rtol=1e-6)
-    with pytest.raises(InputError, match=r"\[8, 6\]"):
-        arrange_pixels(pixels[None, ..., 0], prepare, where)
+        np.savez("images.npz", x=given, y=y)
+        assert main(["evaluate", "net.onnx", "images.npz", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(expected, rel=1e-5)
+    np.savez("images.npz", x=pixels[None, ..., 0], y=y)
+    assert main(["evaluate", "net.onnx", "images.npz"]) == 2
+    assert "pictures of shape [8, 6]" in capsys.readouterr().err
+
+
+def test_lists_and_texts_of_a_configuration(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    net(["n", 48]).save("net.onnx")
+    for name in ("a.png", "b.png"):
+        Image.fromarray(RNG.integers(0, 256, (8, 6, 3), np.uint8)).save(name)
+    (tmp_path / "run.toml").write_text(
+        'model = "net.onnx"\npictures = ["a.png", "b.png"]\nmean = [0.5]\nsize = "8x6"\n'
+    )
+    assert main(["classify", "--config", "run.toml", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["pictures"]
+    assert [row["picture"] for row in rows] == ["a.png", "b.png"]
+    flags = "--size 8x6 --mean 0.5"
+    assert classify("net.onnx", "b.png", flags, capsys) == [
+        (entry["label"], entry["share"]) for entry in rows[1]["classes"]
+    ]
+    others = classify("net.onnx", "b.png", "--config run.toml --mean 0", capsys)
+    assert others == classify("net.onnx", "b.png", "--size 8x6 --mean 0", capsys)
 
 
 def test_the_file_says_how(tmp_path):

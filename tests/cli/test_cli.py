@@ -16,12 +16,9 @@ from PIL import Image
 
 import jaxonnx
 from jaxonnx import demo
-from jaxonnx._arguments import list_arguments
 from jaxonnx._data.images import preparation as images
 from jaxonnx.cli import main
-from jaxonnx.cli._flags import VERBS
-from jaxonnx.cli._options import parse
-from jaxonnx.training import TrainArguments
+from jaxonnx.cli._parser import COMMANDS
 from tests.support import tiny_networks
 from tests.support.paths import DATA
 
@@ -131,12 +128,17 @@ def test_quantize(small, capsys):
     assert "quantized already" in capsys.readouterr().err
 
 
-def test_fields_of_a_scheme_are_flags_of_quantize():
+def show_help(command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([command, "--help"])
+    assert stop.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_fields_of_a_scheme_are_flags_of_quantize(capsys):
     """With the choices that their types have, as they are read without importing them."""
-    (flags,) = (
-        flags for title, flags in VERBS["quantize"].groups.items() if title.startswith("scheme")
-    )
-    choices = {flag.names[2:].replace("-", "_"): flag.settings.get("choices") for flag in flags}
+    choices = dict(re.findall(r"^  --([\w-]+) \{(.*?)\}", show_help("quantize", capsys), re.M))
+    found = 0
     for name, kind in get_type_hints(jaxonnx.Quantization).items():
         values = [v for part in get_args(kind) for v in get_args(part) if get_origin(part)]
         if get_origin(kind) is Literal:
@@ -144,8 +146,9 @@ def test_fields_of_a_scheme_are_flags_of_quantize():
         default = jaxonnx.Quantization.__dataclass_fields__[name].default
         if values and all(isinstance(v, str) for v in values) and name in choices:
             optional = type(None) in get_args(kind) and default is not None
-            assert [*choices[name]] == [*values, *["none"] * optional], name
-    assert len([values for values in choices.values() if values]) == 4
+            assert choices[name].split(",") == [*values, *["none"] * optional], name
+            found += 1
+    assert found == 4
 
 
 def test_quantize_by_fields(small, capsys):
@@ -184,24 +187,24 @@ def test_pictures_calibrate(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("said", "configured", "fields"),
     [
-        ("int8", "'int8'", "int8"),
+        ("int8", "'int8'", 'quantize="int8"'),
         (
             "weights=int4,block=2,activations=none,symmetric=true",
             '{weights = "int4", block = 2, activations = "none", symmetric = true}',
-            {"weights": "int4", "block": 2, "activations": None, "symmetric": True},
+            'Quantization(weights="int4", block=2, activations=None, symmetric=True)',
         ),
         (
             "skip=a,b,start=0.5",
             '{skip = ["a", "b"], start = 0.5}',
-            {"skip": ["a", "b"], "start": 0.5},
+            'Quantization(skip=["a", "b"], start=0.5)',
         ),
     ],
 )
-def test_schemes_of_training(said, configured, fields, small):
-    line = ["train", "net.onnx", "data.npz", "-o", "out.onnx"]
-    assert parse([*line, "--quantize", said]).quantize == fields
+def test_schemes_of_training(said, configured, fields, small, capsys):
     Path("run.toml").write_text(f"quantize = {configured}")
-    assert parse([*line, "--config", "run.toml"]).quantize == fields
+    for flags in (f"--quantize {said}", "--config run.toml"):
+        assert command(f"train net.onnx data.npz -o out.onnx --explain {flags}") == 0
+        assert fields in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -259,16 +262,6 @@ def test_export_safetensors(tmp_path, capsys):
     assert types == {"bfloat16"}
 
 
-def test_convert(small, capsys):
-    assert command("convert net.onnx half.onnx --to float16 --opset 22 --json") == 0
-    assert result(capsys) == {"output": "half.onnx"}
-    half = jaxonnx.load("half.onnx")
-    assert {value.dtype.name for value in half.params.values()} == {"float16"}
-    assert half.proto.opset_import[0].version == 22
-    assert command("convert net.onnx half.onnx --to float16 --keep Nothing") == 2
-    assert "keep" in capsys.readouterr().err
-
-
 def test_evaluate(small, capsys):
     line = "evaluate net.onnx data.npz --batch-size 3"
     assert command(f"{line} --json") == 0
@@ -287,6 +280,39 @@ def test_evaluate(small, capsys):
     assert "true \\ predicted" in capsys.readouterr().out
     assert command("evaluate net.onnx data.npz --metrics mse") == 2
     assert "shape of the outputs" in capsys.readouterr().err
+
+
+def test_second_models_of_losses(small, capsys):
+    proto = onnx.load("net.onnx")
+    student = onnx.numpy_helper.to_array(proto.graph.initializer[0]).astype(float)
+    teacher = np.random.default_rng(1).normal(size=(4, 3))
+    tensor = onnx.numpy_helper.from_array(teacher.astype(np.float32), "w")
+    proto.graph.initializer[0].CopyFrom(tensor)
+    onnx.save(proto, "teacher.onnx")
+    line = "net.onnx data.npz --loss distill --reference teacher.onnx"
+    assert command(f"evaluate {line} --json") == 0
+    x = np.load("data.npz")["x"].astype(float)
+    soft, logs = (x @ weight / 2 for weight in (teacher, student))  # the temperature is 2
+    soft, logs = (z - np.log(np.exp(z).sum(1, keepdims=True)) for z in (soft, logs))
+    expected = 4 * (np.exp(soft) * (soft - logs)).sum(1).mean()
+    assert result(capsys)["loss"] == pytest.approx(expected, rel=1e-5)
+    assert command(f"train {line} -o out.onnx --explain") == 0
+    assert 'loss=jaxonnx.losses.distill(teacher="teacher.onnx"),' in capsys.readouterr().out
+    assert command(f"train {line} -o out.onnx --json") == 0
+    assert result(capsys)["history"]["losses"] == pytest.approx([expected], rel=1e-5)
+    assert command("train net.onnx data.npz -o out.onnx --reference teacher.onnx") == 2
+    assert "--reference goes with --loss distill, dpo or kto" in capsys.readouterr().err
+
+
+def test_references_of_preferences(small, capsys):
+    """Of a model that equals the reference the loss is log 2."""
+    onnx.save(tiny_networks.text(), "text.onnx")
+    onnx.save(tiny_networks.text(), "same.onnx")
+    ids = np.random.default_rng(0).integers(0, 7, (4, 6))
+    np.savez("pairs.npz", input_ids=ids, labels=np.where(np.arange(6) < 2, -100, ids))
+    line = "evaluate text.onnx pairs.npz --loss dpo --json"
+    assert command(f"{line} --reference same.onnx") == 0
+    assert result(capsys)["loss"] == pytest.approx(np.log(2), rel=1e-6)
 
 
 @pytest.mark.parametrize("verb", ["train", "sparsify"])
@@ -347,46 +373,47 @@ def test_a_configuration_gives_what_flags_do_not(small, capsys):
     assert "'nothing'" in capsys.readouterr().err
 
 
-ELSEWHERE = {
-    "preprocess": "a flag for each key",
-    "sparsity": "the command sparsify",
+FLAGS = {
+    **{"learning_rate": "rate", "checkpoint_dir": "checkpoints", "on_log": "log"},
+    **{"preprocess": "size", "sparsity": "pattern"},  # one of several flags
+    **{"rank": "lora", "where": "lora-where", "alpha": "lora-alpha", "loss": "loss-on"},
 }
-"""Arguments of `train` that are no flags of the command `train`."""
-KEYS = {"augment", "loss", "labels", "size", "order", "scale", "mean", "std", "crop"} | {
-    *("workers", "memory", "max_length", "long", "pack")
-}
-"""The keys of `preprocess`."""
+"""Flags of arguments, keys and fields that have another name."""
 
 
-def test_the_shell_reaches_what_python_does():
-    """Each argument of train, each key of preprocess, each field of LoRA and Quantization."""
-    options = vars(parse(["train", "net.onnx", "data.npz", "-o", "out.onnx"]))
-    arguments = list_arguments(TrainArguments).keys()
+def test_the_shell_reaches_what_python_does(capsys):
+    """Each argument of train, each key of preprocess, each field of LoRA."""
+    shown = {name: show_help(name, capsys) for name in ("train", "sparsify")}
+    flags = {flag for text in shown.values() for flag in re.findall(r"--([\w-]+)", text)}
+    arguments = inspect.signature(jaxonnx.train).parameters.keys() - {"model", "data"}
     assert len(arguments) > 45
-    assert arguments - options.keys() == ELSEWHERE.keys()
-    heads = re.findall(r'^\* ("[^:]*"):', list_arguments(TrainArguments)["preprocess"].text, re.M)
-    assert {name for head in heads for name in re.findall(r"\w+", head)} == KEYS
-    assert KEYS - {"loss"} | {"loss_on"} <= options.keys()
-    fields = {f"LoRA.{name}" for name in get_type_hints(jaxonnx.LoRA)}
-    assert fields - options.keys() == {"LoRA.rank", "LoRA.where"}  # whose flags have other names
-    assert {"lora", "lora_where"} <= options.keys()
+    assert {"loss", *(FLAGS.get(x, x.replace("_", "-")) for x in arguments)} <= flags
+    text = re.search(r"^  preprocess: .*?^  \w", jaxonnx.train.__doc__, re.M | re.S)[0]
+    heads = re.findall(r'^    \* ("[^:]*"):', text, re.M)
+    keys = {name for head in heads for name in re.findall(r"\w+", head)}
+    assert len(keys) == 14
+    fields = {
+        f"lora-{name}" if name == "dropout" else name for name in get_type_hints(jaxonnx.LoRA)
+    }
+    assert {FLAGS.get(x, x.replace("_", "-")) for x in keys | fields} <= flags
 
 
 def test_a_configuration_reaches_what_flags_do(small, capsys):
     Path("run.toml").write_text(
-        'model = "m"\ndata = "d"\noutput = "o"\nmaster = false\nprogress = false\nlora = 4\n'
-        'lora-alpha = 8.0\ndora = true\nbatching = ["nodes"]\nlog = ["wandb:digits", "log.csv"]\n'
-        '[preprocess]\nmax_length = 12\nlong = "skip"\nloss = "all"\npack = true\nworkers = 2\n'
+        'model = "net.onnx"\ndata = "data.npz"\noutput = "o.onnx"\nmaster = false\n'
+        'progress = false\nlora = 4\nlora-alpha = 8.0\ndora = true\nbatching = ["nodes"]\n'
+        'log = ["wandb:digits", "log.csv"]\nexplain = true\n'
+        '[preprocess]\nmax_length = 12\nlong = "skip"\nloss = "all"\npack = true\n'
     )
-    options = vars(parse(["train", "--config", "run.toml"]))
-    assert (options["master"], options["progress"], options["batching"]) == (
-        False,
-        False,
-        ["nodes"],
-    )
-    assert (options["LoRA.alpha"], options["LoRA.dora"]) == (8.0, True)
-    keys = ("max_length", "long", "loss_on", "pack", "workers")
-    assert [options[key] for key in keys] == [12, "skip", "all", True, 2]
+    assert command("train --config run.toml") == 0
+    shown = capsys.readouterr().out
+    for argument in (
+        *("master=False", "progress=False", 'batching={"nodes": None}'),
+        "lora=jaxonnx.LoRA(4, alpha=8.0, dora=True)",
+        'preprocess={"max_length": 12, "long": "skip", "loss": "all", "pack": True}',
+        'on_log=[jaxonnx.loggers.wandb("digits", folder=None), jaxonnx.loggers.csv("log.csv")]',
+    ):
+        assert f"    {argument},\n" in shown
     line = "train net.onnx data.npz -o out.onnx --lora 2 --lora-alpha 3 --explain --no-progress"
     assert command(f"{line} --log mlflow:digits --checkpoints run") == 0
     shown = capsys.readouterr().out
@@ -397,22 +424,10 @@ def test_a_configuration_reaches_what_flags_do(small, capsys):
     assert "go with --lora RANK" in capsys.readouterr().err
 
 
-def test_defaults_are_those_of_python():
-    options = vars(parse(["train", "net.onnx", "data.npz", "-o", "out.onnx"]))
-    python = {name: p.default for name, p in inspect.signature(jaxonnx.train).parameters.items()}
-    both = options.keys() & python.keys()
-    assert {"epochs", "batch_size", "seed", "accumulate", "ema", "nan"} <= both
-    for name in both - {"model", "data"}:
-        assert options[name] is None or options[name] == python[name], name
-
-
-def test_lists_and_texts_of_a_configuration(small):
-    Path("run.toml").write_text('model = "m"\npictures = ["a", "b"]\nmean = [0.5, 1]\nsize = "8x6"')
-    options = parse(["classify", "--config", "run.toml"])
-    assert options.pictures == [Path("a"), Path("b")]
-    assert (options.model, options.mean, options.size) == (Path("m"), (0.5, 1), (8, 6))
-    options = parse(["classify", "m", "c", "--config", "run.toml", "--mean", "0"])
-    assert (options.pictures, options.mean) == ([Path("c")], (0,))
+def test_defaults_are_those_of_python(small, capsys):
+    assert command("train net.onnx data.npz -o out.onnx --explain") == 0
+    passed = re.findall(r"^    (.*),$", capsys.readouterr().out, re.M)
+    assert passed == ["model", "data", 'loss="softmax_cross_entropy_with_integer_labels"']
 
 
 @pytest.mark.parametrize(
@@ -469,7 +484,9 @@ def test_settings_of_train(small, capsys):
     assert len(Path("l.csv").read_text().splitlines()) == 1 + len(history["epochs"])
     assert command(f"{line} --dropout 0.1") == 2
     assert "no Dropout node" in capsys.readouterr().err
-    assert command(f"{line} --dropout 0.1 --dropout x=0.2") == 2
+    with pytest.raises(SystemExit):
+        command(f"{line} --dropout 0.1 --dropout x=0.2")
+    assert "argument --dropout: takes X|NAME=X: one for all, or by name" in capsys.readouterr().err
     assert command(f"{line} --adapters out.npz") == 2
     assert command(f"{line} --log out.txt") == 2
 
@@ -545,12 +562,9 @@ def test_version(capsys):
     assert capsys.readouterr().out.strip() == jaxonnx.__version__
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", COMMANDS)
 def test_help_has_examples(verb, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main([verb, "--help"])
-    assert stop.value.code == 0
-    said = capsys.readouterr().out
+    said = show_help(verb, capsys)
     assert f"jaxonnx {verb} " in said
     assert "exit status" in said
 
@@ -767,8 +781,9 @@ def test_weights_of_examples_and_of_classes(small, capsys):
     assert result(capsys)["loss"] == pytest.approx(expected, rel=1e-6)
     assert command("train net.onnx weighed.npz -o out.onnx --explain") == 0
     assert 'arrays["labels"], arrays["weight"]\n' in capsys.readouterr().out
-    assert command(f"train net.onnx data.npz -o out.onnx {flags} --class-weights balanced") == 2
-    assert "not both" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        command(f"train net.onnx data.npz -o out.onnx {flags} --class-weights balanced")
+    assert "one for all, or by name" in capsys.readouterr().err
 
 
 def test_weights_need_no_targets(small, capsys):
@@ -877,8 +892,8 @@ def test_flags_that_are_mistyped(flag, message, capsys):
 
 
 def test_the_help_of_each_flag_is_in_words_of_the_command_line():
-    for name, verb in VERBS.items():
-        for flag in (flag for flags in verb.groups.values() for flag in flags):
+    for name, verb in COMMANDS.items():
+        for flag in (flag for flags in verb.list_flags().values() for flag in flags):
             said = f"{name} {flag.names}: {flag.help}"
             assert len(flag.help.split()) > 1, said
             assert not re.search(r"jaxonnx\.|optax\.\w|function|like --|\(step,|\{|None", said), (

@@ -19,8 +19,7 @@ from safetensors.numpy import save_file
 import jaxonnx
 from jaxonnx import docs
 from jaxonnx.cli import main
-from jaxonnx.cli._flags import VERBS
-from jaxonnx.cli._options import parse
+from jaxonnx.cli._parser import COMMANDS, parse
 from tests.support.pages import PAGES, blocks
 from tests.support.paths import ROOT
 
@@ -129,7 +128,7 @@ def test_examples_of_help(folder, monkeypatch):
         shutil.copytree(f"tests/data/llm/qwen3-{of}", name)
     monkeypatch.setattr("sys.stdin", io.StringIO("a list\n"))  # of chat
     Path("run.toml").write_text('data = "data.npz"\nmodel = "net.onnx"\noutput = "out.onnx"')
-    for name, verb in VERBS.items():
+    for name, verb in COMMANDS.items():
         for line in verb.examples.splitlines():
             arguments = shlex.split(line)[1:]
             assert arguments[0] == name

@@ -18,7 +18,7 @@ import numpy as np
 import onnx
 
 import jaxonnx
-from jaxonnx.cli import _options as options
+from jaxonnx.cli._parser import parse
 from tests.fuzz.check import OPTIONS, Outcome, Overtime, finding
 from tests.fuzz.mutate import FLOATS, INTEGERS, changed, mutated
 from tests.support import tiny_networks
@@ -191,7 +191,7 @@ def _read_sparse(path: Path) -> None:
 
 def _read_config(path: Path) -> None:
     with contextlib.suppress(SystemExit), contextlib.redirect_stderr(io.StringIO()):
-        options.parse(["train", "m.onnx", "d.npz", "-o", "o.onnx", "--config", str(path)])
+        parse(["train", "m.onnx", "d.npz", "-o", "o.onnx", "--config", str(path)])
 
 
 KINDS: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any]]] = {

@@ -554,9 +554,11 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         main([*run, "--head", "a,b,c"])
     assert "'a,b,c' is not a number; names go to --labels A,B" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*run, "--head", "4", "--head", "y=3"])
+    assert "argument --head: takes N|OUTPUT=N: one for all, or by name" in capsys.readouterr().err
     for flags, message in (
         (["--head", "4", "--labels", "names.txt"], "--head 4, but 'names.txt' has 3 names"),
-        (["--head", "4", "--head", "y=3"], "OUTPUT=N for each of several"),
         (["--head", "z=3"], "no value, node or module 'z'"),
     ):
         assert main([*run, *flags]) == 2

@@ -32,7 +32,7 @@ class GradientNoiseArguments(TypedDict, total=False):
     gradient_noise: Annotated[
         float | None,
         Argument(
-            form="real",
+            form="X",
             least=0,
             excludes=("sparsity",),
             reason="would change what sparsity prunes: leave one of the two out",

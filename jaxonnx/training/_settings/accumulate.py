@@ -20,7 +20,7 @@ from jaxonnx.training._settings.plan import Plan
 class AccumulateArguments(TypedDict, total=False):
     """Updates of several batches."""
 
-    accumulate: Annotated[int, Argument(1, form="count", least=1, resume=True, needs_loss=True)]
+    accumulate: Annotated[int, Argument(1, form="N", least=1, resume=True, needs_loss=True)]
     """The number of batches whose gradients make one update.
 
     It is the update of one batch of all their rows: the gradients of the losses are summed, and

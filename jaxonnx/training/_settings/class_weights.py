@@ -24,7 +24,7 @@ class ClassWeightsArguments(TypedDict, total=False):
     class_weights: Annotated[
         str | Mapping[Any, float] | None,
         Argument(
-            form="class_weights",
+            form="balanced|NAME=X...",
             expected="'balanced', or a dict from classes to weights",
             resume=True,
             needs_loss=True,

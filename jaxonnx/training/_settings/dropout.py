@@ -11,7 +11,8 @@ class DropoutArguments(TypedDict, total=False):
     """Ratios of Dropout."""
 
     dropout: Annotated[
-        float | Mapping[str, float] | None, Argument(form="ratios", resume=True, needs_loss=True)
+        float | Mapping[str, float] | None,
+        Argument(form="X|NAME=X...", resume=True, needs_loss=True),
     ]
     """The ratio of all Dropout nodes, or ratios by value, node or module.
 

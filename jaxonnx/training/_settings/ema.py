@@ -23,7 +23,7 @@ class EmaArguments(TypedDict, total=False):
     ema: Annotated[
         float | None,
         Argument(
-            form="real",
+            form="X",
             above=0,
             below=1,
             expected="a decay between 0 and 1, like 0.999",

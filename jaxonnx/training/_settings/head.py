@@ -19,7 +19,7 @@ class HeadArguments(TypedDict, total=False):
 
     head: Annotated[
         Classes | Mapping[str, Classes] | None,
-        Argument(form="heads", words="Replace the last layer, with this number of classes"),
+        Argument(form="N|OUTPUT=N...", words="Replace the last layer, with this number of classes"),
     ]
     """A new last layer: the number of classes, or their names.
 

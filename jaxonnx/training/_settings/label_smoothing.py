@@ -12,7 +12,7 @@ class LabelSmoothingArguments(TypedDict, total=False):
     """Smoothed labels."""
 
     label_smoothing: Annotated[
-        float | None, Argument(form="real", least=0, below=1, resume=True, needs_loss=True)
+        float | None, Argument(form="X", least=0, below=1, resume=True, needs_loss=True)
     ]
     """The share of each label that is spread over all classes alike, like 0.1.
 

@@ -21,7 +21,7 @@ class LoraArguments(TypedDict, total=False):
     trainable: Annotated[
         Trainable | None,
         Argument(
-            form="names",
+            form="NAME...",
             excludes=("lora: Adapters",),
             reason="cannot be combined with Adapters, which determine what is trained",
             needs_loss=True,
@@ -35,7 +35,7 @@ class LoraArguments(TypedDict, total=False):
     lora: Annotated[
         LoRA | Adapters | None,
         Argument(
-            form="rank",
+            form="N",
             expected="a jaxonnx.LoRA, like LoRA(rank=8), or Adapters to continue with",
             excludes=("sparsity",),
             reason="cannot be combined with sparsity: merge the adapters into the model first, or "

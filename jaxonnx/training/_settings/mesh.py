@@ -32,7 +32,9 @@ class MeshArguments(TypedDict, total=False):
 
     mesh: Annotated[
         Mesh | Literal["all"] | None,
-        Argument(form="mesh", words="All devices, or the sizes of axes like data=4,model=2"),
+        Argument(
+            form="all|NAME=N,...", words="All devices, or the sizes of axes like data=4,model=2"
+        ),
     ]
     """The devices to train on: "all", or a `jax.sharding.Mesh`.
 
@@ -43,7 +45,7 @@ class MeshArguments(TypedDict, total=False):
     sharding: Annotated[
         Sharding | None,
         Argument(
-            form="sharding",
+            form="data|fsdp|tensor",
             needs=("mesh",),
             reason="says how tensors are split over a mesh, and there is none: pass mesh='all' for "
             "all devices, or a jax.sharding.Mesh",

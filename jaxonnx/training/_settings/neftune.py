@@ -16,7 +16,7 @@ from jaxonnx.views import EmbeddingNoise
 class NeftuneArguments(TypedDict, total=False):
     """Noise on embeddings."""
 
-    neftune: Annotated[float | None, Argument(form="real", least=0, resume=True, needs_loss=True)]
+    neftune: Annotated[float | None, Argument(form="X", least=0, resume=True, needs_loss=True)]
     """Add noise to the embeddings of tokens in training (NEFTune), like 5.0.
 
     It is uniform in +-`neftune` / sqrt(length * features), with the padded length of the batch, as

@@ -36,7 +36,7 @@ class QuantizeArguments(TypedDict, total=False):
     quantize: Annotated[
         str | Quantization | None,
         Argument(
-            form="scheme",
+            form="TYPE|FIELD=X,...",
             resume=True,
             needs_loss=True,
             words="Quantization-aware training: int8, int4, or fields of Quantization like "

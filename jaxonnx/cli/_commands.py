@@ -1,18 +1,20 @@
-"""The commands, each a function from options to a report; those of training are in `_training`."""
-
-from __future__ import annotations
+"""The commands, each a function from options to a report, and what runs one."""
 
 import argparse
+import json
+import math
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from rich.console import Console
 
+import jaxonnx
+from jaxonnx import sparse
 from jaxonnx._atomic_write import check_writable, write_atomically
 from jaxonnx._data.images import preparation as images
 from jaxonnx._data.images.folder import image_paths
@@ -21,16 +23,15 @@ from jaxonnx._graph.values import Value
 from jaxonnx._io.formats import check_suffix
 from jaxonnx._io.protos import text
 from jaxonnx.cli import _inputs as reading
-from jaxonnx.cli._declarations import GENERATE
-from jaxonnx.cli._flag_types import collect_values
-from jaxonnx.cli._flags import LOSS
+from jaxonnx.cli import process
+from jaxonnx.cli._flags import collect_values
 from jaxonnx.cli._inputs import Failed, Report
-from jaxonnx.errors import InputError
+from jaxonnx.cli._parser import LOSS
+from jaxonnx.cli._training import export_step, import_step, sparsify, train
+from jaxonnx.errors import Error, InputError
 from jaxonnx.lora import Adapters
-from jaxonnx.model import Model, load, operator_name
-
-if TYPE_CHECKING:
-    from jaxonnx.sparse import Verification
+from jaxonnx.model import Model, operator_name
+from jaxonnx.training import Interrupt
 
 
 def info(options: argparse.Namespace) -> Report:
@@ -67,37 +68,28 @@ def _describe(value: Any) -> dict[str, Any]:
 
 
 def verify(options: argparse.Namespace) -> Report:
-    from jaxonnx import sparse
-
     proof = sparse.verify(reading.read(options))
     patterns = ", ".join(dict.fromkeys(str(product.pattern) for product in proof.products))
-    return Report({"pattern": patterns, "products": describe_products(proof)}, str(proof))
+    return Report({"pattern": patterns, "products": [*map(vars, proof.products)]}, str(proof))
 
 
 def validate(options: argparse.Namespace) -> Report:
-    from jaxonnx import validate
-
     model: Any = options.model
     if options.any_batch or options.dequantize:
         model = reading.read(options)
     data, preprocess = None, {}
     if options.data is not None:
-        data, preprocess = reading.unlabeled(options.data, load(model), options)
-    result = validate(
+        data, preprocess = reading.unlabeled(options.data, jaxonnx.load(model), options)
+    result = jaxonnx.validate(
         model,
         data,
         against=options.against,
-        sizes=dict(options.dim or ()),
+        sizes=options.dim,
         tolerance=options.tolerance,
         **preprocess,
     )
     rows = [vars(row) for row in result.rows]
     return Report({"ok": result.ok, "rows": rows}, result, status=int(not result.ok))
-
-
-def describe_products(proof: Verification) -> list[dict[str, Any]]:
-    """Return the products of a proof as plain data."""
-    return [{**vars(product), "pattern": str(product.pattern)} for product in proof.products]
 
 
 def run(options: argparse.Namespace) -> Report:
@@ -131,7 +123,7 @@ def _outputs(model: Model, options: argparse.Namespace) -> dict[str, Any]:
     outputs = model.predict(
         data,
         batch_size=options.batch_size,
-        pad=dict(options.pad or ()),
+        pad=options.pad,
         length_buckets=options.length_buckets,
         preprocess=preparation or None,
         progress=False if options.json else None,
@@ -146,24 +138,22 @@ def _outputs(model: Model, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def evaluate(options: argparse.Namespace) -> Report:
-    from jaxonnx.training import evaluate
-
     model = reading.read(options)
     where = reading.examples(options)
     if options.plots is not None:
         options.plots.mkdir(parents=True, exist_ok=True)
         check_writable(options.plots / "plot.png")
     data, _ = reading.data(where, model, options)
-    result = evaluate(
+    result = jaxonnx.evaluate(
         model,
         data,
         metrics=options.metrics,
-        loss=options.loss or (None if options.metrics else LOSS),
+        loss=reading.call(reading.loss(model, options)) or (None if options.metrics else LOSS),
         batch_size=options.batch_size,
-        fixed=dict(options.fixed or ()),
-        pad=dict(options.pad or ()),
+        fixed=options.fixed,
+        pad=options.pad,
         length_buckets=options.length_buckets,
-        columns=dict(options.columns or ()) if isinstance(data, Path) else None,
+        columns=options.columns if isinstance(data, Path) else None,
         preprocess=reading.preprocessing(options, where) or None,
         progress=False if options.json else None,
     )
@@ -178,9 +168,7 @@ def evaluate(options: argparse.Namespace) -> Report:
 
 
 def quantize(options: argparse.Namespace) -> Report:
-    from jaxonnx import Quantization, quantize
-
-    scheme = Quantization(**collect_values(options, "Quantization"))
+    scheme = jaxonnx.Quantization(**collect_values(options, "Quantization"))
     model, where = reading.read(options), reading.examples(options)
     check_suffix(options.output)
     check_writable(options.output)
@@ -195,7 +183,7 @@ def quantize(options: argparse.Namespace) -> Report:
     else:
         data, preprocess = reading.unlabeled(where, model, options)
         more |= preprocess
-    quantized = quantize(model, data, scheme, **more)
+    quantized = jaxonnx.quantize(model, data, scheme, **more)
     if reading.image_options(options):
         quantized = images.with_preparation(quantized, reading.preparation(model, options))
     quantized.save(options.output)
@@ -207,24 +195,13 @@ def quantize(options: argparse.Namespace) -> Report:
     return Report(values, shown, written=[options.output])
 
 
-def convert(options: argparse.Namespace) -> Report:
-    from jaxonnx import convert
-
-    check_suffix(options.output)
-    check_writable(options.output)
-    values = collect_values(options, "convert")
-    convert(reading.read(options), **values).save(options.output, check=values.get("check", True))
-    return Report({"output": options.output}, None, written=[options.output])
-
-
 def sensitivity(options: argparse.Namespace) -> Report:
-    from jaxonnx import sensitivity
-
     model, where = reading.read(options), reading.examples(options)
     if options.plot is not None:
         check_writable(options.plot)
     data, preprocess = reading.unlabeled(where, model, options)
-    result = sensitivity(model, data, **collect_values(options, "sensitivity"), **preprocess)
+    values = collect_values(options, "sensitivity")
+    result = jaxonnx.sensitivity(model, data, **values, **preprocess)
     if options.plot is not None:
         result.plot().figure.savefig(options.plot, bbox_inches="tight")
     written = [] if options.plot is None else [options.plot]
@@ -232,16 +209,13 @@ def sensitivity(options: argparse.Namespace) -> Report:
 
 
 def export_safetensors(options: argparse.Namespace) -> Report:
-    from jaxonnx import export_safetensors
-
-    export_safetensors(
-        options.model, options.folder, **collect_values(options, "export_safetensors")
-    )
+    values = collect_values(options, "export_safetensors")
+    jaxonnx.export_safetensors(options.model, options.folder, **values)
     return Report({"output": options.folder}, None, written=[options.folder])
 
 
 def classify(options: argparse.Namespace) -> Report:
-    model = load(options.model)
+    model = jaxonnx.load(options.model)
     prepare = reading.preparation(model, options)
     where = images.layout(model, prepare.size)
     if not images.says_numbers(model) and options.scale is None:
@@ -336,7 +310,7 @@ def _lines() -> Iterator[str]:
 
 def _write(model: Model, prompt: Any, options: argparse.Namespace) -> str:
     """Print an answer as it comes, unless the result is to be JSON; return it."""
-    settings = {"temperature": None, **collect_values(options, GENERATE[1])}
+    settings = {"temperature": None, **collect_values(options, "Model.generate")}
     pieces = model.generate(
         prompt,
         max_new_tokens=options.max_new_tokens,
@@ -353,3 +327,76 @@ def _write(model: Model, prompt: Any, options: argparse.Namespace) -> str:
     if not options.json:
         print(flush=True)
     return text
+
+
+COMMANDS = {
+    function.__name__.replace("_", "-"): function
+    for function in (
+        *(info, verify, validate, run, train, evaluate, sparsify, quantize, sensitivity),
+        *(export_step, import_step, generate, chat, export_safetensors, classify, demo),
+    )
+}
+
+
+def run_command(options: argparse.Namespace, own_process: bool) -> int:
+    """Run a command, as `jaxonnx.cli.main` documents."""
+    if not own_process:  # a program has called this
+        with Interrupt():
+            return _run(options)
+    if options.allocator == "keep":
+        process.keep_pages()
+    if options.cache is None:
+        process.keep_programs()
+    with Interrupt(process.exit_interrupted) as interrupt:
+        status = _run(options)
+        process.ignore_interrupts()
+        if interrupt.presses:
+            process.end(status)
+        return status
+
+
+def _run(options: argparse.Namespace) -> int:
+    """Run a command and print its report; return the exit status."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("default", UserWarning)
+            warnings.showwarning = lambda message, *_: _complain(options.verb, message)
+            if options.cache is not None:
+                process.keep_programs(options.cache)
+            report = COMMANDS[options.verb](options)
+        if options.json:
+            print(json.dumps(_plain(report.data), allow_nan=False))
+            return report.status
+        if isinstance(report.shown, str):
+            print(report.shown)
+        elif report.shown is not None:
+            Console().print(report.shown)
+        for path in report.written:
+            print(f"wrote {path}")
+        return report.status
+    except Failed as error:
+        _complain(options.verb, error)
+        return 1
+    except (Error, OSError) as error:
+        _complain(options.verb, error)
+        return 2
+    except KeyboardInterrupt:
+        _complain(options.verb, "interrupted")
+        return process.INTERRUPTED
+
+
+def _complain(verb: str, message: Any) -> None:
+    print(f"jaxonnx {verb}: {message}", file=sys.stderr)
+
+
+def _plain(value: Any) -> Any:
+    """Convert values for JSON: NumPy numbers to Python's, infinite and NaN ones to null."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
