@@ -311,7 +311,9 @@ def _head(model: Model, options: argparse.Namespace) -> Any:
 
     Labels that are more or less than the outputs of the network need a new head as well.
     """
-    heads = {"": options.head} if isinstance(options.head, int) else dict(options.head or {})
+    heads: dict[str, Any] = dict(options.head) if isinstance(options.head, Mapping) else {}
+    if isinstance(options.head, int):  # of the only output
+        heads[""] = options.head
     names = reading.class_names(options.labels) if options.labels is not None else ()
     shape = model.outputs[0].shape if len(model.outputs) == 1 else None
     if not heads and names and shape and len(shape) == 2 and shape[1] not in (None, len(names)):
