@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxonnx import formats, loggers, losses, optim, sparse, training
-    from jaxonnx._hub.checkpoints import export_safetensors
-    from jaxonnx._hub.upload import push_to_hub
+    from jaxonnx._hub import export_safetensors, push_to_hub
     from jaxonnx._step_files.export import export_step
     from jaxonnx._step_files.load import import_step
     from jaxonnx.errors import (
@@ -72,8 +71,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 _MODULES = {
-    "jaxonnx._hub.checkpoints": ("export_safetensors",),
-    "jaxonnx._hub.upload": ("push_to_hub",),
+    "jaxonnx._hub": ("export_safetensors", "push_to_hub"),
     "jaxonnx._step_files.export": ("export_step",),
     "jaxonnx._step_files.load": ("import_step",),
     "jaxonnx.lora": ("Adapters", "LoRA"),

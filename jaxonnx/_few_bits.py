@@ -110,7 +110,9 @@ class InBytes(Storage):
     def pack(self, numbers: Any, x: Any) -> Any:
         rest = unpack_bits(x.reshape(*numbers.shape[:-1], -1), self.bits)
         rest = rest[..., numbers.shape[-1] :]
-        whole = _module(x).concatenate([numbers.astype(np.uint8), rest], -1)
+        whole = (np if isinstance(x, np.ndarray) else jnp).concatenate(
+            [numbers.astype(np.uint8), rest], -1
+        )
         return pack_bits(whole, self.bits).reshape(x.shape)
 
     @classmethod
@@ -193,7 +195,3 @@ def pack_bits(numbers: Any, bits: int) -> Any:
     """Pack numbers into bytes along the last axis: the inverse of `unpack_bits`."""
     parts = numbers.astype(np.uint8).reshape(*numbers.shape[:-1], -1, 8 // bits)
     return (parts << np.arange(0, 8, bits, dtype=np.uint8)).sum(-1, dtype=np.uint8)
-
-
-def _module(x: Any) -> Any:
-    return np if isinstance(x, np.ndarray) else jnp

@@ -102,7 +102,12 @@ def run(
     console = console or Console()
     folder = Path(folder)
     paths = {name: folder / f"{name}.onnx" for name in ("dense", "sparse")}
-    _check(folder)
+    # raise now the errors that would otherwise come after the training
+    missing = [name for name in _PACKAGES if find_spec(name) is None]
+    if missing:
+        raise Error(f"the demo needs {', '.join(missing)}: pip install 'jaxonnx[demo]'")
+    folder.mkdir(parents=True, exist_ok=True)
+    check_writable(folder / "dense.onnx")
     begin = time.perf_counter()
     data, test = digits(seed)
     start = model()
@@ -130,15 +135,6 @@ def run(
     seconds = time.perf_counter() - begin
     console.print(f"wrote dense.onnx, sparse.onnx and report.png to {folder} in {seconds:.0f} s")
     return rows
-
-
-def _check(folder: Path) -> None:
-    """Raise now the errors that would otherwise come after the training."""
-    missing = [name for name in _PACKAGES if find_spec(name) is None]
-    if missing:
-        raise Error(f"the demo needs {', '.join(missing)}: pip install 'jaxonnx[demo]'")
-    folder.mkdir(parents=True, exist_ok=True)
-    check_writable(folder / "dense.onnx")
 
 
 def _row(name: str, path: Path, trained: Model, history: History, test: Any) -> Row:

@@ -39,7 +39,7 @@ from benchmarks.layers.onnx_file import write
 from benchmarks.networks import NETWORKS, batch
 from benchmarks.systems import FOREVER, flax_functions, optax_step, train_step
 from jaxonnx.lowering import _recurrence_kernel
-from jaxonnx.lowering._layout import ORDERS
+from jaxonnx.lowering._stored_array import ORDERS
 
 H100 = """
 gpu_device_info {

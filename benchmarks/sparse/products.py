@@ -32,7 +32,7 @@ import numpy as np
 from jaxonnx import sparse
 from jaxonnx.cli.process import keep_pages
 from jaxonnx.lowering._conv import Conv
-from jaxonnx.ops.windows import place_windows
+from jaxonnx.ops.pool import place_windows
 from jaxonnx.sparse import pack_matrix
 from jaxonnx.sparse._products import _cpu
 

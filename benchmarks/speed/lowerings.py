@@ -28,7 +28,7 @@ from jaxonnx import lowering
 from jaxonnx.cli.process import keep_pages
 from jaxonnx.lowering._conv import Conv
 from jaxonnx.ops import rnn
-from jaxonnx.ops.windows import place_windows
+from jaxonnx.ops.pool import place_windows
 
 ROUNDS, REPEATS = 5, 3
 

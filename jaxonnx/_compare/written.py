@@ -16,11 +16,9 @@ import numpy as np
 import onnx
 from onnx import GraphProto, ModelProto, TensorProto, helper
 
-from jaxonnx._compare.arrays import Difference, compare_arrays, largest
-from jaxonnx._compare.inputs import find_sizes
-from jaxonnx._compare.integers import ROUNDS, compare_integers
+from jaxonnx._compare.arrays import ROUNDS, Difference, compare_arrays, compare_integers, largest
 from jaxonnx._compare.sessions import NoKernel, Session, has_onnxruntime, saturates
-from jaxonnx._data.random_inputs import draw_inputs
+from jaxonnx._data.random_inputs import draw_inputs, find_sizes
 from jaxonnx._graph.bind import bind
 from jaxonnx._graph.caches import find_caches
 from jaxonnx._graph.values import Value, to_value

@@ -1,4 +1,3 @@
 """Kinds of data, and their batches. Each kind is a module that registers it."""
 
-from jaxonnx._data import arrays, datasets, files
-from jaxonnx._data.images import folder
+from jaxonnx._data import arrays, datasets, image_folders

@@ -1,16 +1,27 @@
-"""Data in memory: arrays, and iterables of batches of arrays."""
+"""Data as arrays: in memory, in iterables of batches, in files of examples.
+
+Text files are UTF-8, or UTF-16 with a byte order mark.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+import codecs
+import csv
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 
+from jaxonnx import _safe_read
 from jaxonnx._data.batches import Source, Stream
 from jaxonnx._data.inputs_and_targets import split_weights
-from jaxonnx._data.kinds import Data, Reading, list_forms, register_data
-from jaxonnx._data.rows import Begun, Row, Rows
+from jaxonnx._data.kinds import Begun, Data, Reading, Row, Rows, list_forms, register_data
 from jaxonnx.errors import TrainingError
 
 
@@ -91,3 +102,197 @@ class ArrayData(Data):
 
     def load(self) -> Any:
         return self.data
+
+
+FILES = (
+    "an .npz file, a .jsonl file with an object in each line, a .json file with a list of objects, "
+    "a .csv, .tsv or .parquet file, or a folder of pictures"
+)
+
+
+def iterate_rows(path: str | os.PathLike[str]) -> Iterator[Row]:
+    """Yield the rows of a file, dicts by column, each with its name for errors.
+
+    Cells of .csv and .tsv files are strings, or None if they are empty.
+
+    Raises:
+      TrainingError: the file cannot be read, or has no rows; the message names the line.
+    """
+    path = Path(path)
+    failure = f"the data '{path}' cannot be read"
+    rows = _READERS[path.suffix](path, failure)
+    first = next(rows, None)
+    if first is None:
+        raise TrainingError(f"{failure}: it is empty, and must be {FILES}")
+    for where, row in chain([first], rows):
+        if not isinstance(row, Mapping):
+            raise TrainingError(f"{where} cannot be read: it must be an object with columns")
+        yield where, row
+
+
+def read_table(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    """Return the columns of a file of numbers.
+
+    Raises:
+      TrainingError: the file cannot be read, or its rows differ in their columns.
+    """
+    failure, suffix = f"the data '{os.fspath(path)}' cannot be read", Path(path).suffix
+    if _has_rows(path):
+        rows = iterate_rows(path)
+        if suffix in _CELLS:
+            rows = ((where, {n: _parse_cell(x) for n, x in row.items()}) for where, row in rows)
+        return to_columns(rows)
+    try:
+        return _safe_read.arrays(path, failure, TrainingError)
+    except OSError as error:
+        raise TrainingError(f"{failure}: {error}") from error
+    except TrainingError as error:
+        if Path(path).suffix == ".npz":
+            raise
+        raise TrainingError(f"{error}, or {FILES.partition(', ')[2]}") from error
+
+
+def to_columns(rows: Iterable[Row]) -> dict[str, Any]:
+    """Convert rows to columns: arrays, or lists if lengths differ; float64 becomes float32.
+
+    Raises:
+      TrainingError: a row has other columns than the first one.
+    """
+    values: dict[str, list[Any]] = {}
+    for where, row in rows:
+        values = values or {name: [] for name in row}
+        if row.keys() != values.keys():
+            raise TrainingError(
+                f"{where} cannot be read: it has the columns {', '.join(row)}, and those before it "
+                f"have {', '.join(values)}"
+            )
+        for name, value in row.items():
+            values[name].append(value)
+    return {name: _to_array(column) for name, column in values.items()}
+
+
+def _to_array(values: list[Any]) -> np.ndarray | list[Any]:
+    try:
+        array = np.asarray(values)
+    except ValueError:  # NumPy makes no array of lists of unequal length
+        return [_to_array(part) if isinstance(part, list) else part for part in values]
+    return array.astype(np.float32) if array.dtype == np.float64 else array
+
+
+def _parse_cell(cell: Any) -> Any:
+    """Return the number, list or other JSON value of a cell of text, or the text."""
+    with suppress(TypeError, ValueError, RecursionError):
+        return json.loads(cell)
+    return cell
+
+
+def _open(path: Path, **settings: Any) -> IO[str]:
+    with path.open("rb") as file:
+        begin = file.read(4)
+    wide = begin.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    return path.open(encoding="utf-16" if wide else "utf-8-sig", **settings)
+
+
+def _wrap(failure: str) -> Any:
+    return _safe_read.wrap_errors(failure, TrainingError, csv.Error, OSError)
+
+
+def _read_lines(path: Path, failure: str) -> Iterator[Row]:
+    with _wrap(failure), _open(path) as file:
+        for number, line in enumerate(file, 1):
+            where = f"line {number} of '{path}'"
+            if number == 1 and line.startswith("["):  # a list, whatever the name says
+                yield from _read_list(path, failure)
+                return
+            if line.strip():
+                with _wrap(f"{where} cannot be read"):
+                    row = json.loads(line)
+                yield where, row
+
+
+def _read_list(path: Path, failure: str) -> Iterator[Row]:
+    with _wrap(failure), _open(path) as file:
+        rows = json.load(file)
+        if not isinstance(rows, list):
+            raise ValueError(f"it must be a list of objects, got a {type(rows).__name__}")
+    for number, row in enumerate(rows):
+        yield f"example {number} of '{path}'", row
+
+
+def _read_cells(path: Path, failure: str) -> Iterator[Row]:
+    with _wrap(failure), _open(path, newline="") as file:
+        rows = csv.reader(file, delimiter="\t" if path.suffix == ".tsv" else ",")
+        header = next(rows, [])
+        if len({*header}) < len(header):
+            raise ValueError(f"two columns have one name: {', '.join(header)}")
+        for row in rows:
+            where = f"line {rows.line_num} of '{path}'"
+            if len(row) not in (0, len(header)):
+                raise TrainingError(
+                    f"{where} cannot be read: it has {len(row)} cells, and the header has "
+                    f"{len(header)}"
+                )
+            if row:
+                yield where, {n: cell or None for n, cell in zip(header, row, strict=True)}
+
+
+def _read_parquet(path: Path, failure: str) -> Iterator[Row]:
+    try:
+        from pyarrow import parquet
+    except ImportError as error:
+        raise TrainingError(f"{failure}: it needs pyarrow: pip install pyarrow") from error
+    with _wrap(failure), parquet.ParquetFile(path) as file:
+        parts = (batch.to_pylist() for batch in file.iter_batches(batch_size=1024))
+        for number, row in enumerate(chain.from_iterable(parts)):
+            yield f"example {number} of '{path}'", row
+
+
+_CELLS = (".csv", ".tsv")
+_READERS: Mapping[str, Callable[[Path, str], Iterator[Row]]] = {
+    ".jsonl": _read_lines,
+    ".json": _read_list,
+    ".csv": _read_cells,
+    ".tsv": _read_cells,
+    ".parquet": _read_parquet,
+}
+"""How the rows of a file are read, by its suffix."""
+
+
+def _has_rows(path: str | os.PathLike[str]) -> bool:
+    named = "\0" not in os.fspath(path)
+    return named and Path(path).suffix in _READERS and Path(path).is_file()
+
+
+@register_data
+class Table(Data):
+    """A file with columns, of which a table of rows may have texts."""
+
+    form = f"the path of {FILES}"
+
+    @classmethod
+    def accepts(cls, data: Any, labels: bool) -> bool:
+        return isinstance(data, str | os.PathLike)
+
+    def load(self) -> Mapping[str, Any]:
+        return read_table(self.data)
+
+    @property
+    def what(self) -> str:
+        return f"{self.name} '{os.fspath(self.data)}'"
+
+    @property
+    def title(self) -> str:
+        return Path(self.data).name
+
+    @property
+    def table(self) -> Mapping[str, Any]:
+        return self.arrays
+
+    @cached_property
+    def rows(self) -> Rows | None:
+        path = self.data
+        if not _has_rows(path):
+            return None
+        first, from_arrow = next(iterate_rows(path))[1], Path(path).suffix == ".parquet"
+        folder = Path(path).parent
+        return Rows(lambda _: iterate_rows(path), first, self.names, folder, fills_gaps=from_arrow)

@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxonnx._data.arrays import iterate_stream
+from jaxonnx._data.arrays import iterate_stream, to_columns
 from jaxonnx._data.batches import Batch, Source
-from jaxonnx._data.files import to_columns
 from jaxonnx._data.kinds import (
     Data,
     Reading,
+    Row,
+    Rows,
     list_forms,
     open_data,
     read_arrays,
@@ -23,7 +24,6 @@ from jaxonnx._data.kinds import (
     size_of_batches,
 )
 from jaxonnx._data.ragged import Padding
-from jaxonnx._data.rows import Row, Rows
 from jaxonnx.errors import TrainingError
 
 _BUFFER = 1024

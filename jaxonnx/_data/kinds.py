@@ -6,9 +6,11 @@ run, an evaluation or a prediction must know of the data it asks the kind.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import jax
@@ -23,11 +25,82 @@ from jaxonnx._data.inputs_and_targets import (
 )
 from jaxonnx._data.padding import fit_padding
 from jaxonnx._data.ragged import PLAIN, Padding
-from jaxonnx._data.rows import Rows
 from jaxonnx._graph.values import Value, hint_at_image
 from jaxonnx._limits import format_bytes, machine
 from jaxonnx._require import require
 from jaxonnx.errors import TrainingError
+
+Row = tuple[str, Any]
+"""The name of a row for errors, and the row."""
+Names = Mapping[str, str]
+"""New names of columns, of keys and roles of messages, by those of the data."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Data as rows.
+
+    Attributes:
+      iterate: returns the rows of an epoch.
+      first: the first row, with the columns of the data.
+      names: new names of columns and roles.
+      folder: that of the file, to which paths of images are relative.
+      is_stream: whether rows are read as they are needed.
+      is_spent: whether they can be read only once.
+      fills_gaps: whether they are Arrow's, whose structs have None for what a row lacks.
+      classes: the names of the classes of columns that have such, as datasets' ClassLabel.
+    """
+
+    iterate: Callable[[int], Iterable[Row]]
+    first: Any
+    names: Names
+    folder: Path = Path()
+    is_stream: bool = False
+    is_spent: bool = False
+    fills_gaps: bool = False
+    classes: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    def __call__(self, epoch: int = 0) -> Iterator[Row]:
+        """Yield the rows of an epoch with new names of their columns, and names for errors."""
+        for where, row in self.iterate(epoch):
+            yield where, self.rename(row)
+
+    def rename(self, row: Any) -> Any:
+        """Give the columns of a row their new names, and drop what Arrow has filled in."""
+        if not (isinstance(row, Mapping) and (self.names or self.fills_gaps)):
+            return row
+        columns = {self.names.get(name, name): value for name, value in row.items()}
+        if not self.fills_gaps:
+            return columns
+        return {name: drop_nones(value, exempt=()) for name, value in columns.items()}
+
+
+def drop_nones(value: Any, exempt: Collection[str] = ("arguments",)) -> Any:
+    """Drop keys that are None, which Arrow adds to structs that lack them, but not in `exempt`."""
+    if isinstance(value, Mapping):
+        return {
+            name: x if name in exempt else drop_nones(x, exempt)
+            for name, x in value.items()
+            if x is not None
+        }
+    if isinstance(value, list | tuple) and value and isinstance(value[0], Mapping | list | tuple):
+        return [drop_nones(x, exempt) for x in value]
+    return value
+
+
+class Begun(Iterator):
+    """An iterator whose first item is known before it is drawn."""
+
+    def __init__(self, items: Iterator):
+        self._items, self._ahead = items, [*islice(items, 1)]
+
+    @property
+    def first(self) -> Any:
+        return self._ahead[0] if self._ahead else None
+
+    def __next__(self) -> Any:
+        return self._ahead.pop() if self._ahead else next(self._items)
+
 
 K = TypeVar("K", bound="type[Data]")
 
@@ -331,7 +404,16 @@ def read_arrays(data: Any, reading: Reading, what: str) -> Source:
     size = size_of_batches(values, batch_size)
     if weights is not None:
         weights = checked_weights(weights, len(rows), what)
-    _check_memory(arrays, targets, size, len(rows))
+    # raise if a batch does not fit into this machine's memory
+    count = len(rows)
+    columns = [getattr(x, "values", x) for x in (*arrays, *jax.tree.leaves(targets))]
+    needed = size * sum(x.nbytes for x in columns) // count if isinstance(size, int) else 0
+    if needed > machine():
+        raise TrainingError(
+            f"batch_size={size}: a batch of these examples takes {format_bytes(needed)} of "
+            f"memory, and this machine has {format_bytes(machine())}; accumulate= makes one update "
+            "of several batches"
+        )
     also: Any = {"weights": weights, "group": padding.needs.group if labels else 1}
     whole = [value.whole for value in values]
     if any(whole):
@@ -361,15 +443,3 @@ def size_of_batches(inputs: Sequence[Value], batch_size: int | None) -> int:
             f"jaxonnx.load(path, batch='any') may open it{hint_at_image(inputs, size)}"
         )
     return size
-
-
-def _check_memory(arrays: Any, targets: Any, size: Any, count: int) -> None:
-    """Raise if a batch does not fit into this machine's memory."""
-    columns = [getattr(x, "values", x) for x in (*arrays, *jax.tree.leaves(targets))]
-    needed = size * sum(x.nbytes for x in columns) // count if isinstance(size, int) else 0
-    if needed > machine():
-        raise TrainingError(
-            f"batch_size={size}: a batch of these examples takes {format_bytes(needed)} of "
-            f"memory, and this machine has {format_bytes(machine())}; accumulate= makes one update "
-            "of several batches"
-        )

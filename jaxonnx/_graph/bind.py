@@ -21,8 +21,7 @@ from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProt
 from onnx.defs import OpSchema
 
 import jaxonnx.ops  # noqa: F401  (importing the operators registers them)
-from jaxonnx._io.batch_norms import find_without_statistics
-from jaxonnx._io.protos import all_nodes, names_of_constants
+from jaxonnx._io.protos import all_nodes, find_without_statistics, names_of_constants
 from jaxonnx._io.tensors import to_array, to_dense
 from jaxonnx.errors import ModelError, UnsupportedError
 from jaxonnx.registry import Op, lookup

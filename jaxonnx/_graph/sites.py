@@ -292,7 +292,20 @@ def describe_constant(value: Any) -> str:
     long = [n for n in value.shape if n != 1]
     if len(long) == 1 and _LEAST <= long[0] <= _MOST:
         ulp = float(jnp.finfo(value.dtype).eps)
-        return _describe_vector(value.reshape(-1).astype(np.float64), ulp)
+        vector = value.reshape(-1).astype(np.float64)
+        if not np.isfinite(vector).all():
+            return ""
+        if _is_geometric(vector):
+            return "a geometric sequence"
+        if len(vector) >= _SPACED and _is_arithmetic(vector, ulp * np.abs(vector).max()):
+            return "an arithmetic sequence"
+        # windows may be padded with zeros, and periodic ones begin with one
+        inner = np.flatnonzero(np.abs(vector) > _CLOSE**2)
+        core = vector[inner[0] : inner[-1] + 1] if len(inner) else vector[:0]
+        if len(core) < _LEAST - 1 or not (core > 0).all():
+            return ""
+        listed = any(np.allclose(core, window(len(core)), 0, _CLOSE / 4) for window in _WINDOWS)
+        return "a window" if listed or _is_gaussian(core) else ""
     if len(long) == 2 and min(long) >= _LEAST and value.size <= _LARGEST:
         matrix = value.reshape(long)
         for rows in (matrix, matrix.T):
@@ -334,22 +347,6 @@ def _mirror(kernels: np.ndarray) -> bool:
         if not (np.minimum(even, antisymmetric) <= near).all():
             return False
     return True
-
-
-def _describe_vector(vector: np.ndarray, ulp: float) -> str:
-    if not np.isfinite(vector).all():
-        return ""
-    if _is_geometric(vector):
-        return "a geometric sequence"
-    if len(vector) >= _SPACED and _is_arithmetic(vector, ulp * np.abs(vector).max()):
-        return "an arithmetic sequence"
-    # windows may be padded with zeros, and periodic ones begin with one
-    inner = np.flatnonzero(np.abs(vector) > _CLOSE**2)
-    core = vector[inner[0] : inner[-1] + 1] if len(inner) else vector[:0]
-    if len(core) < _LEAST - 1 or not (core > 0).all():
-        return ""
-    listed = any(np.allclose(core, window(len(core)), 0, _CLOSE / 4) for window in _WINDOWS)
-    return "a window" if listed or _is_gaussian(core) else ""
 
 
 def _is_geometric(vector: np.ndarray) -> bool:

@@ -417,7 +417,16 @@ def _find_weights(graph: Graph, tensors: Mapping[str, Any]) -> dict[str, Weight]
 def _weight(tensor: Any, all_uses: Sequence[Use]) -> Weight:
     shape = tuple(tensor.shape)
     used = [use for use in all_uses if not use.passes]
-    stacked = _find_stacked_axes(shape, used)
+    # find the axes along which a tensor stacks weights: each index has a reader of its own (a
+    # table of which one row is read, as that of BERT's token types may be, is no stack)
+    dropped = {
+        tuple(axis for axis, n in enumerate(shape) if n > 1 and axis not in use.view.axes)
+        if use.view.axes is not None
+        else ()
+        for use in used
+    }
+    axes = dropped.pop() if len(dropped) == 1 else ()
+    stacked = axes if len(used) >= math.prod(shape[axis] for axis in axes) else ()
     layer = [n for axis, n in enumerate(shape) if axis not in stacked]
     is_vector = math.prod(layer) == max(layer, default=1)
     # final readers first, then views that mean something by themselves (a Gather of a table, but
@@ -434,21 +443,6 @@ def _weight(tensor: Any, all_uses: Sequence[Use]) -> Weight:
     storage = None if matrix is None else _storage(tensor, all_uses)
     dense = next(filter(None, reasons), "")
     return Weight(matrix, start, dense, storage.shape if storage else shape, storage, is_vector)
-
-
-def _find_stacked_axes(shape: tuple[int, ...], readers: Sequence[Use]) -> tuple[int, ...]:
-    """Find the axes along which a tensor stacks weights: each index has a reader of its own.
-
-    A table of which one row is read, as that of BERT's token types may be, is no stack.
-    """
-    dropped = {
-        tuple(axis for axis, n in enumerate(shape) if n > 1 and axis not in use.view.axes)
-        if use.view.axes is not None
-        else ()
-        for use in readers
-    }
-    axes = dropped.pop() if len(dropped) == 1 else ()
-    return axes if len(readers) >= math.prod(shape[axis] for axis in axes) else ()
 
 
 def _storage(tensor: Any, all_uses: Sequence[Use]) -> Storage | None:

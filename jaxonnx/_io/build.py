@@ -1,13 +1,14 @@
-"""Build a graph node by node, and edit the graph of a file."""
+"""Edit graphs: append nodes under unused names, sort them, find and rename what they read."""
 
-from collections.abc import Callable, Iterable, Iterator
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
-from onnx import GraphProto, ModelProto, TensorProto, helper, numpy_helper
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
-from jaxonnx._io import order
-from jaxonnx._io.protos import all_graphs
+from jaxonnx._io.protos import all_graphs, subgraphs
 
 
 class Writer:
@@ -84,7 +85,7 @@ class Editor:
 
     def finish(self) -> ModelProto:
         """Sort the nodes and return the file."""
-        order.sort(self.graph)
+        sort_nodes(self.graph)
         return self.proto
 
 
@@ -133,3 +134,67 @@ def names(graph: GraphProto) -> Iterator[str]:
         yield from (sparse.values.name for sparse in inner.sparse_initializer)
         for node in inner.node:
             yield from node.output
+
+
+def sort_nodes(graph: GraphProto) -> None:
+    """Sort the nodes of a main graph, in place.
+
+    The specification demands sorted nodes, but onnxruntime takes others (in main graphs alone), so
+    that there are files that have them. What is sorted, or has a cycle, stays as it is.
+    """
+    position = {name: i for i, node in enumerate(graph.node) for name in node.output if name}
+    before = [{position[n] for n in reads(node) if n in position} for node in graph.node]
+    if all(max(places, default=-1) < i for i, places in enumerate(before)):
+        return
+    after: list[list[int]] = [[] for _ in before]
+    for i, places in enumerate(before):
+        for place in places:
+            after[place].append(i)
+    waiting = [len(places) for places in before]
+    ready = [i for i, count in enumerate(waiting) if not count]  # ascending: a heap already
+    order = []
+    while ready:
+        order.append(heapq.heappop(ready))
+        for i in after[order[-1]]:
+            waiting[i] -= 1
+            if not waiting[i]:
+                heapq.heappush(ready, i)
+    if len(order) == len(before):
+        nodes = [*graph.node]
+        del graph.node[:]
+        graph.node.extend(nodes[i] for i in order)
+
+
+def reads(node: NodeProto) -> set[str]:
+    """Return the names that a node reads, also in its subgraphs from around them."""
+    names = {*node.input} - {""}
+    for graph in subgraphs(node):
+        local = _local_names(graph)
+        names |= {value.name for value in graph.output} - local
+        names |= {name for inner in graph.node for name in reads(inner)} - local
+    return names
+
+
+def count_readers(graph: GraphProto) -> Counter[str]:
+    """Count the nodes and outputs of a graph that read each value."""
+    readers = Counter(name for node in graph.node for name in reads(node))
+    readers.update(value.name for value in graph.output)
+    return readers
+
+
+def rename_reads(node: NodeProto, new: Mapping[str, str]) -> None:
+    """Let a node, and its subgraphs, read other values, in place; its results keep their names."""
+    node.input[:] = [new.get(name, name) for name in node.input]
+    for graph in subgraphs(node):
+        captured = {old: name for old, name in new.items() if old not in _local_names(graph)}
+        for inner in graph.node:
+            rename_reads(inner, captured)
+        for value in graph.output:
+            value.name = captured.get(value.name, value.name)
+
+
+def _local_names(graph: GraphProto) -> set[str]:
+    """Return the names that a graph defines itself."""
+    names = {value.name for value in (*graph.input, *graph.initializer)}
+    names |= {sparse.values.name for sparse in graph.sparse_initializer}
+    return names.union(*(node.output for node in graph.node))

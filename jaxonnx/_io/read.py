@@ -13,8 +13,7 @@ import onnx
 from google.protobuf.message import EncodeError
 from onnx import FunctionProto, GraphProto, ModelProto, TensorProto, numpy_helper
 
-from jaxonnx._io import external, order
-from jaxonnx._io.external import Folder
+from jaxonnx._io.build import sort_nodes
 from jaxonnx._io.protocol import ALONE, Companion, File
 from jaxonnx._io.protos import (
     all_graphs,
@@ -23,7 +22,7 @@ from jaxonnx._io.protos import (
     names_of_constants,
     tensor_of_constant,
 )
-from jaxonnx._io.tensors import to_array, to_dense
+from jaxonnx._io.tensors import Folder, list_folders, to_array, to_dense
 from jaxonnx._io.ties import split_shared
 from jaxonnx._require import check_arguments, require
 from jaxonnx.errors import ModelError, UnsupportedError
@@ -80,7 +79,7 @@ def read_proto(
     """
     check_arguments(read_proto, locals())
     require("proto", proto, isinstance(proto, ModelProto), "a ModelProto")
-    folders = () if path is None else external.folders(Path(path))
+    folders = () if path is None else list_folders(Path(path))
     _check_header(proto, what)
     _repair(proto, what)
     tensors = _take_tensors(proto.graph, folders)
@@ -193,7 +192,7 @@ def _repair(proto: ModelProto, what: str) -> None:
     ]
     for text in texts:
         warnings.warn(f"{what} {text}, as onnxruntime reads it", stacklevel=5)
-    order.sort(proto.graph)
+    sort_nodes(proto.graph)
 
 
 def _drop_redefined_constants(graph: GraphProto) -> list[str]:

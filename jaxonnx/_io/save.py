@@ -7,13 +7,14 @@ import numpy as np
 import onnx
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
 
-from jaxonnx._io.batch_norms import find_without_statistics, trains
 from jaxonnx._io.protos import (
     all_nodes,
+    find_without_statistics,
     names_of_constants,
     opset_of,
     subgraphs,
     tensor_of_constant,
+    trains,
 )
 from jaxonnx._io.records import SPARSITY, has
 from jaxonnx._io.tensors import equal_bits
@@ -52,7 +53,13 @@ def to_onnx(
             if constant is not None and name in values:
                 _set(constant, values[name])
     if result.ir_version < 4:
-        _declare_initializers(result.graph)
+        # declare every initializer as an input too, as IR version 3 demands
+        inputs = {value.name for value in result.graph.input}
+        for tensor in result.graph.initializer:
+            if tensor.name not in inputs:
+                result.graph.input.append(
+                    onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+                )
     opset = opset_of(proto)
     # A training algorithm of the file's own may read what inference form would remove.
     for node in [] if proto.training_info else _find_training(result.graph):
@@ -109,16 +116,6 @@ def _fill(graph: GraphProto, values, params, state, repeat: bool) -> None:
             graph.initializer.append(numpy_helper.from_array(values[name], name))
         elif constant is not None:
             _set(constant, values[name])
-
-
-def _declare_initializers(graph: GraphProto) -> None:
-    """Declare every initializer as an input too, as IR version 3 demands."""
-    inputs = {value.name for value in graph.input}
-    for tensor in graph.initializer:
-        if tensor.name not in inputs:
-            graph.input.append(
-                onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
-            )
 
 
 def _set(tensor: TensorProto, value: np.ndarray) -> None:

@@ -19,7 +19,7 @@ second copy of the weight: the same.
 """
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -243,7 +243,15 @@ def split_shared(proto: ModelProto, tensors: MutableMapping[str, Any]) -> None:
             groups.pop(root if root in groups else [*like, *weights, *groups][0])
             taken = taken or value_names(proto.graph)
             for name, group in groups.items():
-                new = _find_free_name(name, root, taken)
+                # a name that no value has; a numbered one, if an exporter numbered the
+                # initializer
+                stem, first = name, [name]
+                if UNNAMED.fullmatch(root):
+                    stem, first = root.rpartition("_")[0], []
+                elif name.startswith("."):  # the node records no module
+                    stem, first = f"{root}{name}", [f"{root}{name}"]
+                names = itertools.chain(first, (f"{stem}_{i}" for i in itertools.count(1)))
+                new = next(name for name in names if name not in taken)
                 taken.add(new)
                 tensors[new] = value
                 identity = helper.make_node("Identity", [root], [new], f"{new} (of '{root}')")
@@ -270,17 +278,6 @@ def _name_use(node: NodeProto, position: int, op: Op, root: str) -> str:
         is_bias = op.form(position) is None and op.start(position) in (None, 0.0)
         part = "bias" if is_bias else "weight"
     return f"{module}.{part}"
-
-
-def _find_free_name(name: str, root: str, taken: Collection[str]) -> str:
-    """Return a name that no value has; a numbered one, if an exporter numbered the initializer."""
-    stem, first = name, [name]
-    if UNNAMED.fullmatch(root):
-        stem, first = root.rpartition("_")[0], []
-    elif name.startswith("."):  # the node records no module
-        stem, first = f"{root}{name}", [f"{root}{name}"]
-    names = itertools.chain(first, (f"{stem}_{i}" for i in itertools.count(1)))
-    return next(name for name in names if name not in taken)
 
 
 def merge_shared(graph: GraphProto) -> None:

@@ -170,28 +170,7 @@ def _automatic(
         return dict.fromkeys(tensors, PartitionSpec())
     if kind == "fsdp":
         return {name: _largest(x, mesh) for name, x in tensors.items()}
-    return _paired_specs(model, mesh, tensors)
-
-
-def _largest(x: Any, mesh: Mesh) -> PartitionSpec:
-    """Split the largest axis that all devices, or else those of "data", divide evenly."""
-    size = x.nbytes if isinstance(x, StoredMatrix) else math.prod(x.shape) * x.dtype.itemsize
-    if size < _SMALL:
-        return PartitionSpec()
-    groups: list[tuple[str, ...]] = [mesh.axis_names, (DATA,)]
-    for axes in groups:
-        count = math.prod(mesh.shape[axis] for axis in axes)
-        fits = [axis for axis, units in enumerate(_units(x)) if units % count == 0]
-        if fits and count > 1:
-            longest = max(fits, key=lambda axis: x.shape[axis])
-            return _split(longest, axes[0] if len(axes) == 1 else axes)
-    return PartitionSpec()
-
-
-def _paired_specs(
-    model: Network, mesh: Mesh, tensors: Mapping[str, Any]
-) -> dict[str, PartitionSpec]:
-    """Split the pairs of matrix products whose axes the devices divide evenly."""
+    # split the pairs of matrix products whose axes the devices divide evenly
     count, result = mesh.shape[TENSOR], dict.fromkeys(tensors, PartitionSpec())
     uneven: list[str] = []
     for pair in pairs(model.graph, model.tensors):
@@ -212,6 +191,21 @@ def _paired_specs(
             "large tensor, and rules by name say what to split"
         )
     return result
+
+
+def _largest(x: Any, mesh: Mesh) -> PartitionSpec:
+    """Split the largest axis that all devices, or else those of "data", divide evenly."""
+    size = x.nbytes if isinstance(x, StoredMatrix) else math.prod(x.shape) * x.dtype.itemsize
+    if size < _SMALL:
+        return PartitionSpec()
+    groups: list[tuple[str, ...]] = [mesh.axis_names, (DATA,)]
+    for axes in groups:
+        count = math.prod(mesh.shape[axis] for axis in axes)
+        fits = [axis for axis, units in enumerate(_units(x)) if units % count == 0]
+        if fits and count > 1:
+            longest = max(fits, key=lambda axis: x.shape[axis])
+            return _split(longest, axes[0] if len(axes) == 1 else axes)
+    return PartitionSpec()
 
 
 def _split(axis: int, over: Any) -> PartitionSpec:
@@ -301,7 +295,21 @@ def pairs(graph: Graph, tensors: Mapping[str, Any]) -> list[dict[str, int]]:
       For each pair, the axis to split each of its weights and biases along, by name. For a
       quantized matrix it is an axis of the matrix, not of its tensor.
     """
-    collected = _collect_weights(graph, tensors)
+    # collect the weights and vectors that are used once, whole, by a node of the main graph
+    all_uses = [use for use in uses(graph, tensors) if not use.passes]
+    count = Counter(use.name for use in all_uses)
+    collected = _Weights()
+    for use in all_uses:
+        if count[use.name] > 1 or use.node is not use.outer or use.view.part:
+            continue
+        matrix, shape = use.matrix, tensors[use.name].shape
+        long = [axis for axis, size in enumerate(shape) if size > 1]
+        if matrix is not None:
+            plain = not (matrix.lookup or matrix.grouped or matrix.kernel or matrix.batch)
+            if plain and use.node.op.like in _PRODUCTS:
+                collected.products[use.node.index] = use.name, matrix
+        elif len(long) == 1 and math.prod(shape) > 1:
+            collected.vectors.append((use.node.index, use.name, long[0]))
     shapes = {name: weight.shape for name, weight in weights(graph, tensors).items()}
     before, lost = _trace_products(graph, collected.products.keys())
     # the products that each product leads to
@@ -329,25 +337,6 @@ def pairs(graph: Graph, tensors: Mapping[str, Any]) -> list[dict[str, int]]:
             if beside and beside <= sources and sizes == {tensors[name].shape[axis]}:
                 split[name] = axis
         result.append(split)
-    return result
-
-
-def _collect_weights(graph: Graph, tensors: Mapping[str, Any]) -> _Weights:
-    """Collect the weights and vectors that are used once, whole, by a node of the main graph."""
-    all_uses = [use for use in uses(graph, tensors) if not use.passes]
-    count = Counter(use.name for use in all_uses)
-    result = _Weights()
-    for use in all_uses:
-        if count[use.name] > 1 or use.node is not use.outer or use.view.part:
-            continue
-        matrix, shape = use.matrix, tensors[use.name].shape
-        long = [axis for axis, size in enumerate(shape) if size > 1]
-        if matrix is not None:
-            plain = not (matrix.lookup or matrix.grouped or matrix.kernel or matrix.batch)
-            if plain and use.node.op.like in _PRODUCTS:
-                result.products[use.node.index] = use.name, matrix
-        elif len(long) == 1 and math.prod(shape) > 1:
-            result.vectors.append((use.node.index, use.name, long[0]))
     return result
 
 

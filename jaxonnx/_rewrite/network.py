@@ -13,12 +13,10 @@ import numpy as np
 from onnx import ModelProto, ValueInfoProto
 
 from jaxonnx._graph.bind import Graph, bind
-from jaxonnx._graph.caches import find_caches
-from jaxonnx._graph.fake_quantization import pass_rounding
-from jaxonnx._graph.integer_groups import fuse_integer_products
+from jaxonnx._graph.caches import count_rows, find_caches
+from jaxonnx._graph.quantization_patterns import fuse_integer_products, pass_rounding
 from jaxonnx._graph.roles import graph_tensors, running_statistics
 from jaxonnx._graph.select import Select, select
-from jaxonnx._graph.tables import count_rows
 from jaxonnx._graph.values import Value, to_value
 from jaxonnx._graph.weight_names import Places
 from jaxonnx._io import records

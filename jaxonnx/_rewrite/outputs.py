@@ -64,7 +64,17 @@ def cut(
         value for value in main.output if value.name in needed and value.name not in typed
     )
     del main.output[:]
-    called = _called_functions(result, result.graph.node)
+    # keys of the functions that nodes call, directly or in subgraphs and functions
+    functions = {_key(function, function.name): function for function in result.functions}
+    called: set[tuple[str, str, str]] = set()
+    waiting = [*result.graph.node]
+    while waiting:
+        node = waiting.pop()
+        waiting += [inner for graph in subgraphs(node) for inner in graph.node]
+        key = _key(node, node.op_type)
+        if key in functions and key not in called:
+            called.add(key)
+            waiting += functions[key].node
     _filter(result.functions, lambda function: _key(function, function.name) in called)
     # 3. declare the new outputs
     declared, kinds = declared_types(result), infer_types(result, tensors, names)
@@ -85,21 +95,6 @@ def cut(
         if value.name in kinds:
             value.type.CopyFrom(kinds[value.name])
     return result
-
-
-def _called_functions(proto: ModelProto, nodes: Iterable[NodeProto]) -> set[tuple[str, str, str]]:
-    """Return the keys of the functions that nodes call, directly or in subgraphs and functions."""
-    functions = {_key(function, function.name): function for function in proto.functions}
-    reached: set[tuple[str, str, str]] = set()
-    waiting = [*nodes]
-    while waiting:
-        node = waiting.pop()
-        waiting += [inner for graph in subgraphs(node) for inner in graph.node]
-        key = _key(node, node.op_type)
-        if key in functions and key not in reached:
-            reached.add(key)
-            waiting += functions[key].node
-    return reached
 
 
 def _key(item: NodeProto | FunctionProto, name: str) -> tuple[str, str, str]:

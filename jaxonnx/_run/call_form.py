@@ -15,8 +15,7 @@ from jaxonnx._graph.uses import uses
 from jaxonnx._run.fold_norms import Folds, folds
 from jaxonnx._run.integer_products import fuse_products, integer_products
 from jaxonnx._run.open_weights import open_weights
-from jaxonnx._run.plan import Changes
-from jaxonnx._run.program import Program
+from jaxonnx._run.program import Changes, Program
 from jaxonnx.lowering import KernelFirst, placed_as, store
 
 

@@ -21,7 +21,7 @@ from jaxonnx import _limits as limits
 from jaxonnx import lowering
 from jaxonnx._graph.ancestors import find_between
 from jaxonnx._graph.bind import Graph, Node
-from jaxonnx._graph.fake_quantization import find_idle_rounding
+from jaxonnx._graph.quantization_patterns import find_idle_rounding
 from jaxonnx._run import array_forms, failures
 from jaxonnx._run.array_forms import on_cpu
 from jaxonnx._run.folding import abstract, broadcast_late, fold, folds, is_traced, on_device
@@ -419,22 +419,7 @@ def find_cuts(graph: Graph) -> tuple[int, ...]:
     """
     if any(what == "scope" for node in graph.nodes for _, what in node.op.context):
         return ()  # a Gradient node reads values of all nodes before it from the scope
-    crossing = _count_crossing(graph)
-    count = round(math.sqrt(len(graph.nodes)))
-    bounds = [round(i * len(graph.nodes) / (count + 1)) for i in range(1, count + 2)]
-    # before a Dropout that takes over the name of the value before it (`views.Dropout`): the last
-    # choice
-    rebinds = [not {*node.inputs}.isdisjoint(node.outputs) for node in graph.nodes]
-    rebinds.append(False)
-    return tuple(
-        min(range(a, b), key=lambda i: (rebinds[i], crossing[i], -i))
-        for a, b in pairwise(bounds)
-        if a < b
-    )
-
-
-def _count_crossing(graph: Graph) -> list[int]:
-    """Count for each position the values computed before it and read at it or after it."""
+    # count for each position the values computed before it and read at it or after it
     producer, last_reader = {}, {}
     for i, node in enumerate(graph.nodes):
         producer.update((name, i) for name in node.outputs if name)
@@ -446,8 +431,18 @@ def _count_crossing(graph: Graph) -> list[int]:
         if name in last_reader:
             changes[i + 1] += 1
             changes[last_reader[name] + 1] -= 1
-    total, counts = 0, []
+    total, crossing = 0, []
     for change in changes:
         total += change
-        counts.append(total)
-    return counts
+        crossing.append(total)
+    count = round(math.sqrt(len(graph.nodes)))
+    bounds = [round(i * len(graph.nodes) / (count + 1)) for i in range(1, count + 2)]
+    # before a Dropout that takes over the name of the value before it (`views.Dropout`): the last
+    # choice
+    rebinds = [not {*node.inputs}.isdisjoint(node.outputs) for node in graph.nodes]
+    rebinds.append(False)
+    return tuple(
+        min(range(a, b), key=lambda i: (rebinds[i], crossing[i], -i))
+        for a, b in pairwise(bounds)
+        if a < b
+    )

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from onnx import ModelProto
 
-from jaxonnx._io.weights import read_weights
+from jaxonnx._io.formats import read_weights
 from jaxonnx._require import check_arguments
 from jaxonnx._safe_read import wrap_errors
 from jaxonnx.errors import InputError
@@ -78,7 +78,27 @@ def import_step(
         raise InputError(f"{what}: the state has no '{missing[0]}', which the weights need")
     values = {name: jnp.asarray(arrays[name]) for name in needed}
     if graph is not None:
-        values = _finish_tensors(path, graph, values)
+        # compute the file's tensors from the state, by the graph that the manifest names
+        places, file = graph.get("tensors"), graph.get("file")
+        if not (
+            isinstance(places, dict) and all(isinstance(name, str) for name in places.values())
+        ):
+            raise InputError(f"'{path}' is damaged: it has no names by 'tensors'; export again")
+        if not isinstance(file, str) or file != Path(file).name:
+            raise InputError(
+                f"'{path}' is damaged: it has no name of a 'file' beside it; export again"
+            )
+        finish = load(path.parent / file)
+        outputs = [value.name for value in finish.outputs]
+        if missing := [name for name in places.values() if name not in outputs]:
+            raise InputError(
+                f"'{path}' is damaged: '{file}' has no output '{missing[0]}', which 'tensors' "
+                "names; export again"
+            )
+        tensors = finish(**values)
+        tensors = tensors if isinstance(tensors, tuple) else (tensors,)
+        by_output = dict(zip(outputs, tensors, strict=True))
+        values = {name: by_output[output] for name, output in places.items()}
     model = as_model(model)
     if model.proto.training_info and {*model.training.variables} == {*values}:
         return load(model.training.to_onnx(values))
@@ -111,37 +131,6 @@ def _names(path: Path, part: Any, key: str) -> list[str]:
     if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise InputError(f"'{path}' is damaged: it has no list of names '{key}'; export again")
     return names
-
-
-def _finish_tensors(
-    path: Path, graph: Mapping[str, Any], values: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Compute the file's tensors from the state, by the graph that the manifest names.
-
-    Args:
-      path: the manifest.
-      graph: its entry "weights".
-      values: the state.
-
-    Raises:
-      InputError: the entry or the graph is damaged.
-    """
-    places, file = graph.get("tensors"), graph.get("file")
-    if not (isinstance(places, dict) and all(isinstance(name, str) for name in places.values())):
-        raise InputError(f"'{path}' is damaged: it has no names by 'tensors'; export again")
-    if not isinstance(file, str) or file != Path(file).name:
-        raise InputError(f"'{path}' is damaged: it has no name of a 'file' beside it; export again")
-    finish = load(path.parent / file)
-    outputs = [value.name for value in finish.outputs]
-    if missing := [name for name in places.values() if name not in outputs]:
-        raise InputError(
-            f"'{path}' is damaged: '{file}' has no output '{missing[0]}', which 'tensors' names; "
-            "export again"
-        )
-    tensors = finish(**values)
-    tensors = tensors if isinstance(tensors, tuple) else (tensors,)
-    by_output = dict(zip(outputs, tensors, strict=True))
-    return {name: by_output[output] for name, output in places.items()}
 
 
 def _is_folder_of_step(path: Any) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 from onnx import ModelProto, numpy_helper
 
 from jaxonnx._atomic_write import write_atomically
-from jaxonnx._data.images import preparation as images
+from jaxonnx._data import images
 from jaxonnx.errors import InputError
 from jaxonnx.lora import file_tensors
 from jaxonnx.model import Model, to_proto

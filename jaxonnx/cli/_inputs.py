@@ -12,8 +12,8 @@ import jax
 import numpy as np
 
 from jaxonnx import losses
-from jaxonnx._data.images import preparation as images
-from jaxonnx._data.images.preparation import Layout, Preparation
+from jaxonnx._data import images
+from jaxonnx._data.images import Layout, Preparation
 from jaxonnx._data.inputs_and_targets import KEY
 from jaxonnx._data.kinds import Data, open_data
 from jaxonnx._data.ragged import derived_inputs

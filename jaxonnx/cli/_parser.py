@@ -354,7 +354,7 @@ COMMANDS: Mapping[str, Command] = {
             "": [
                 f"{_MODEL}    folder FOLDER  the folder to write to",
                 *read_flags(
-                    "_hub/checkpoints.py",
+                    "_hub.py",
                     "export_safetensors",
                     ("original", "dequantize", "dtype", "check"),
                 ),

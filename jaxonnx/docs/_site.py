@@ -82,7 +82,18 @@ def write_pages(folder: Path, repository: str | None) -> list[Any]:
         path, target = ROOT / source, folder / place
         target.parent.mkdir(parents=True, exist_ok=True)
         if place == "reference/index.md":
-            text = _reference_index(names)
+            lines = ["# Reference", "", "Every public name, from the docstrings.", ""]
+            for module, values in public_names():
+                lines += [f"## {module.__name__}", "", *markdown(module.__doc__ or ""), ""]
+                for name, value in values.items():
+                    summary = " ".join((inspect.getdoc(value) or "").partition("\n\n")[0].split())
+                    page, label = (
+                        posixpath.basename(names[name]),
+                        name.removeprefix(module.__name__ + "."),
+                    )
+                    lines.append(f"* [`{label}`]({page}): {summary}")
+                lines.append("")
+            text = "\n".join(lines)
         elif path.suffix == ".ipynb":
             shutil.copy(path, target.with_suffix(".ipynb"))
             text = convert_notebook(path, target)
@@ -140,18 +151,6 @@ def _reference_pages(names: Mapping[str, str]) -> dict[str, tuple[str, str]]:
                 text = before + re.sub("^# ", "## ", text)
             pages[names[name]] = file, text
     return pages
-
-
-def _reference_index(names: Mapping[str, str]) -> str:
-    lines = ["# Reference", "", "Every public name, from the docstrings.", ""]
-    for module, values in public_names():
-        lines += [f"## {module.__name__}", "", *markdown(module.__doc__ or ""), ""]
-        for name, value in values.items():
-            summary = " ".join((inspect.getdoc(value) or "").partition("\n\n")[0].split())
-            page, label = posixpath.basename(names[name]), name.removeprefix(module.__name__ + ".")
-            lines.append(f"* [`{label}`]({page}): {summary}")
-        lines.append("")
-    return "\n".join(lines)
 
 
 def convert_notebook(path: Path, page: Path) -> str:

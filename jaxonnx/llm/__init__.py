@@ -19,7 +19,9 @@ from jaxonnx.llm._module_names import (
     BESIDE_VISION,
     EXPORTED,
     FAMILIES,
+    HEAD,
     LIKE_LLAMA,
+    TABLE,
     Block,
     find_blocks,
     find_family,
@@ -28,12 +30,12 @@ from jaxonnx.llm._module_names import (
     includes_one,
     module_name,
     name_modules,
+    name_weights,
     split_name,
     torch_axes,
 )
 from jaxonnx.llm._samples import Continuations
 from jaxonnx.llm._sampling import Sampling
-from jaxonnx.llm._tensor_names import HEAD, TABLE, name_weights
 from jaxonnx.llm._texts import Texts, take_packed_rows
 from jaxonnx.llm._tokenizer import Tokenizer
 from jaxonnx.llm._vocabulary import add_tokens

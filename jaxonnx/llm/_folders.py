@@ -18,8 +18,8 @@ from onnx import ModelProto, NodeProto
 
 from jaxonnx import _safe_read
 from jaxonnx._atomic_write import write_atomically
+from jaxonnx._io.build import reads
 from jaxonnx._io.files import LIMIT, OnnxFormat
-from jaxonnx._io.order import reads
 from jaxonnx._io.protocol import Companion, File, Graph, check_exists, is_folder
 from jaxonnx._io.protos import all_graphs, all_nodes
 from jaxonnx._io.records import QUANTIZATION, SPARSITY
@@ -200,7 +200,27 @@ class ModelFolder(Companion):
             with write_atomically(target / "config.json") as written:
                 written.write_text(text + "\n", "utf-8")
         for name, proto in zip(self.files, protos, strict=True):
-            _write_model(target / name, proto, list_data_files(source / name))
+            # write one file, with external data where the old one had some
+            file = target / name
+            locations = list_data_files(source / name)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=file.parent, prefix=".jaxonnx-") as scratch:
+                written = Path(scratch, file.name)
+                large = sum(len(t.raw_data) for t in proto.graph.initializer) > LIMIT
+                location = (locations or [f"{file.name}_data"])[0]
+                data = (
+                    {"save_as_external_data": True, "location": location}
+                    if locations or large
+                    else {}
+                )
+                onnx.save_model(proto, written, **data)
+                if data and (Path(scratch) / location).exists():
+                    (file.parent / location).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copymode(
+                        written, Path(scratch) / location
+                    )  # onnx writes it for the user alone
+                    os.replace(Path(scratch) / location, file.parent / location)
+                os.replace(written, file)
         if left:
             warnings.warn(
                 f"not copied to '{target}', because their weights are the old ones: "
@@ -232,22 +252,6 @@ def list_data_files(path: Path) -> list[str]:
     tensors = (tensor for graph in all_graphs(proto.graph) for tensor in graph.initializer)
     entries = (entry for tensor in tensors for entry in tensor.external_data)
     return sorted({entry.value for entry in entries if entry.key == "location"})
-
-
-def _write_model(file: Path, proto: ModelProto, locations: Sequence[str]) -> None:
-    """Write one file, with external data where the old one had some."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=file.parent, prefix=".jaxonnx-") as scratch:
-        written = Path(scratch, file.name)
-        large = sum(len(t.raw_data) for t in proto.graph.initializer) > LIMIT
-        location = (locations or [f"{file.name}_data"])[0]
-        data = {"save_as_external_data": True, "location": location} if locations or large else {}
-        onnx.save_model(proto, written, **data)
-        if data and (Path(scratch) / location).exists():
-            (file.parent / location).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copymode(written, Path(scratch) / location)  # onnx writes it for the user alone
-            os.replace(Path(scratch) / location, file.parent / location)
-        os.replace(written, file)
 
 
 def _sort_files(home: ModelFolder) -> tuple[list[str], list[str]]:

@@ -13,9 +13,9 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from jaxonnx._data.images.preparation import decode, measure
+from jaxonnx._data.images import decode, measure
+from jaxonnx._data.kinds import drop_nones
 from jaxonnx._data.ragged import LazyColumn
-from jaxonnx._data.rows import drop_nones
 from jaxonnx._graph.bind import bind
 from jaxonnx._rewrite.network import Network
 from jaxonnx._rewrite.outputs import cut

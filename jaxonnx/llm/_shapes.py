@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxonnx._data.inputs_and_targets import JUDGEMENT
-from jaxonnx._data.rows import Names, Row, Rows, drop_nones
+from jaxonnx._data.kinds import Names, Row, Rows, drop_nones
 from jaxonnx.errors import TrainingError
 
 VARIABLES = "tools", "documents", "chat_template_kwargs"

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxonnx._data.inputs_and_targets import JUDGEMENT, KEY
-from jaxonnx._data.rows import Row, Rows
+from jaxonnx._data.kinds import Row, Rows
 from jaxonnx._require import require, require_choice, require_integer
 from jaxonnx._text import format_count
 from jaxonnx.errors import TrainingError

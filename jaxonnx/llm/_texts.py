@@ -12,12 +12,11 @@ import numpy as np
 
 from jaxonnx._data.batches import Source
 from jaxonnx._data.datasets import RowStream
-from jaxonnx._data.images.preparation import preparation
+from jaxonnx._data.images import preparation
 from jaxonnx._data.inputs_and_targets import KEY
-from jaxonnx._data.kinds import Data, Reading, RowData, read_arrays, register_data
+from jaxonnx._data.kinds import Data, Reading, Row, RowData, Rows, read_arrays, register_data
 from jaxonnx._data.padding import CLOSE
 from jaxonnx._data.ragged import Padding, masks_and_positions, segment_input
-from jaxonnx._data.rows import Row, Rows
 from jaxonnx._rewrite.network import Network, enter
 from jaxonnx.errors import TrainingError
 from jaxonnx.llm._configuration import DECODER_TOKENS, context_length, token_input, vocabulary

@@ -24,7 +24,7 @@ from onnx import ModelProto, helper
 from jaxonnx import quantization
 from jaxonnx._data.ragged import token_inputs
 from jaxonnx._graph.bind import Graph, Node, bind
-from jaxonnx._graph.tables import find_lookups
+from jaxonnx._graph.caches import find_lookups
 from jaxonnx._graph.uses import Use, uses_by_tensor, weights
 from jaxonnx._io import records
 from jaxonnx._io.build import declare, names, unused_name

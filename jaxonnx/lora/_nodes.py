@@ -12,9 +12,9 @@ from onnx import GraphProto, ModelProto, NodeProto, helper, numpy_helper
 from jaxonnx._axes import Matrix
 from jaxonnx._graph.bind import Graph
 from jaxonnx._graph.uses import Use, direct_uses, uses_by_tensor
-from jaxonnx._io import order, records
+from jaxonnx._io import records
 from jaxonnx._io.build import names as all_names
-from jaxonnx._io.build import unused_name
+from jaxonnx._io.build import rename_reads, unused_name
 from jaxonnx._io.protos import all_graphs
 from jaxonnx.errors import InputError
 
@@ -92,7 +92,17 @@ def insert_adapters(
     result.CopyFrom(proto)
     pairs = {weight: factor_names(weight, names) for weight in factors}
     added = [name for pair in pairs.values() for name in pair]
-    renamed = _make_way(result.graph, added)
+    # rename values of these names, but for inputs and outputs; return the new names
+    used = {*all_names(result.graph)}
+    fixed = {value.name for value in (*result.graph.input, *result.graph.output)}
+    renamed = {name: unused_name(name, used) for name in added if name in used - fixed}
+    if renamed:
+        for inner in all_graphs(result.graph):
+            for value in (*inner.initializer, *inner.value_info):
+                value.name = renamed.get(value.name, value.name)
+            for node in inner.node:
+                node.input[:] = [renamed.get(name, name) for name in node.input]
+                node.output[:] = [renamed.get(name, name) for name in node.output]
     writer = _Writer(result.graph)  # its lists of nodes are changed, and written at the end
     read = uses_by_tensor(graph, tensors)
     for weight, change in factors.items():
@@ -111,21 +121,6 @@ def insert_adapters(
     del result.graph.node[:]
     result.graph.node.extend([*writer.first, *writer.nodes])
     return result
-
-
-def _make_way(graph: GraphProto, names: Collection[str]) -> dict[str, str]:
-    """Rename values of these names, but for inputs and outputs; return the new names."""
-    used = {*all_names(graph)}
-    fixed = {value.name for value in (*graph.input, *graph.output)}
-    renamed = {name: unused_name(name, used) for name in names if name in used - fixed}
-    if renamed:
-        for inner in all_graphs(graph):
-            for value in (*inner.initializer, *inner.value_info):
-                value.name = renamed.get(value.name, value.name)
-            for node in inner.node:
-                node.input[:] = [renamed.get(name, name) for name in node.input]
-                node.output[:] = [renamed.get(name, name) for name in node.output]
-    return renamed
 
 
 def factor_types(
@@ -193,7 +188,7 @@ class _Writer:
         ):
             total = f"{weight}/with_adapter"
             for node in self.nodes:
-                order.rename_reads(node, {weight: total})
+                rename_reads(node, {weight: total})
             change_name = self._whole(weight, change, pair)
             self.first += self._sum([weight, change_name], total, total, scale)
         else:

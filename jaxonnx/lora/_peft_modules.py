@@ -31,9 +31,8 @@ from jaxonnx.llm import (
     torch_axes,
 )
 from jaxonnx.lora import _files as files
-from jaxonnx.lora._files import Change
+from jaxonnx.lora._files import CONVERTED, Change, Settings
 from jaxonnx.lora._merge import magnitude, pair, unfold_map
-from jaxonnx.lora._peft_config import CONVERTED, Settings
 from jaxonnx.model import Model
 from jaxonnx.quantization import dequantize
 
@@ -116,7 +115,15 @@ def read(
             module = files.plain_name(block.target)
             targets.setdefault(module, []).append(block._replace(target=module).invert())
         places = targets | places
-    vectors = _list_vectors(model, layouts)
+    # entries of transformers' vectors (sources) in those of the file (targets)
+    names = [name for name, tensor in model.tensors.items() if tensor.ndim]
+    vectors = {}
+    for blocks in layouts:
+        targets: dict[str, list[Block]] = {}
+        for block in chain(*place_vectors(model, names, blocks).values()):
+            key = files.plain_name(block.target)
+            targets.setdefault(key, []).append(block._replace(target=key).invert())
+        vectors = targets | vectors
     for table in (places, vectors):
         for name, blocks in [*table.items()]:
             inner = name.removeprefix(BESIDE_VISION)
@@ -215,19 +222,6 @@ def _keep_norms(
                     a, b = np.zeros_like(matrix[:1]), np.zeros_like(matrix[:, :1])
                     result[module] = a, b, np.linalg.norm(matrix, axis=1)
     return result
-
-
-def _list_vectors(model: Model, layouts: Sequence[Sequence[Block]]) -> dict[str, list[Block]]:
-    """Return the entries of transformers' vectors (sources) in those of the file (targets)."""
-    names = [name for name, tensor in model.tensors.items() if tensor.ndim]
-    vectors = {}
-    for blocks in layouts:
-        targets: dict[str, list[Block]] = {}
-        for block in chain(*place_vectors(model, names, blocks).values()):
-            key = files.plain_name(block.target)
-            targets.setdefault(key, []).append(block._replace(target=key).invert())
-        vectors = targets | vectors
-    return vectors
 
 
 def _read_matrix(

@@ -8,11 +8,19 @@ batch, and `register` gives it a name.
 """
 
 from jaxonnx.losses._distill import Distillation, distill
-from jaxonnx.losses._groups import GroupLoss, contrastive, in_batch_negatives
 from jaxonnx.losses._labels import ClassLoss, cross_entropy, negative_log_likelihood
 from jaxonnx.losses._loss import Loss, check_classes, register, totals
 from jaxonnx.losses._named import find, find_by_output, is_loss
-from jaxonnx.losses._preferences import PreferenceLoss, dpo, kto, log_likelihoods, orpo
+from jaxonnx.losses._preferences import (
+    GroupLoss,
+    PreferenceLoss,
+    contrastive,
+    dpo,
+    in_batch_negatives,
+    kto,
+    log_likelihoods,
+    orpo,
+)
 from jaxonnx.losses._tokens import causal_lm, masked_lm, seq2seq_lm, shift_right
 
 __all__ = [

@@ -18,7 +18,7 @@ from jaxonnx._require import check_arguments, require, require_choice
 from jaxonnx.errors import TrainingError
 from jaxonnx.losses._loss import Loss, WeighedLoss, register
 from jaxonnx.lowering import merges
-from jaxonnx.ops import loss as operators
+from jaxonnx.ops.training import negative_log_likelihood_loss, softmax_cross_entropy_loss
 
 L = TypeVar("L", bound="ClassLoss")
 LARGE = 1 << 26
@@ -96,7 +96,7 @@ class ClassLoss(WeighedLoss):
         if self.weight is None:
             return total, ((targets != ignored) * weight).sum()
         # the weights of the labels that count: each has the negative log-likelihood 1
-        count = operators.negative_log_likelihood_loss
+        count = negative_log_likelihood_loss
         shares = self._apply(count, jnp.full_like(outputs, -1), targets, ignored, "none")
         return total, (shares * weight).sum()
 
@@ -230,14 +230,14 @@ def negative_log_likelihood(
 
     The arguments are those of `cross_entropy`.
     """
-    operator = operators.negative_log_likelihood_loss
+    operator = negative_log_likelihood_loss
     settings = weight, ignore_index, reduction, axis
     return make_class_loss(ClassLoss, "negative_log_likelihood", operator, *settings)
 
 
 def softmax_cross_entropy(*arrays, **attributes) -> jax.Array:
     """Compute the losses of SoftmaxCrossEntropyLoss, without its second output."""
-    return operators.softmax_cross_entropy_loss(*arrays, **attributes)[0]
+    return softmax_cross_entropy_loss(*arrays, **attributes)[0]
 
 
 def make_class_loss(

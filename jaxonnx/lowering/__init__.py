@@ -2,22 +2,19 @@
 
 from jaxonnx.lowering._attention_layout import separate_heads
 from jaxonnx.lowering._compile import jit
-from jaxonnx.lowering._contract import contract, contract_p, select_platform
+from jaxonnx.lowering._contract import (
+    contract,
+    contract_p,
+    is_half,
+    merges,
+    product,
+    product_rounded,
+    rows,
+    select_platform,
+)
 from jaxonnx.lowering._conv import Conv, convolution, transposed_convolution
-from jaxonnx.lowering._divide import divide
 from jaxonnx.lowering._elementwise_proof import is_elementwise
 from jaxonnx.lowering._integer import FAST_INT8, integer_convolution, integer_product
-from jaxonnx.lowering._layout import (
-    Transposition,
-    is_in_memory,
-    kernel_first,
-    kernels_first,
-    order,
-    placed_as,
-    platform_of,
-    store,
-    transpose_tree,
-)
 from jaxonnx.lowering._low_rank import (
     ChangedRows,
     ChangedWeight,
@@ -29,10 +26,9 @@ from jaxonnx.lowering._low_rank import (
     split_change,
     unfold_change,
 )
-from jaxonnx.lowering._normalized import normalize
 from jaxonnx.lowering._packed import BATCH_AXIS, SMALL, Packed
 from jaxonnx.lowering._pool import Choice, first_max, first_winner, max_pool, window_sum
-from jaxonnx.lowering._product import is_half, merges, product, product_rounded, rows
+from jaxonnx.lowering._primitives import divide, normalize
 from jaxonnx.lowering._recurrence import (
     LOOPS,
     elementwise,
@@ -50,9 +46,18 @@ from jaxonnx.lowering._stored_array import (
     MergedRows,
     RoundedArray,
     StoredArray,
+    Transposition,
+    is_in_memory,
+    kernel_first,
+    kernels_first,
     map_rows,
+    order,
+    placed_as,
+    platform_of,
     reshape_rows,
+    store,
     to_array,
     to_float32,
+    transpose_tree,
     with_gradient_of,
 )

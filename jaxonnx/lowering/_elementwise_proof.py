@@ -1,8 +1,9 @@
 """Proof that an optimizer treats large arrays element by element, whatever the order of their axes.
 
-If it does, its state and updates can be stored in any order of axes (`lowering._layout`): numbers,
-checkpoints and exported files stay the same. optax has no flag for this, and a list of names would
-miss the optimizers that users write, so the programs for the two orders are traced and compared.
+If it does, its state and updates can be stored in any order of axes (`lowering._stored_array`):
+numbers, checkpoints and exported files stay the same. optax has no flag for this, and a list of
+names would miss the optimizers that users write, so the programs for the two orders are traced and
+compared.
 
 The proof is by induction over the operations of the program. Call a value of more than two axes
 large. Claim: for inputs that are transposed, every large value is transposed likewise and every

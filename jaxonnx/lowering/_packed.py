@@ -34,12 +34,6 @@ BATCH_AXIS = "data"
 gathered by a step."""
 
 
-def _devices_per_batch() -> int:
-    """Return the number of devices that a matrix may be split over under the current mesh."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return math.prod(size for axis, size in mesh.shape.items() if axis != BATCH_AXIS)
-
-
 class Packed(StoredArray):
     """A matrix in few bits, which `unpack(*groups, *shared)` converts; or its transpose.
 
@@ -98,7 +92,9 @@ class Packed(StoredArray):
     def __rmatmul__(self, x: Any) -> Any:
         if x.shape[-1] != self.shape[0]:
             raise TypeError(f"shapes {x.shape} and {self.shape} cannot be multiplied")
-        apart = _devices_per_batch()
+        # number of devices that a matrix may be split over under the current mesh
+        mesh = jax.sharding.get_abstract_mesh()
+        apart = math.prod(size for axis, size in mesh.shape.items() if axis != BATCH_AXIS)
         apart = apart if len(self.groups[0]) % apart == 0 else 1
         size, dtype = self.matrix.shape, self.matrix.dtype
         form = _Form(self.unpack, size, dtype, len(self.groups), self.transposed, apart)

@@ -25,7 +25,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 
 from jaxonnx.lowering import _recurrence_kernel as kernel
-from jaxonnx.lowering._product import is_half, merges, product, rows
+from jaxonnx.lowering._contract import is_half, merges, product, rows
 
 Step = Callable[..., tuple]
 

@@ -25,7 +25,7 @@ UNROLLED = 32
 
 @dataclass(frozen=True)
 class Taps:
-    """Geometry of windows (`jaxonnx.ops.windows.Window`); spatial axes start at axis `lead`."""
+    """Geometry of windows (`jaxonnx.ops.pool.Window`); spatial axes start at axis `lead`."""
 
     size: tuple[int, ...]
     kernel: tuple[int, ...]

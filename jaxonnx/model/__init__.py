@@ -7,7 +7,6 @@ from jaxonnx.model._convert import convert, raise_opset
 from jaxonnx.model._load import as_model, load
 from jaxonnx.model._model import Model, Trainable
 from jaxonnx.model._predict import read_inputs
-from jaxonnx.model._recurrent_states import add_states, inputs_alone, start_at_zeros
 from jaxonnx.model._save import check_nodes, compare_merged, fill_source, to_proto
 from jaxonnx.model._show import operator_name
 from jaxonnx.model._sparsity import report_layers
@@ -19,4 +18,10 @@ from jaxonnx.model._statistics import (
     pool_batch,
     zero_totals,
 )
-from jaxonnx.model._transforms import with_any_batch, with_whole_inputs
+from jaxonnx.model._transforms import (
+    add_states,
+    inputs_alone,
+    start_at_zeros,
+    with_any_batch,
+    with_whole_inputs,
+)

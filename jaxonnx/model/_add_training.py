@@ -67,20 +67,13 @@ def add_training(
     model = as_model(model)
     model = model if trainable is None else model.with_trainable(trainable)
     if isinstance(init, Mapping):
-        init = _by_tensor(init, model)
+        # kind of initializer of each tensor; the first pattern that matches decides
+        kinds: dict[str, str] = {}
+        for name, kind in init.items():
+            tensors = matching(name, model.params, places=model._places)
+            for tensor in tensors or [name]:
+                kinds.setdefault(re.escape(tensor) if tensors else name, kind)
+        init = kinds
     proto = to_proto(model, repeat=True)  # what is trained must be an initializer
     add(proto, [*model.params], loss, optimizer, init, weights(model.graph, model.tensors))
     return proto
-
-
-def _by_tensor(init: Mapping[str, str], model: Model) -> dict[str, str]:
-    """Return the kind of initializer of each tensor; the first pattern that matches decides.
-
-    A name that matches no tensor stays as it is, for the error of `training_info.add`.
-    """
-    kinds: dict[str, str] = {}
-    for name, kind in init.items():
-        tensors = matching(name, model.params, places=model._places)
-        for tensor in tensors or [name]:
-            kinds.setdefault(re.escape(tensor) if tensors else name, kind)
-    return kinds

@@ -18,17 +18,15 @@ from onnx import ModelProto
 
 from jaxonnx._arrays import put, put_copies
 from jaxonnx._graph.bind import Graph, bind
-from jaxonnx._graph.fake_quantization import pass_rounding
-from jaxonnx._graph.integer_groups import fuse_integer_products
+from jaxonnx._graph.quantization_patterns import fuse_integer_products, pass_rounding
 from jaxonnx._graph.roles import running_statistics, split
 from jaxonnx._graph.select import Select, select
 from jaxonnx._graph.stored import check_zero_points
 from jaxonnx._graph.types import infer_types
-from jaxonnx._io.formats import find
+from jaxonnx._io.formats import find, replace_weights
 from jaxonnx._io.protocol import File
 from jaxonnx._io.tensors import equal_bits
 from jaxonnx._io.ties import find_duplicates, is_shared, replace_duplicates, sources
-from jaxonnx._io.weights import replace_weights
 from jaxonnx._mesh.rules import Sharding
 from jaxonnx._mesh.shardings import model_shardings
 from jaxonnx._require import check_arguments, require_integer
@@ -145,7 +143,14 @@ def load(
         file = replace_weights(file, weights)
     if dequantize:
         file = dequantize_weights(file)
-    graph, params, state, constants = _split_by_role(file, tied)
+    # bind the graph of a file, and tell what is learned: parameters, state and constants
+    proto, tensors, companion = file
+    graph = _tie(bind(proto, proto.graph, tensors.keys()), file, tied)
+    infer_types(graph, tensors)  # refuses those that differ
+    check_zero_points(graph, tensors)
+    graph = pass_rounding(fuse_integer_products(graph, tensors), tensors)
+    params, state, constants = split(graph, tensors, proto.graph)
+    state |= {name: params.pop(name) for name in [*params] if companion.freezes(name)}
     originals = {
         name: file.tensors[name]
         for name in (*params, *state)
@@ -156,30 +161,8 @@ def load(
     model = Model(
         params, state, file.proto, program, originals, companion=file.companion, source=original
     )
-    _place(model, mesh, sharding)
-    model = model if outputs is None else model.with_outputs(outputs)
-    model = model if batch is None else model.with_any_batch()
-    for warning in model.warnings:
-        if warning.startswith(("64-bit", "metadata_props")):
-            warnings.warn(warning, stacklevel=2)
-    return model if trainable is None else model.with_trainable(trainable)
-
-
-def _split_by_role(file: File, tied: Select | None) -> tuple[Graph, Any, Any, Any]:
-    """Bind the graph of a file, and tell what is learned: parameters, state and constants."""
-    proto, tensors, companion = file
-    graph = _tie(bind(proto, proto.graph, tensors.keys()), file, tied)
-    infer_types(graph, tensors)  # refuses those that differ
-    check_zero_points(graph, tensors)
-    graph = pass_rounding(fuse_integer_products(graph, tensors), tensors)
-    params, state, constants = split(graph, tensors, proto.graph)
-    state |= {name: params.pop(name) for name in [*params] if companion.freezes(name)}
-    return graph, params, state, constants
-
-
-def _place(model: Model, mesh: Mesh | Literal["all"] | None, sharding: Sharding | None) -> None:
-    """Move parameters and state to the devices, in place."""
-    # what a model caches would keep the arrays of the file
+    # move parameters and state to the devices, in place: what a model caches would keep the arrays
+    # of the file
     placement = {} if mesh is None else model_shardings(replace(model), mesh, sharding)
     for group in (model.params, model.state):
         for name in group:
@@ -192,6 +175,12 @@ def _place(model: Model, mesh: Mesh | Literal["all"] | None, sharding: Sharding 
         trim = getattr(ctypes.pythonapi, "malloc_trim", None)
         if trim is not None:
             trim(0)
+    model = model if outputs is None else model.with_outputs(outputs)
+    model = model if batch is None else model.with_any_batch()
+    for warning in model.warnings:
+        if warning.startswith(("64-bit", "metadata_props")):
+            warnings.warn(warning, stacklevel=2)
+    return model if trainable is None else model.with_trainable(trainable)
 
 
 def _to_device(value: Any, sharding: NamedSharding | None) -> jax.Array:

@@ -34,21 +34,20 @@ from jaxonnx._text import Rendered, format_count
 from jaxonnx.errors import Error, InputError
 from jaxonnx.llm import Generator, Sampling, Tokenizer, add_tokens, generate
 from jaxonnx.model import _transforms as transforms
-from jaxonnx.model._call_arguments import (
+from jaxonnx.model._predict import (
     check_tensors,
     inputs_first,
+    predictions,
+    read_inputs,
     signature,
     unmark_names,
 )
-from jaxonnx.model._predict import predictions, read_inputs
-from jaxonnx.model._recurrent_states import inputs_alone, start_at_zeros
-from jaxonnx.model._reinitialize import Initializer
 from jaxonnx.model._save import AdapterForm, merge, save, to_proto
-from jaxonnx.model._show import overview
+from jaxonnx.model._show import describe_file, overview
 from jaxonnx.model._sparsity import options, with_products, with_record
 from jaxonnx.model._statistics import MOST, recompute
 from jaxonnx.model._summary import Summary, summary
-from jaxonnx.model._warnings import describe_file
+from jaxonnx.model._transforms import Initializer, inputs_alone, start_at_zeros
 from jaxonnx.quantization import Rounding, Sensitivity, is_quantized, open_quantized
 from jaxonnx.training_info import Training
 from jaxonnx.views import Dropout, FrozenStatistics, Remat, drop

@@ -19,7 +19,7 @@ from jaxonnx._compare.written import (
     make_origin,
     warn_unproven,
 )
-from jaxonnx._data.images.preparation import preparation
+from jaxonnx._data.images import preparation
 from jaxonnx._io.formats import save as save_alone
 from jaxonnx._io.protos import all_graphs, all_nodes, tensor_of_constant
 from jaxonnx._io.save import to_onnx
@@ -51,7 +51,13 @@ def to_proto(
     Raises:
       ModelError: `check` finds that the file is not valid, or computes something else.
     """
-    _check_form(model, adapters)
+    # raise an InputError if there is no such form, or the model has nothing to write so
+    require_choice("adapters", adapters, ("merged", "nodes", "inputs", None))
+    if adapters in ("nodes", "inputs") and not model.program.adapts:
+        raise InputError(
+            f"adapters={adapters!r}: the model has none, or they are merged into its weights; "
+            "result.lora.attach(model) gives a model with its adapters apart"
+        )
     whole = model
     model, additions = _leave_views(model, adapters)
     values, adapted = model._file_values, {name for a in additions for name in a.tensors}
@@ -149,16 +155,6 @@ def _with_adapters(model: Network) -> Origin:
     """Return a model whose adapters are apart as the network that a file was written from."""
     origin = make_origin(leave(model, CallView), partial(fill_source, model))
     return origin._replace(extends=True)
-
-
-def _check_form(model: Network, form: AdapterForm | None) -> None:
-    """Raise an InputError if there is no such form, or the model has nothing to write so."""
-    require_choice("adapters", form, ("merged", "nodes", "inputs", None))
-    if form in ("nodes", "inputs") and not model.program.adapts:
-        raise InputError(
-            f"adapters={form!r}: the model has none, or they are merged into its weights; "
-            "result.lora.attach(model) gives a model with its adapters apart"
-        )
 
 
 def save(

@@ -1,4 +1,4 @@
-"""The text of `print(model)`."""
+"""The text of `print(model)`, and its warnings."""
 
 from __future__ import annotations
 
@@ -6,21 +6,26 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from onnx import GraphProto, TensorProto, TrainingInfoProto
+from onnx import GraphProto, ModelProto, TensorProto, TrainingInfoProto
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from jaxonnx._graph import exporter_hints
 from jaxonnx._graph.bind import Node
 from jaxonnx._graph.roles import Roles
+from jaxonnx._graph.types import find_without_gradient
 from jaxonnx._graph.uses import weights
-from jaxonnx._io import protos
+from jaxonnx._io import protos, records
+from jaxonnx._io.save import training_nodes
 from jaxonnx._io.tensors import to_array
 from jaxonnx._io.ties import sources, tied_names
 from jaxonnx._rewrite.network import Network
 from jaxonnx._text import format_count, list_some
+from jaxonnx.quantization import describe_integers
 
 _ROWS = 60
 """Tensors listed one by one; the rest is counted."""
@@ -183,3 +188,55 @@ def float_arrays(constants: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in constants.items()
         if value.size > 1 and jnp.issubdtype(value.dtype, jnp.floating)
     }
+
+
+def describe_file(model: Network) -> Iterator[str]:
+    """Describe the traits of a file that matter before it is run or trained."""
+    program = model.program
+    if not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        types = {np.dtype(t) for t in (np.int64, np.uint64, np.float64)}
+        wide = [value.name for value in model.outputs if value.dtype in types]
+        if wide:
+            yield (
+                f"64-bit outputs ({', '.join(wide)}) are computed and returned in 32 bits; set "
+                "jax_enable_x64 for the exact types"
+            )
+    if program.draws(training=True):
+        yield "random operators: pass rng=jax.random.key(...), or they draw the same numbers always"
+    active = training_nodes(model.proto.graph)
+    if active:
+        yield (
+            f"exported in training mode: {list_some(active, '')}; apply and save use inference "
+            "semantics"
+        )
+    drops = any(node.op.name == "Dropout" for node in program.train(program.graph).nodes)
+    yield from exporter_hints.notes(model.proto.graph, drops)
+    yield from describe_integers(program.graph, model.tensors)
+    yield from filter(None, (_gradient_warning(model), _record_warning(model.proto)))
+
+
+def _gradient_warning(model: Network) -> str:
+    """Return a warning of parameters that no gradient reaches; "" if there are none."""
+    names = () if model.program.adapts else model.params
+    frozen = [f"'{name}'" for name in find_without_gradient(model.graph, names)]
+    trained = [f"'{name}'" for name in model.params if f"'{name}'" not in frozen]
+    if not frozen:
+        return ""
+    return (
+        f"no output has a gradient with respect to {list_some(frozen)}, as none has behind "
+        "operators on integers: training leaves them as they are, and trains "
+        f"{list_some(trained) or 'nothing'}"
+    )
+
+
+def _record_warning(proto: ModelProto) -> str:
+    """Return a warning that the record of sparse weights is malformed; "" if it is not."""
+    if not records.has(proto, records.SPARSITY):
+        return ""
+    from jaxonnx._io import packed  # only a file with a record imports `jaxonnx.sparse`
+
+    why = packed.damage(proto)
+    return why and (
+        f"{why}: no weight counts as sparse, and files keep the record as it is; "
+        "model.with_sparsity(None) drops it, jaxonnx.sparse.record(model) writes a new one"
+    )

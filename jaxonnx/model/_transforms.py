@@ -1,8 +1,9 @@
-"""Implementation of the methods of Model that return another Model."""
+"""Models derived from a model: other inputs, outputs, values and batches, states set to zero."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -15,11 +16,16 @@ from onnx.helper import make_node, make_value_info
 from onnx.numpy_helper import to_array
 
 from jaxonnx._compare.written import Origin, Run, check_written, make_origin
+from jaxonnx._data.augment import Augmented
+from jaxonnx._data.batches import Batch, Source
+from jaxonnx._data.inputs_and_targets import drop_targets, lacks_batch_axis
 from jaxonnx._graph.bind import Graph
-from jaxonnx._graph.caches import find_caches
+from jaxonnx._graph.caches import find_caches, find_states
 from jaxonnx._graph.roles import running_statistics, split
-from jaxonnx._graph.select import Select
+from jaxonnx._graph.select import Select, select
+from jaxonnx._graph.uses import Weight, weights
 from jaxonnx._graph.values import Value, list_values, matching, to_value
+from jaxonnx._graph.weight_names import Places
 from jaxonnx._io.build import names as all_names
 from jaxonnx._io.build import onnx_type, unused_name
 from jaxonnx._io.protos import opset_of
@@ -36,11 +42,51 @@ from jaxonnx._rewrite.network import (
     with_params,
 )
 from jaxonnx._run.shapes import evaluate_shapes, infer_types
-from jaxonnx.errors import InputError
-from jaxonnx.model._reinitialize import Initializer, reinitialize
+from jaxonnx._text import list_some
+from jaxonnx.errors import InputError, TrainingError
 from jaxonnx.model._save import to_proto
 from jaxonnx.onnx_out import OLDEST, Written, append
-from jaxonnx.views import BatchAxis, CallView, WholeInputs, fix_inputs
+from jaxonnx.views import BatchAxis, CallView, FixedInputs, Outputs, WholeInputs, fix_inputs
+
+Initializer = Callable[..., jax.Array]
+"""`(key, shape, dtype) -> array`, like those of `jax.nn.initializers`."""
+
+
+def reinitialize(
+    graph: Graph,
+    tensors: Mapping[str, Any],
+    constants: Mapping[str, Any],
+    selection: Select,
+    rng: jax.Array,
+    initializer: Initializer,
+    places: Places,
+) -> dict[str, Any]:
+    """Return the tensors with new values for the selected ones, as in `Model.reinitialize`."""
+    floats = {n: v for n, v in tensors.items() if jnp.issubdtype(v.dtype, jnp.floating)}
+    chosen = select(selection, floats, "names", places=places)
+    names = [name for name in floats if name in chosen]
+    meanings = weights(graph, {**constants, **tensors})
+    keys = jax.random.split(rng, len(names))
+    new = {
+        name: _draw(tensors[name], meanings[name], key, initializer)
+        for name, key in zip(names, keys, strict=True)
+    }
+    return {**tensors, **new}
+
+
+def _draw(value: Any, weight: Weight, key: jax.Array, initializer: Initializer) -> jax.Array:
+    shape, dtype = value.shape, jnp.asarray(value).dtype
+    if weight.start is not None:
+        return jnp.full(shape, weight.start, dtype)
+    if weight.matrix is None:
+        return initializer(key, shape, dtype)
+    order, batch_axes = weight.matrix.order, len(weight.matrix.batch)
+    permuted = [shape[axis] for axis in order]
+    batch, matrix = math.prod(permuted[:batch_axes]), tuple(permuted[batch_axes:])
+    matrices = jnp.stack([initializer(k, matrix, dtype) for k in jax.random.split(key, batch)])
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    return matrices.reshape(permuted).transpose(inverse)
+
 
 M = TypeVar("M", bound=Network)
 
@@ -289,3 +335,77 @@ def _structs(values: Sequence[Value]) -> list[jax.ShapeDtypeStruct]:
         dtype = jax.dtypes.canonicalize_dtype(np.dtype(value.dtype or np.float32))
         structs.append(jax.ShapeDtypeStruct(shape, dtype))
     return structs
+
+
+def start_at_zeros(model: M, batch: Any) -> tuple[M, list[str]]:
+    """Return a model whose recurrent states start at zeros if the data lacks them, and notes.
+
+    The outputs that continue the states are left out.
+
+    Args:
+      batch: the data or a batch of it with targets, or what `inputs_alone` returns.
+
+    Raises:
+      TrainingError: the first axis of the sequences is not the batch, which the states have; or a
+        size of the states is not known.
+    """
+    states = find_states(model.graph, model.inputs)
+    if not states:
+        return model, []
+    x = batch[0] if isinstance(batch, tuple | list) and len(batch) in (2, 3) else batch
+    count = len(x) if isinstance(x, tuple) else int(hasattr(x, "shape"))
+    lacks = count == len(model.inputs) - len(states)
+    if isinstance(x, Mapping):
+        lacks = states.keys().isdisjoint(x)
+    if not lacks:
+        return model, []
+    values = [v for v in model.inputs if v.name in states]
+    sizes = {n for v in values for n in v.shape or ()}
+    fixed = {}
+    for v in values:
+        lengths = [n for n in v.shape or () if isinstance(n, int)]
+        if len(lengths) < len(v.shape or ()) - 1:
+            raise TrainingError(
+                f"the data lacks the state {v}, whose sizes are not all known, so that it cannot "
+                f"start at zeros: fixed={{{v.name!r}: np.zeros(...)}}, with the batch size among "
+                "its sizes, does"
+            )
+        fixed[v.name] = np.zeros(lengths, v.dtype)
+    started = with_fixed_inputs(model, fixed)
+    outputs = {*model.graph.outputs} - {*states.values()}
+    started = enter(started, Outputs.among(started.graph, outputs))
+    first, *_ = started.inputs
+    size = (first.shape or (1,))[0]
+    if not (isinstance(size, int) or size in sizes or lacks_batch_axis(batch, started.inputs)):
+        raise TrainingError(
+            f"the first axis of input {first} is not the batch, as the states "
+            f"{list_values(values)} show: pass examples with one more axis in front of these"
+        )
+    return started, [
+        f"the data lacks the states {list_some(states, '')}: they are zeros at the start of each "
+        "example. The saved file has them as before"
+    ]
+
+
+def inputs_alone(model: Network, batch: Any) -> Any:
+    """Return a batch of `predict`, which may lack targets, in the form with targets."""
+    return drop_targets(batch, [value.name for value in model.inputs]), None
+
+
+def add_states(model: Network, started: Network, source: Source) -> Source:
+    """Return batches of all inputs of a model, of batches that lack the states.
+
+    Args:
+      started: what `start_at_zeros` returned for the model.
+    """
+    fixed = started.program.find(FixedInputs)
+    if started is model or fixed is None:
+        return source
+    names = [value.name for value in started.inputs]
+
+    def add(key: Any, epoch: Any, number: Any, batch: Batch) -> Batch:
+        inputs = dict(zip(names, batch.inputs, strict=True))
+        inputs |= {name: x.repeat(inputs) for name, x in fixed.values.items() if name not in inputs}
+        return batch._replace(inputs=tuple(inputs[value.name] for value in model.inputs))
+
+    return Augmented(source, add, jax.random.key(0))

@@ -22,10 +22,9 @@ from jaxonnx._jaxpr import bind_equation, interpret, live, programs
 from jaxonnx._require import check_arguments
 from jaxonnx.errors import InputError
 from jaxonnx.onnx_out import _dims as dims
-from jaxonnx.onnx_out._complex_pairs import is_complex
-from jaxonnx.onnx_out._factors import scales_by_bits
 from jaxonnx.onnx_out._nodes import Nodes, Tensor, plain, value_info
-from jaxonnx.onnx_out._rule_table import primitive
+from jaxonnx.onnx_out._rule_table import is_complex, primitive
+from jaxonnx.onnx_out._simplify import scales_by_bits
 from jaxonnx.onnx_out._tensors import known_tensor
 from jaxonnx.onnx_out._tracing import trace
 

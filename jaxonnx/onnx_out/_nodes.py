@@ -13,10 +13,16 @@ from jaxonnx._io.build import Writer, onnx_type
 from jaxonnx._jaxpr import inner_program, interpret, source
 from jaxonnx.errors import UnsupportedError
 from jaxonnx.onnx_out import _dims as dims
-from jaxonnx.onnx_out._bounds import Bounds
-from jaxonnx.onnx_out._complex_pairs import apply_complex, is_complex, knows
-from jaxonnx.onnx_out._factors import reduce_sum
-from jaxonnx.onnx_out._rule_table import Refusal, is_elementwise, restated_as, rule_of
+from jaxonnx.onnx_out._rule_table import (
+    Refusal,
+    apply_complex,
+    has_complex_rule,
+    is_complex,
+    is_elementwise,
+    restated_as,
+    rule_of,
+)
+from jaxonnx.onnx_out._simplify import Bounds, reduce_sum
 from jaxonnx.onnx_out._tensors import (
     COMPUTED,
     FOLDED,
@@ -51,7 +57,7 @@ class Nodes:
       products: the result of each matrix product, by its operands.
       constants: of the main builder: (name, array) of each initializer, by value or identity.
       sizes: of the main builder: symbolic sizes, see `_dims`.
-      bounds: of the main builder: comparisons with numbers, see `_bounds`.
+      bounds: of the main builder: comparisons with numbers, see `Bounds`.
       numbers: of the main builder: how often each base of a name was used.
     """
 
@@ -150,7 +156,7 @@ class Nodes:
             return values
         name = equation.primitive.name
         rule = rule_of(name, self.opset)
-        if rule is None and not knows(name):
+        if rule is None and not has_complex_rule(name):
             described = describe_equation(self.main.whole, equation)
             raise UnsupportedError(
                 f"{described} has no form in ONNX (opset {self.opset}); "

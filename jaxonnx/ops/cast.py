@@ -16,8 +16,7 @@ from jax import lax
 
 from jaxonnx._limits import SIX_BITS, check_size, check_time
 from jaxonnx.errors import NodeError
-from jaxonnx.ops.common import canonical, element_dtype
-from jaxonnx.ops.known_values import concrete
+from jaxonnx.ops.common import canonical, concrete, element_dtype
 from jaxonnx.registry import is_known, op, symbolic, xp
 
 _E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
@@ -30,8 +29,15 @@ _FLOAT8 = tuple(
 def convert(x, dtype, saturate=1, round_mode="up"):
     """Convert `x` to `dtype` by the rules of Cast; strings only where `x` is known."""
     dtype = np.dtype(dtype)
-    if object in (dtype, x.dtype):
-        return _convert_strings(x, dtype)
+    if object in (dtype, x.dtype):  # strings
+        x = x if symbolic(x) else concrete(x, "a cast to strings")
+        if dtype == x.dtype or symbolic(x):
+            return x
+        check_size(x.shape, object, host=True)
+        if x.dtype == object:
+            numbers = [_number(text, dtype) for text in _each(x)]
+            return convert(np.array(numbers).reshape(x.shape), dtype)
+        return np.array([_text(value) for value in _each(x)], object).reshape(x.shape)
     if not is_known(x):
         dtype = canonical(dtype)
         if not {dtype, x.dtype}.isdisjoint(SIX_BITS):
@@ -90,17 +96,6 @@ def _to_e8m0(x, saturate, round_mode):
     else:
         rounded = np_.where(bits & 0x7FFFFFFF == 0, 0xFF, np_.minimum(rounded, 0xFF))
     return rounded.astype(np.uint8).view(_E8M0)
-
-
-def _convert_strings(x, dtype):
-    x = x if symbolic(x) else concrete(x, "a cast to strings")
-    if dtype == x.dtype or symbolic(x):
-        return x
-    check_size(x.shape, object, host=True)
-    if x.dtype == object:
-        numbers = [_number(text, dtype) for text in _each(x)]
-        return convert(np.array(numbers).reshape(x.shape), dtype)
-    return np.array([_text(value) for value in _each(x)], object).reshape(x.shape)
 
 
 def _each(x) -> Iterator[Any]:

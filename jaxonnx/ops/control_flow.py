@@ -20,8 +20,15 @@ import numpy as np
 from jaxonnx import _limits
 from jaxonnx._limits import OutOfTime, check_size, check_time, patience
 from jaxonnx.errors import Error, NodeError, StaticError
-from jaxonnx.ops.common import INDEX, axis_of, canonical, element_dtype
-from jaxonnx.ops.known_values import array, forward_only, is_traced
+from jaxonnx.ops.common import (
+    INDEX,
+    array,
+    axis_of,
+    canonical,
+    element_dtype,
+    forward_only,
+    is_traced,
+)
 from jaxonnx.registry import is_known, op, xp
 
 LONGEST = 1 << 14
@@ -203,7 +210,18 @@ def loop(m=None, cond=None, *v_initial, body):
     why = None
     if begins and count is not None and count <= SCAN_LIMIT:
         try:
-            return _scan_loop(step, count, carry)
+            # run a loop with a known trip count and a constant true condition as a `lax.scan`
+            def one(carry, i):
+                condition, new, outputs = step(i, carry)
+                if not is_known(condition):
+                    raise _TracedCondition
+                if not item(condition):
+                    raise StaticError("the loop ends after its first iteration")
+                return alike(carry, new), [array(value) for value in outputs]
+
+            steps = jnp.arange(count, dtype=canonical(INDEX))
+            carry, outputs = jax.lax.scan(one, [array(value) for value in carry], steps)
+            return (*carry, *outputs)
         except _TracedCondition:
             pass
         except Error as error:  # the Python loop works, or says better what is wrong
@@ -225,22 +243,6 @@ def loop(m=None, cond=None, *v_initial, body):
 
 class _TracedCondition(Exception):
     """Raised when the body's condition is traced, so that the number of iterations is not known."""
-
-
-def _scan_loop(step, count, carry):
-    """Run a loop with a known trip count and a constant true condition as a `lax.scan`."""
-
-    def one(carry, i):
-        condition, new, outputs = step(i, carry)
-        if not is_known(condition):
-            raise _TracedCondition
-        if not item(condition):
-            raise StaticError("the loop ends after its first iteration")
-        return alike(carry, new), [array(value) for value in outputs]
-
-    steps = jnp.arange(count, dtype=canonical(INDEX))
-    carry, outputs = jax.lax.scan(one, [array(value) for value in carry], steps)
-    return (*carry, *outputs)
 
 
 def _python_loop(step, count, carry, body, why=None, late=False):

@@ -14,7 +14,7 @@ from jaxonnx._few_bits import along, with_scales
 from jaxonnx._limits import check_size
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import divide
-from jaxonnx.ops.windows import (
+from jaxonnx.ops.pool import (
     Convolved,
     Taps,
     Weighted,

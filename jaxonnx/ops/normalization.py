@@ -12,7 +12,7 @@ from jaxonnx import lowering
 from jaxonnx._constraints import Positive
 from jaxonnx.ops.common import axes_of, axis_of, element_dtype, widen
 from jaxonnx.ops.elementwise import absolute
-from jaxonnx.ops.windows import place_windows
+from jaxonnx.ops.pool import place_windows
 from jaxonnx.registry import Channels, Key, Outputs, Training, op
 
 SCALED = {"scale": 1.0, "b": 0.0}

@@ -5,8 +5,7 @@ import numpy as np
 
 from jaxonnx._limits import check_size, check_time
 from jaxonnx.errors import NodeError
-from jaxonnx.ops.common import INDEX, axis_of
-from jaxonnx.ops.known_values import array, is_traced
+from jaxonnx.ops.common import INDEX, array, axis_of, is_traced
 from jaxonnx.registry import Static, is_known, op, xp
 
 

@@ -17,8 +17,7 @@ from jax import lax
 from jaxonnx._constraints import NotNegative
 from jaxonnx._limits import check_size, check_time
 from jaxonnx.errors import NodeError
-from jaxonnx.ops.common import INDEX
-from jaxonnx.ops.known_values import table
+from jaxonnx.ops.common import INDEX, table
 from jaxonnx.registry import op
 
 

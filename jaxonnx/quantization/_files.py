@@ -26,8 +26,8 @@ from onnx import GraphProto, ModelProto, NodeProto, helper, numpy_helper
 from jaxonnx._graph.ancestors import select_part
 from jaxonnx._graph.bind import Graph, bind
 from jaxonnx._graph.uses import uses, weights
-from jaxonnx._io import order, records
-from jaxonnx._io.build import Editor, remove_tensor
+from jaxonnx._io import records
+from jaxonnx._io.build import Editor, count_readers, remove_tensor, sort_nodes
 from jaxonnx._io.protocol import File
 from jaxonnx._rewrite.network import Network
 from jaxonnx._run.scope import Context, run
@@ -207,14 +207,14 @@ def fold(proto: ModelProto, graph: Graph, values: Mapping[str, np.ndarray]) -> M
         _store_bias(main, bias, tensors[bias.name], *(tensors[name] for name in bias.scales))
     candidates |= _remove_idle(main, entry.idle, tensors)
     # 3. remove the float tensors that nothing reads any more
-    for name in candidates - order.count_readers(main).keys() - folded.keys():
+    for name in candidates - count_readers(main).keys() - folded.keys():
         remove_tensor(main, name)
     records.rename_sparse(
         proto, {entry.names[stored]: stored for stored in entry.folds if stored in entry.names}
     )
     # 4. quantized operators in place of the pairs around them
     close_operators(main, entry.opened)
-    order.sort(main)
+    sort_nodes(main)
     replace(entry, norms=(), idle=(), positive=(), folded=True, learned={}).write(proto)
     return proto
 
@@ -257,7 +257,7 @@ def _remove_idle(
       The names that the removed nodes read.
     """
     producers = {node.output[0]: node for node in graph.node if node.output[0] in results}
-    times = order.count_readers(graph)
+    times = count_readers(graph)
     names: set[str] = set()
     for node in graph.node:
         before = producers.get(node.input[0]) if node.op_type == "QuantizeLinear" else None
@@ -398,7 +398,7 @@ def unfold(
     floats: dict[str, np.ndarray] = {}
     points: dict[str, np.ndarray] = {}
     folds, names, biases = [], dict(entry.names), []
-    times = order.count_readers(proto.graph)
+    times = count_readers(proto.graph)
     values = {n for node in proto.graph.node for n in node.output}
     for node in [*file.graph.node]:
         if node.op_type != "DequantizeLinear" or node.input[0] not in stored:

@@ -14,8 +14,7 @@ import numpy as np
 from onnx import ModelProto, helper
 
 from jaxonnx._graph.bind import Graph
-from jaxonnx._io import order
-from jaxonnx._io.build import Editor
+from jaxonnx._io.build import Editor, rename_reads
 from jaxonnx._rewrite.network import (
     Network,
     enter,
@@ -340,7 +339,7 @@ class _Inserter(Editor):
         if bare:
             self.graph.node[-1].input.pop()
         for node in readers:
-            order.rename_reads(node, {name: result})
+            rename_reads(node, {name: result})
         entry = self._record
         names = {**entry.names, quantized: name}
         self._record = replace(entry, folds=(*entry.folds, quantized), names=names)
@@ -378,7 +377,7 @@ class _Inserter(Editor):
                 _, self._results[name] = self._insert(name, parameters[name])
             new = {name: self.unused_name(f"{name}_float"), self._results[name]: name}
             for node in self.graph.node:
-                order.rename_reads(node, new)
+                rename_reads(node, new)
                 node.output[:] = [new.get(x, x) for x in node.output]
 
     def store_biases(self, biases: Iterable[tuple[str, str, str]]) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper
 
-from jaxonnx._io import order
+from jaxonnx._io.build import count_readers, sort_nodes
 from jaxonnx._io.protocol import File
 from jaxonnx._io.protos import opset_of
 from jaxonnx._text import list_some
@@ -81,7 +81,7 @@ def open_operators(
     opener = _Opener(result.graph, tensors, domain)
     for node in [*result.graph.node]:
         opener.open(node)
-    order.sort(result.graph)
+    sort_nodes(result.graph)
     return result, opener.added, tuple(opener.opened)
 
 
@@ -237,12 +237,12 @@ def close_operators(graph: GraphProto, opened: Iterable[Opened]) -> None:
             node.output[i] = x.output[0]
             graph.node.remove(x)
     # remove the producers that nothing reads any more, and the tensors that only they read
-    times = order.count_readers(graph)
+    times = count_readers(graph)
     removed = [x for x in graph.node if x.output and x.output[0] in used and not times[x.output[0]]]
     candidates = {name for node in removed for name in node.input}
     for node in removed:
         graph.node.remove(node)
-    remaining = order.count_readers(graph)
+    remaining = count_readers(graph)
     for tensor in [*graph.initializer]:
         if tensor.name in candidates - remaining.keys():
             graph.initializer.remove(tensor)

@@ -1,14 +1,32 @@
 """Transposable 2:4, N:M and other sparsity for any JAX program: masks, training, proof, storage."""
 
-from jaxonnx.sparse._cutlass import from_cutlass, to_cutlass
-from jaxonnx.sparse._layers import Goal, Layer, Patterns, Sparsity, goals, has, layers, record
+from jaxonnx.sparse._layers import (
+    Goal,
+    Layer,
+    Patterns,
+    Sparsity,
+    goals,
+    has,
+    layers,
+    plot_masks,
+    record,
+)
 
 # for other rooms of the package
 from jaxonnx.sparse._masks import from_bits, mask, to_bits
 from jaxonnx.sparse._nm import Pattern
-from jaxonnx.sparse._pack import INDEX, Packed, load, pack, save, unpack, unpack_mask
+from jaxonnx.sparse._pack import (
+    INDEX,
+    Packed,
+    from_cutlass,
+    load,
+    pack,
+    save,
+    to_cutlass,
+    unpack,
+    unpack_mask,
+)
 from jaxonnx.sparse._pattern import SparsityPattern, parse, register
-from jaxonnx.sparse._plot import plot_masks
 from jaxonnx.sparse._products import (
     pack_matrix,
     prepare_products,

@@ -28,7 +28,7 @@ def mask(
 
     2:4 transposable is exact; ties go to the template that comes first in `templates()`. Other
     transposable N:M patterns are exact up to M = 8 but for ties and rounding, and within 0.1 % of
-    the optimum beyond (`jaxonnx.sparse._transport`). A one-axis mask is exact; ties go to the lower
+    the optimum beyond (`jaxonnx.sparse._nm`). A one-axis mask is exact; ties go to the lower
     index.
 
     >>> w = jnp.array([[4.0, 3, 2, 1], [3, 4, 1, 2], [1, 2, 3, 4], [2, 1, 4, 3]])

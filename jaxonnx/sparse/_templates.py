@@ -121,14 +121,6 @@ def _better(a: _Scored, b: _Scored) -> _Scored:
     return _Scored(jnp.where(wins, high.score, low.score), jnp.where(wins, high.code, low.code))
 
 
-def _best(candidates: list[_Scored]) -> _Scored:
-    """Return the best of the candidates, by a tree of pairwise selections."""
-    while len(candidates) > 1:
-        pairs = zip(candidates[::2], candidates[1::2], strict=False)
-        candidates = [_better(a, b) for a, b in pairs] + candidates[len(candidates) & ~1 :]
-    return candidates[0]
-
-
 def codes(w: jax.Array, axes: Axes = (-2, -1)) -> jax.Array:
     """Find the code of the best template for every block, fast; equal to the definition.
 
@@ -168,14 +160,17 @@ def best_codes(cells: list[jax.Array]) -> jax.Array:
     # 1): the candidates below, in this order. X_01 + X_23 chooses one of columns 0 and 1 and one of
     # 2 and 3 to be full above; together with X_02 + X_13 that is all six choices of two columns. So
     # it is for the ones of row 0 in M_01 + M_23 and M_02 + M_13.
-    best = _best(
-        [
-            *(top[p] + bottom[p] + full[rest[p]] for p in pairs),
-            _better(full[0, 1] + full[2, 3], full[0, 2] + full[1, 3]),
-            _better(top[0, 1] + top[2, 3], top[0, 2] + top[1, 3])
-            + _better(bottom[0, 1] + bottom[2, 3], bottom[0, 2] + bottom[1, 3]),
-        ]
-    )
+    # best of the candidates, by a tree of pairwise selections
+    candidates = [
+        *(top[p] + bottom[p] + full[rest[p]] for p in pairs),
+        _better(full[0, 1] + full[2, 3], full[0, 2] + full[1, 3]),
+        _better(top[0, 1] + top[2, 3], top[0, 2] + top[1, 3])
+        + _better(bottom[0, 1] + bottom[2, 3], bottom[0, 2] + bottom[1, 3]),
+    ]
+    while len(candidates) > 1:
+        pairs = zip(candidates[::2], candidates[1::2], strict=False)
+        candidates = [_better(a, b) for a, b in pairs] + candidates[len(candidates) & ~1 :]
+    best = candidates[0]
     return jnp.asarray(best.code)
 
 

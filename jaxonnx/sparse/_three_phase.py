@@ -113,7 +113,27 @@ def three_phase(
     check_arguments(three_phase, locals())
     for name in pattern.values() if isinstance(pattern, Mapping) else [pattern]:
         parse(name, transposable)  # raises here, not at `init`
-    start, end, every = _schedule(dense, dynamic, fixed, steps_per_epoch, refresh)
+    # steps at which phases 2 and 3 begin, and the steps between refreshes
+    lengths = {"dense": dense, "dynamic": dynamic, "fixed": fixed, "refresh": refresh}
+    for name, length in lengths.items():
+        if length is not None and length < 0:
+            raise SparsityError(f"{name}={length} is negative")
+    if steps_per_epoch is not None and steps_per_epoch < 1:
+        raise SparsityError(f"steps_per_epoch={steps_per_epoch}: an epoch has at least one step")
+    if dynamic == 0 and fixed == 0:
+        raise SparsityError("dynamic=0 and fixed=0 leave no phase in which the weights are sparse")
+    if dynamic != 0 and refresh is None and steps_per_epoch is None:
+        raise SparsityError("pass refresh= (steps between mask refreshes) or steps_per_epoch=")
+    unit = steps_per_epoch or 1
+    every = round((1 if refresh is None else refresh) * unit)
+    if every < 1:
+        raise SparsityError(f"refresh={refresh} is less than a step")
+    start = round(dense * unit)
+    end = _FOREVER if dynamic is None else start + round(dynamic * unit)
+    if start < end < start + every:
+        raise SparsityError(
+            f"the dynamic phase of {end - start} steps ends before the first refresh, after {every}"
+        )
     inner = optax.with_extra_args_support(inner)
 
     choice = {"pattern": pattern, "transposable": transposable, "select": select}
@@ -149,7 +169,14 @@ def three_phase(
     def move(updates, state, params, extra_args):
         where = plan(params)
         if decay:
-            updates = _add_decay(updates, state, decay)
+            # gradients with `decay` * W_p added
+            hidden = {
+                n: jnp.where(from_bits(state.masks[n], x.shape), 0, x)
+                for n, x in state.pruned.items()
+            }
+            updates = replace(
+                updates, {n: g + decay * hidden[n] for n, g in pick(updates, hidden).items()}
+            )
         updates, inner_state = inner.update(updates, state.inner, params, **extra_args)
         w, u = pick(params, where), pick(updates, where)
         # in the wider of the two dtypes: an update of -W in a narrower one would not give exactly 0
@@ -207,44 +234,6 @@ def sr_ste(
     """
     return three_phase(
         inner, dense=0, dynamic=None, refresh=refresh, reset=False, decay=decay, **options
-    )
-
-
-def _schedule(dense, dynamic, fixed, steps_per_epoch, refresh) -> tuple[int, int, int]:
-    """Return the steps at which phases 2 and 3 begin, and the steps between refreshes."""
-    lengths = {"dense": dense, "dynamic": dynamic, "fixed": fixed, "refresh": refresh}
-    for name, length in lengths.items():
-        if length is not None and length < 0:
-            raise SparsityError(f"{name}={length} is negative")
-    if steps_per_epoch is not None and steps_per_epoch < 1:
-        raise SparsityError(f"steps_per_epoch={steps_per_epoch}: an epoch has at least one step")
-    if dynamic == 0 and fixed == 0:
-        raise SparsityError("dynamic=0 and fixed=0 leave no phase in which the weights are sparse")
-    if dynamic != 0 and refresh is None and steps_per_epoch is None:
-        raise SparsityError("pass refresh= (steps between mask refreshes) or steps_per_epoch=")
-    unit = steps_per_epoch or 1
-    every = round((1 if refresh is None else refresh) * unit)
-    if every < 1:
-        raise SparsityError(f"refresh={refresh} is less than a step")
-    start = round(dense * unit)
-    end = _FOREVER if dynamic is None else start + round(dynamic * unit)
-    if start < end < start + every:
-        raise SparsityError(
-            f"the dynamic phase of {end - start} steps ends before the first refresh, after {every}"
-        )
-    return start, end, every
-
-
-def _hidden_weights(state: ThreePhaseState) -> dict[str, jax.Array]:
-    """Return W_p, 0 where the mask is one, by name."""
-    return {n: jnp.where(from_bits(state.masks[n], x.shape), 0, x) for n, x in state.pruned.items()}
-
-
-def _add_decay(gradients, state: ThreePhaseState, decay: float):
-    """Return the gradients with `decay` * W_p added."""
-    hidden = _hidden_weights(state)
-    return replace(
-        gradients, {n: g + decay * hidden[n] for n, g in pick(gradients, hidden).items()}
     )
 
 

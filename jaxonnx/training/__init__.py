@@ -7,7 +7,7 @@
 from jaxonnx._arguments import DataArguments
 from jaxonnx._data.batches import Batch
 from jaxonnx._data.kinds import Data, Reading, register_data
-from jaxonnx._io.training_checkpoints import TrainingCheckpoint, read_training_checkpoint
+from jaxonnx._io.checkpoints import TrainingCheckpoint, read_training_checkpoint
 from jaxonnx.training._checkpoints.restore import restore_checkpoint
 from jaxonnx.training._data import open_data, read_data
 from jaxonnx.training._evaluate import evaluate

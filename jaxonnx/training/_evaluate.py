@@ -9,8 +9,8 @@ import numpy as np
 from onnx import ModelProto
 
 from jaxonnx._arguments import DataArguments, check_names, documented
+from jaxonnx._data import images
 from jaxonnx._data.batches import Source, prefetch
-from jaxonnx._data.images import preparation as images
 from jaxonnx._data.inputs_and_targets import is_zero_or_one
 from jaxonnx._data.kinds import open_data
 from jaxonnx._progress import track_batches

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxonnx._arguments import check_names, documented
-from jaxonnx._data.augmented import Augmented
+from jaxonnx._data.augment import Augmented
 from jaxonnx._data.batches import Batch, Examples, Padded, Source
 from jaxonnx._data.ragged import IGNORED, Ragged
 from jaxonnx._limits import format_bytes

@@ -9,7 +9,7 @@ from typing import Any, Unpack
 from onnx import ModelProto
 
 from jaxonnx._arguments import check_names, documented
-from jaxonnx._data.augmented import augment_examples
+from jaxonnx._data.augment import augment_examples
 from jaxonnx._data.batches import Examples
 from jaxonnx._mesh.processes import Processes
 from jaxonnx._text import format_count

@@ -147,10 +147,6 @@ def _check(
             )
 
 
-def _dtype(values: Mapping[str, np.ndarray]) -> np.dtype:
-    return next(iter(values.values())).dtype
-
-
 def _loss(g: Writer, main: GraphProto, loss: str) -> tuple[list[str], str]:
     """Write the input of the targets, and the loss.
 
@@ -208,7 +204,7 @@ def _update(
     )
     first = np.array(optimizer.first, np.int64)
     count = g.constant("T", first, np.int64)
-    rate = _learning_rate(g, optimizer, count, _dtype(values), opset)
+    rate = _learning_rate(g, optimizer, count, next(iter(values.values())).dtype, opset)
     variables, state = dict(values), {count: first}
     for slot in _SLOTS[optimizer.operator]:
         zeros = {f"{slot}.{name}": np.zeros_like(value) for name, value in values.items()}

@@ -8,7 +8,7 @@ depends on the distance of tokens (relative positions, causal masks) is right as
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -52,7 +52,18 @@ def _pad(graph: Graph, caches: Caches, constants: Collection[str]) -> Graph | No
     branches = _take_branches(graph, caches.switches)
     if branches is None:
         return None
-    products = _follow_products(branches.nodes, caches.pairs)
+    # values of caches up to the first Softmax, with the products behind them: 0 or 1
+    products = dict.fromkeys(caches.pairs, 0)
+    for node in branches.nodes:
+        level = max((products[name] for name in node.inputs if name in products), default=-1)
+        if level < 0 or node.op.name in ("Shape", "Softmax"):
+            continue
+        if node.op.pasts:  # it attends, and returns the caches
+            products |= dict.fromkeys(node.outputs[1:], 0)
+        elif node.op.name in _PRODUCTS:
+            products |= {name: 1 for name in node.outputs if level == 0}
+        else:
+            products |= dict.fromkeys(node.outputs, level)
     masked = {n.index: _mask(n) for n in branches.nodes if _is_attention(n, products)}
     positions = _find_positions(branches, products, constants)
     is_clear = all(masked.values()) and 2 * len(masked) == len(caches.pairs)
@@ -92,25 +103,6 @@ def _insert(node: Node, name: str, function: Any, inputs: tuple[str, ...], outpu
     more = {"attributes": {}, "graphs": {}, "body": None}
     op = Op(name, function=function)
     return replace(node, op=op, inputs=inputs, reads=inputs, outputs=(output,), **more)
-
-
-def _follow_products(nodes: Sequence[Node], caches: Collection[str]) -> dict[str, int]:
-    """Return the values of caches up to the first Softmax, with the products behind them: 0 or 1.
-
-    Behind one product are scores of keys, and sums of values.
-    """
-    products = dict.fromkeys(caches, 0)
-    for node in nodes:
-        level = max((products[name] for name in node.inputs if name in products), default=-1)
-        if level < 0 or node.op.name in ("Shape", "Softmax"):
-            continue
-        if node.op.pasts:  # it attends, and returns the caches
-            products |= dict.fromkeys(node.outputs[1:], 0)
-        elif node.op.name in _PRODUCTS:
-            products |= {name: 1 for name in node.outputs if level == 0}
-        else:
-            products |= dict.fromkeys(node.outputs, level)
-    return products
 
 
 def _is_attention(node: Node, products: Mapping[str, int]) -> bool:

@@ -9,7 +9,7 @@ from onnx import TensorProto, helper
 from PIL import Image
 
 import jaxonnx
-from jaxonnx._data.images import preparation as images
+from jaxonnx._data import images
 from jaxonnx.cli import main
 from jaxonnx.errors import InputError, ModelError
 from tests.support.paths import DATA

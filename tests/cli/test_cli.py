@@ -16,7 +16,7 @@ from PIL import Image
 
 import jaxonnx
 from jaxonnx import demo
-from jaxonnx._data.images import preparation as images
+from jaxonnx._data import images
 from jaxonnx.cli import main
 from jaxonnx.cli._parser import COMMANDS
 from tests.support import tiny_networks

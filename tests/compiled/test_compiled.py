@@ -16,7 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 import jaxonnx
 from benchmarks.compiled.programs import ENVIRONMENT, SEARCHED, apart, compiled, device
 from jaxonnx import demo
-from jaxonnx.sparse import _kernels, _search, _templates
+from jaxonnx.sparse import _search, _templates
 from tests.ops.operator_cases import CASES, compilable, newest, partial, traced
 
 PLATFORMS = ("tpu", "cuda", "rocm")
@@ -117,11 +117,11 @@ def test_the_primitives_of_a_search_are_its_functions_under_every_transformation
 def test_the_kernels_of_tpu_are_the_search_bit_for_bit(shape, axes, dtype):
     w = jnp.asarray(np.random.default_rng(1).integers(-9, 9, shape), dtype)
     codes, *sums = _templates.search(w, axes)
-    found, *others = _kernels.search(w, axes, interpret=True)
+    found, *others = _search.search_on_tpu(w, axes, interpret=True)
     np.testing.assert_array_equal(found, codes)
     np.testing.assert_array_equal(others, sums)  # of integers: exact
     expanded = _templates.expand(codes, axes)
-    np.testing.assert_array_equal(_kernels.expand(codes, axes, interpret=True)[0], expanded)
+    np.testing.assert_array_equal(_search.expand_on_tpu(codes, axes, interpret=True)[0], expanded)
 
 
 @pytest.mark.deep

@@ -13,10 +13,10 @@ import pytest
 from PIL import Image, PngImagePlugin
 
 import jaxonnx
-from jaxonnx._data.images import folder as folders
-from jaxonnx._data.images import preparation as images
-from jaxonnx._data.images.augment import Augment, crop_and_resize, part, prepare_batch
-from jaxonnx._data.images.folder import image_paths
+from jaxonnx._data import image_folders as folders
+from jaxonnx._data import images
+from jaxonnx._data.augment import Augment, crop_and_resize, part, prepare_batch
+from jaxonnx._data.image_folders import image_paths
 from jaxonnx._data.kinds import Reading, open_data, read
 from jaxonnx.cli import main
 from tests.support.pictures import net

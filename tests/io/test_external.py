@@ -12,7 +12,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import jaxonnx
-from jaxonnx._io import external
+from jaxonnx._io import tensors
 from jaxonnx._io.formats import read
 
 W = np.arange(6, dtype=np.float32).reshape(3, 2) + 1
@@ -75,9 +75,9 @@ def hub(cache, files, repository="someone/net", revision="0123456789abcdef" * 2)
 @pytest.fixture(params=[True, False], ids=["openat", "without"])
 def either(request, monkeypatch):
     """With descriptors of folders, and without them as on Windows."""
-    if request.param and not external._BY_DESCRIPTOR:
+    if request.param and not tensors._BY_DESCRIPTOR:
         pytest.skip("this system has no openat")
-    monkeypatch.setattr(external, "_BY_DESCRIPTOR", request.param)
+    monkeypatch.setattr(tensors, "_BY_DESCRIPTOR", request.param)
 
 
 def check(path):
@@ -254,13 +254,13 @@ def test_a_linked_folder(tmp_path):
     refused(path, "'sub/secret'", "outside")
 
 
-@pytest.mark.skipif(not external._BY_DESCRIPTOR, reason="this system has no openat")
+@pytest.mark.skipif(not tensors._BY_DESCRIPTOR, reason="this system has no openat")
 @pytest.mark.parametrize("name", ["net.data", "sub"])
 def test_what_is_exchanged_in_between(name, tmp_path, monkeypatch):
     """A link takes the place of a file, or of its folder, after it was seen to be none."""
     path = written(tmp_path / "model", "sub/net.data")
     (tmp_path / "net.data").write_bytes(SECRET)
-    seen = external._link
+    seen = tensors._link
 
     def exchanged(part, descriptor):
         target = seen(part, descriptor)
@@ -270,7 +270,7 @@ def test_what_is_exchanged_in_between(name, tmp_path, monkeypatch):
             place.symlink_to(tmp_path / ("net.data" if name == "net.data" else "."))
         return target
 
-    monkeypatch.setattr(external, "_link", exchanged)
+    monkeypatch.setattr(tensors, "_link", exchanged)
     refused(path, "'sub/net.data'")
 
 

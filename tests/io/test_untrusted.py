@@ -409,7 +409,7 @@ def test_scopes_that_are_not_python():
 
 
 def test_pictures_that_the_file_describes_wrongly():
-    from jaxonnx._data.images import preparation as images
+    from jaxonnx._data import images
 
     for value in (
         DEEP,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxonnx.lowering import KernelFirst, _integer, integer_convolution, integer_product
-from jaxonnx.ops.windows import place_windows
+from jaxonnx.ops.pool import place_windows
 
 TYPES = (np.int8, np.uint8)
 

@@ -16,7 +16,7 @@ from jaxonnx.lowering._contract import contract
 from jaxonnx.lowering._conv import Conv
 from jaxonnx.lowering._pool import Sum
 from jaxonnx.lowering._taps import UNROLLED, Taps
-from jaxonnx.ops.windows import place_windows
+from jaxonnx.ops.pool import place_windows
 from tests.support import central_differences
 
 rng = np.random.default_rng(0)

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import jaxonnx
 from jaxonnx._run.call_form import prepare_tensors
-from jaxonnx.lowering import _contract, _layout
+from jaxonnx.lowering import _contract, _stored_array
 from jaxonnx.lowering._conv import Conv
 from jaxonnx.training import Settings, build_step
 from jaxonnx.training._step.weight_layout import WeightLayout
@@ -137,12 +137,12 @@ def test_where_arrays_are_says_their_order_and_nothing_is_asked_while_tracing(mo
     stored = prepare_tensors(model.program, model.params)
     assert stored["wide"].value.shape == (3, 3, 48, 48)
     (cpu,) = {d.platform for x in model.params.values() for d in x.devices()}
-    monkeypatch.delitem(_layout.ORDERS, cpu)
+    monkeypatch.delitem(_stored_array.ORDERS, cpu)
     assert prepare_tensors(model.program, model.params) == model.params
     monkeypatch.undo()
 
     def inside(params):
-        assert _layout.order(params["wide"]) is None
+        assert _stored_array.order(params["wide"]) is None
         return params
 
     jax.eval_shape(inside, model.params)

@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 import jaxonnx
 from jaxonnx.lowering import _rounded
 from jaxonnx.lowering._conv import Conv
-from jaxonnx.ops.windows import place_windows
+from jaxonnx.ops.pool import place_windows
 from jaxonnx.training._settings.precision import round_products
 
 LEAST = {"rtol": 1e-5, "atol": 1e-4}

@@ -25,7 +25,7 @@ from jaxonnx.onnx_out._export import write_function
 from jaxonnx.onnx_out._rule_table import _RULES, names
 from jaxonnx.onnx_out.passes import split_into_blocks
 from jaxonnx.ops import elementwise
-from jaxonnx.ops.windows import Window
+from jaxonnx.ops.pool import Window
 from tests.support.paths import DATA
 
 random = np.random.default_rng(0)

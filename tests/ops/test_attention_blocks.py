@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxonnx.ops import attention_softmax
-from jaxonnx.ops.attention_softmax import Window, attend, attend_to_first
+from jaxonnx.ops import attention
+from jaxonnx.ops.attention import Window, attend, attend_to_first
 
 BATCH, HEADS, KV_HEADS, STEPS, KEYS, SIZE = 2, 4, 2, 22, 25, 8
 
@@ -14,8 +14,8 @@ BATCH, HEADS, KV_HEADS, STEPS, KEYS, SIZE = 2, 4, 2, 22, 25, 8
 @pytest.fixture
 def blocks(monkeypatch):
     """Blocks of 5 queries, the last of them padded."""
-    monkeypatch.setattr(attention_softmax, "WHOLE", 0)
-    monkeypatch.setattr(attention_softmax, "BLOCK", 5 * BATCH * HEADS * KEYS * 4)
+    monkeypatch.setattr(attention, "WHOLE", 0)
+    monkeypatch.setattr(attention, "BLOCK", 5 * BATCH * HEADS * KEYS * 4)
 
 
 def numbers(*shape, seed=0):

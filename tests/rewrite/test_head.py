@@ -13,7 +13,7 @@ import pytest
 from onnx import numpy_helper
 
 import jaxonnx
-from jaxonnx._data.images import preparation as images
+from jaxonnx._data import images
 from jaxonnx.cli import main
 from tests.support import tiny_networks
 from tests.support.paths import DATA

@@ -14,7 +14,7 @@ import optax
 
 import jaxonnx
 from jaxonnx import demo, flax, loggers
-from jaxonnx._data.images.preparation import layout, read
+from jaxonnx._data.images import layout, read
 from jaxonnx.cli import main
 
 OPTIONAL = [

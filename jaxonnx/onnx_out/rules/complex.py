@@ -6,9 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxonnx.onnx_out._complex_pairs import PARTS, Pair, by_nodes, complex_rule
 from jaxonnx.onnx_out._nodes import Nodes, Tensor
-from jaxonnx.onnx_out._rule_table import Refusal
+from jaxonnx.onnx_out._rule_table import PARTS, Pair, Refusal, complex_primitive, complex_rule
 from jaxonnx.onnx_out.rules.shapes import reverse
 
 PARTS.update(
@@ -156,7 +155,7 @@ def dot_general(a, b, *, dimension_numbers):
     return Pair(dot(a.re, b.re) - dot(a.im, b.im), dot(a.re, b.im) + dot(a.im, b.re))
 
 
-@by_nodes("fft")
+@complex_primitive("fft")
 def fft(g, operands, out, params):
     (x,) = operands
     kind, lengths = params["fft_type"].name, params["fft_lengths"]

@@ -6,8 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._io.build import onnx_type
-from jaxonnx.onnx_out import _bounds as bounds
-from jaxonnx.onnx_out import _factors as linear
+from jaxonnx.onnx_out import _simplify as simplify
 from jaxonnx.onnx_out._nodes import WIDE, Nodes, Tensor, ordered_dtype
 from jaxonnx.onnx_out._rule_table import Refusal, primitive
 from jaxonnx.onnx_out.rules.shapes import join_disjoint
@@ -72,11 +71,11 @@ def add(g, x, y, *, out):
     if (joined := join_disjoint(g, x, y, out)) is not None:
         return joined
     for operand, other in ((x, y), (y, x)):
-        if bounds.number(other) == 0 and _fills(operand, out):
+        if simplify.number(other) == 0 and _fills(operand, out):
             return operand  # x + 0 is x, as XLA simplifies it too
     x, y = thin([x, y], out)
     if g.main.factors and out.dtype.name in ("float32", "float64"):
-        return linear.add(g, x, y, out)
+        return simplify.add(g, x, y, out)
     return g.wide("Add", x, y, dtype=out.dtype)
 
 
@@ -84,7 +83,7 @@ def add(g, x, y, *, out):
 def mul(g, x, y, *, out):
     x, y = thin([x, y], out)
     if g.main.factors and out.dtype.name in ("float32", "float64"):
-        return linear.multiply(g, x, y, out)
+        return simplify.multiply(g, x, y, out)
     return g.wide("Mul", x, y, dtype=out.dtype)
 
 
@@ -207,7 +206,7 @@ for _name, _operator in COMPARISONS.items():
     @primitive(_name, _name + "_to", elementwise=True)
     def compare(g, x, y, *, out, operator=_operator):
         y_of_x = g(operator, *_comparable(g, thin([x, y], out), order=operator != "Equal"))
-        bounds.note(g, y_of_x, operator, x, y)
+        simplify.note(g, y_of_x, operator, x, y)
         return y_of_x
 
 
@@ -250,7 +249,7 @@ def select_n(g, which, otherwise, chosen=None, *more, out):
         return _where(g, first, cases[0], Tensor(others, out.shape, out.dtype), out)
     if which.dtype != bool:
         which = Tensor(g("Cast", which, to=onnx_type(np.bool_)), which.shape, bool)
-    if (y := bounds.clip_choice(g, which, chosen, otherwise, out)) is not None:
+    if (y := simplify.clip_choice(g, which, chosen, otherwise, out)) is not None:
         return y
     return _where(g, which, chosen, otherwise, out)
 

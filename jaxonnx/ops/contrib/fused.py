@@ -28,7 +28,7 @@ from jaxonnx.ops.activation import (
 from jaxonnx.ops.common import axis_of, widen
 from jaxonnx.ops.conv import CONVOLUTION, conv
 from jaxonnx.ops.linear import FACTORS, gemm, matmul
-from jaxonnx.ops.windows import Convolved
+from jaxonnx.ops.pool import Convolved
 from jaxonnx.registry import Omissible, op
 
 

@@ -15,8 +15,7 @@ from jaxonnx.ops.activation import gelu
 from jaxonnx.ops.common import widen
 from jaxonnx.ops.contrib.fused import DOMAIN, activate
 from jaxonnx.ops.conv import conv
-from jaxonnx.ops.pool import max_pool
-from jaxonnx.ops.windows import Convolved, Pooled
+from jaxonnx.ops.pool import Convolved, Pooled, max_pool
 from jaxonnx.registry import op
 
 

@@ -15,12 +15,11 @@ from jaxonnx.errors import NodeError
 from jaxonnx.ops.activation import gelu, relu, softmax
 from jaxonnx.ops.cast import convert
 from jaxonnx.ops.common import axis_of, element_dtype, widen
-from jaxonnx.ops.constant import range_
 from jaxonnx.ops.contrib.fused import BATCHED, DOMAIN, Product, activate, fused_matmul
-from jaxonnx.ops.indexing import gather_nd, unique
+from jaxonnx.ops.generators import range_
 from jaxonnx.ops.linear import FACTORS, affine
 from jaxonnx.ops.normalization import dropout
-from jaxonnx.ops.slicing import PadMode, pad, trilu
+from jaxonnx.ops.selection import PadMode, gather_nd, pad, trilu, unique
 from jaxonnx.registry import Key, Static, Training, op, xp
 
 

@@ -17,7 +17,7 @@ from jaxonnx.ops.common import axis_of, divide
 from jaxonnx.ops.contrib.attention import refuse, self_attention
 from jaxonnx.ops.contrib.fused import DOMAIN, layer_norm
 from jaxonnx.ops.conv import QUANTIZED, qlinear_conv
-from jaxonnx.ops.pool import average_pool
+from jaxonnx.ops.pool import Convolved, Pooled, average_pool
 from jaxonnx.ops.quantize import dequantize_linear, dynamic_quantize_linear, quantize_linear
 from jaxonnx.ops.reduction import reduce_mean
 from jaxonnx.ops.rnn import (
@@ -27,7 +27,6 @@ from jaxonnx.ops.rnn import (
     scan_over,
     sum_of_biases,
 )
-from jaxonnx.ops.windows import Convolved, Pooled
 from jaxonnx.registry import Omissible, op
 
 

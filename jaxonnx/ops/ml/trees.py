@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxonnx._limits import check_size, check_time
 from jaxonnx.errors import NodeError
-from jaxonnx.ops.known_values import table
+from jaxonnx.ops.common import table
 from jaxonnx.ops.ml.features import ML, real
 from jaxonnx.ops.ml.linear import (
     Transform,

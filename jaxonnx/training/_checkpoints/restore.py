@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxonnx._io.checkpoints import read_training_checkpoint
 from jaxonnx._io.ties import sources
-from jaxonnx._io.training_checkpoints import read_training_checkpoint
 from jaxonnx._require import check_arguments
 from jaxonnx.errors import TrainingError
 from jaxonnx.optim import AdamState

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxonnx._data.augmented import Augmented
+from jaxonnx._data.augment import Augmented
 from jaxonnx._data.batches import Batch
 from jaxonnx._data.ragged import IGNORED, Needs
 from jaxonnx._rewrite.network import hide_caches

@@ -8,8 +8,8 @@ from typing import Annotated, Any, TypedDict
 import numpy as np
 
 from jaxonnx._arguments import Argument
+from jaxonnx._data import images
 from jaxonnx._data.batches import Examples, Padded
-from jaxonnx._data.images import preparation as images
 from jaxonnx._require import is_one_of, require
 from jaxonnx.errors import TrainingError
 from jaxonnx.losses import Loss

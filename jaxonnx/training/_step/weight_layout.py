@@ -1,8 +1,8 @@
 """The layout and the dtype in which a run stores its weights.
 
 Order: convolution weights, and the optimizer's state for them, are stored in the order of
-`lowering._layout` if the optimizer is element-wise (`lowering.is_elementwise`). The wrapper for
-sparse training lies outside of it and gets the axes as stored (`_settings.sparsity`).
+`lowering._stored_array` if the optimizer is element-wise (`lowering.is_elementwise`). The wrapper
+for sparse training lies outside of it and gets the axes as stored (`_settings.sparsity`).
 
 Width: float16 and bfloat16 weights are kept as float32 master weights (Micikevicius et al., "Mixed
 Precision Training", arXiv 1710.03740): an update below half a unit of the last digit would be lost,

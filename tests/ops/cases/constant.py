@@ -1,4 +1,4 @@
-"""Cases of `jaxonnx/ops/constant.py`."""
+"""Cases of `jaxonnx/ops/generators.py`."""
 
 import numpy as np
 

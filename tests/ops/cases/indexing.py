@@ -1,4 +1,4 @@
-"""Cases of `jaxonnx/ops/indexing.py`."""
+"""Cases of `jaxonnx/ops/selection.py`."""
 
 import numpy as np
 

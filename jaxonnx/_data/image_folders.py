@@ -17,10 +17,10 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from jaxonnx._data import images
+from jaxonnx._data.augment import Augment, prepare_batch
 from jaxonnx._data.batches import Batch, Examples, Memory, prefetch
-from jaxonnx._data.images import preparation as images
-from jaxonnx._data.images.augment import Augment, prepare_batch
-from jaxonnx._data.images.preparation import Layout, Preparation
+from jaxonnx._data.images import Layout, Preparation
 from jaxonnx._data.kinds import Data, Reading, register_data, size_of_batches
 from jaxonnx._require import require
 from jaxonnx._rewrite.network import Network
@@ -294,7 +294,16 @@ class PictureFiles(Data):
         data = parts["data"]
         settings = _preprocess(model, preprocess, stacklevel=5)
         if not reading.labels:
-            data.folder = _list_all(data.data, settings)
+            # the images of a folder and its subfolders, or those that data names, without classes
+            listed = _listed_pictures(data.data)
+            paths = tuple(listed or image_paths(data.data))
+            if not paths:
+                kinds = ", ".join(sorted(SUFFIXES))
+                raise TrainingError(
+                    f"the folder '{data.data}' has no pictures: no file that ends in {kinds}"
+                )
+            where = "." if listed else os.fspath(data.data)
+            data.folder = Folder(where, paths, np.zeros(len(paths), np.int32), settings, ())
             return
         classes, notes = _classes(data.data)
         listed, explicit = settings.how.labels, "labels" in preprocess
@@ -345,17 +354,6 @@ def _add_augmentation(reading: Reading) -> Mapping[str, Any]:
             "augment= and preprocess={'augment': ...} are two forms of one argument: leave one out"
         )
     return {**preprocess, "augment": reading.augment}
-
-
-def _list_all(data: Any, settings: Preprocess) -> Folder:
-    """List the images of a folder and its subfolders, or those that data names, without classes."""
-    listed = _listed_pictures(data)
-    paths = tuple(listed or image_paths(data))
-    if not paths:
-        kinds = ", ".join(sorted(SUFFIXES))
-        raise TrainingError(f"the folder '{data}' has no pictures: no file that ends in {kinds}")
-    where = "." if listed else os.fspath(data)
-    return Folder(where, paths, np.zeros(len(paths), np.int32), settings, ())
 
 
 def _listed_pictures(data: Any) -> list[Path]:

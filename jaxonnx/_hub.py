@@ -1,4 +1,4 @@
-"""Checkpoints of transformers: `model.safetensors` and `config.json`, by the names of modules."""
+"""To and from Hugging Face: checkpoints of transformers by names of modules, uploads of folders."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ import numpy as np
 from onnx import ModelProto
 
 from jaxonnx._atomic_write import write_atomically
-from jaxonnx._data.images.preparation import preparation
+from jaxonnx._data.images import preparation
 from jaxonnx._graph.uses import Weight, weights
 from jaxonnx._io.files import open_safetensors, write_safetensors
 from jaxonnx._require import check_arguments, require
 from jaxonnx._text import list_some
-from jaxonnx.errors import InputError, ModelError
+from jaxonnx.errors import Error, InputError, ModelError
 from jaxonnx.llm import (
     CHAT_TEMPLATES,
     HEAD,
@@ -151,7 +151,20 @@ def export_safetensors(
             "folder of the original checkpoint",
             stacklevel=2,
         )
-    _copy_companions(net, original, target)
+    # copy files of the tokenizer and the like, those of the model's folder first
+    folders = [net.folder.path] if net.folder else []
+    if original is not None:
+        folders.append(Path(original) if Path(original).is_dir() else Path(original).parent)
+    for folder in reversed(folders):
+        for path in (path for pattern in _COMPANIONS for path in folder.glob(pattern)):
+            copy = target / path.relative_to(folder)
+            copy.parent.mkdir(exist_ok=True)
+            if path.is_file() and not (copy.exists() and copy.samefile(path)):
+                shutil.copyfile(path, copy)
+    for name, text in (net.folder.changed if net.folder else {}).items():
+        if any(Path(name).match(pattern) for pattern in _COMPANIONS):
+            with write_atomically(target / name) as written:
+                written.write_text(text, "utf-8")
 
 
 def _describe_classes(model: Model, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -315,18 +328,44 @@ def _describe_network(model: Model, settings: dict[str, Any]) -> dict[str, Any]:
     return {**{key: settings[key] for key in shared if key in settings}, **text}
 
 
-def _copy_companions(model: Model, original: str | os.PathLike[str] | None, target: Path) -> None:
-    """Copy files of the tokenizer and the like, those of the model's folder first."""
-    folders = [model.folder.path] if model.folder else []
-    if original is not None:
-        folders.append(Path(original) if Path(original).is_dir() else Path(original).parent)
-    for folder in reversed(folders):
-        for path in (path for pattern in _COMPANIONS for path in folder.glob(pattern)):
-            copy = target / path.relative_to(folder)
-            copy.parent.mkdir(exist_ok=True)
-            if path.is_file() and not (copy.exists() and copy.samefile(path)):
-                shutil.copyfile(path, copy)
-    for name, text in (model.folder.changed if model.folder else {}).items():
-        if any(Path(name).match(pattern) for pattern in _COMPANIONS):
-            with write_atomically(target / name) as written:
-                written.write_text(text, "utf-8")
+_MODELS = ("*.onnx", "*.safetensors", "*.onnx_adapter")
+
+
+def push_to_hub(
+    folder: str | os.PathLike[str],
+    repo: str,
+    *,
+    private: bool = False,
+    message: str = "Upload a model trained with jaxonnx",
+) -> str:
+    """Upload a folder to the Hugging Face hub, and return the address of the commit.
+
+    The folder is one of `Result.save`, of `Model.save` or of `export_safetensors`. The account is
+    that of `huggingface-cli login` or of HF_TOKEN; errors of the network and of the account are
+    those of huggingface_hub.
+
+    Args:
+      folder: all of its files are uploaded, but hidden ones.
+      repo: the repository, "user/name"; created if missing.
+      private: whether a repository that is made is private.
+      message: of the commit.
+
+    Raises:
+      InputError: there is no such folder, or no model in it.
+      Error: the package huggingface_hub is missing.
+    """
+    check_arguments(push_to_hub, locals())
+    # an empty name is the working directory, with all that lies there
+    files = [path for kind in _MODELS for path in Path(folder).rglob(kind)]
+    require("folder", os.fspath(folder), files, "a folder with a model")
+    try:
+        from huggingface_hub import HfApi
+    except ImportError as error:
+        message = "uploads to the Hugging Face hub need it: pip install 'jaxonnx[hub]'"
+        raise Error(message) from error
+    api = HfApi()
+    api.create_repo(repo, private=private, exist_ok=True)
+    commit = api.upload_folder(
+        repo_id=repo, folder_path=os.fspath(folder), commit_message=message, ignore_patterns=[".*"]
+    )
+    return commit.commit_url

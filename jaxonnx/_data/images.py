@@ -276,7 +276,11 @@ def decode(source: Any, channels: int = 3, side: float = 2**20) -> Any:
     _, ImageOps = _pillow()
     with _open(source) as image:
         if image.mode.startswith("I;16") or (image.mode, image.format) == ("I", "PNG"):
-            image = _from_16_bits(image)
+            # scale a grey image of 16 bits to 8 bits: 65535 is 255
+            scaled = (np.asarray(image).astype(np.uint32) + 128) // 257  # rounded
+            result = _pillow()[0].fromarray(scaled.astype(np.uint8))
+            result.info = image.info
+            image = result
         if image.mode[0] in "IF":  # Pillow would clip these to 255
             raise UnsupportedError(
                 f"'{source}' has pixels of 32 bits, whose range is not known: convert it to 8 or "
@@ -321,14 +325,6 @@ def _open(source: Any) -> Iterator[Any]:
     except (*_BROKEN, Image.DecompressionBombError) as error:
         name = "an image in the data" if content else f"'{source}'"
         raise InputError(f"{name} is not an image that Pillow reads ({error})") from error
-
-
-def _from_16_bits(image: Any) -> Any:
-    """Scale a grey image of 16 bits to 8 bits: 65535 is 255."""
-    scaled = (np.asarray(image).astype(np.uint32) + 128) // 257  # rounded
-    result = _pillow()[0].fromarray(scaled.astype(np.uint8))
-    result.info = image.info
-    return result
 
 
 def _pillow() -> Any:

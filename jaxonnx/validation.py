@@ -20,9 +20,13 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from jaxonnx._compare.arrays import Difference, compare_arrays, largest
-from jaxonnx._compare.inputs import find_sizes
-from jaxonnx._compare.integers import compare_integers, find_integers
+from jaxonnx._compare.arrays import (
+    Difference,
+    compare_arrays,
+    compare_integers,
+    find_integers,
+    largest,
+)
 from jaxonnx._compare.sessions import INSTALL, Session, has_onnxruntime
 from jaxonnx._compare.written import (
     QUANTIZED,
@@ -34,7 +38,7 @@ from jaxonnx._compare.written import (
     run_session,
 )
 from jaxonnx._data.kinds import open_data
-from jaxonnx._data.random_inputs import draw_inputs
+from jaxonnx._data.random_inputs import draw_inputs, find_sizes
 from jaxonnx._graph.caches import find_caches
 from jaxonnx._io.formats import read
 from jaxonnx._io.protos import all_nodes, tensor_of_constant

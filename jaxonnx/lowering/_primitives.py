@@ -1,4 +1,4 @@
-"""Division that XLA:CPU does not turn into another operation.
+"""Operations that stay one primitive: division that XLA:CPU keeps exact, and normalization.
 
 XLA rewrites x / c as x * (1 / c) where c is a constant, a scalar or broadcast, x / y / z as
 x / (y * z), x / (y / z) as x * z / y, and x / sqrt(y) as x * rsqrt(y). Each saves time and rounds
@@ -6,6 +6,8 @@ once more, so that what is exact is not: 41 / 41 becomes 0.99999994, whose floor
 1 / c overflows in float16 for c below 1.53e-5. Its rules look at the operations that give the two
 operands, and none is about a selection by what XLA cannot know.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -75,3 +77,36 @@ ad.defjvp2(
     lambda tangent, quotient, x, y: _wide_quotient(tangent, y),
     lambda tangent, quotient, x, y: -_wide_quotient(tangent, y) * quotient,
 )
+
+
+def normalize(x, scale, bias, mean, var, epsilon: float, channels: int):
+    """Return (x - mean) / sqrt(var + epsilon) * scale + bias, all of one dtype.
+
+    Args:
+      channels: the axis of x (1 or -1) that the vectors after it run along.
+    """
+    return normalized_p.bind(x, scale, bias, mean, var, options=(epsilon, channels))
+
+
+def _normalize(x, scale, bias, mean, var, options):
+    epsilon, channels = options
+    shape = (-1, *(1,) * (x.ndim - 2)) if channels == 1 else (-1,)
+    scale, bias, mean, var = (v.reshape(shape) for v in (scale, bias, mean, var))
+    return (x - mean) * (scale * lax.rsqrt(var + epsilon)) + bias
+
+
+normalized_p = named_primitive("batch_normalization", _normalize, "options")
+
+
+def _normalize_jvp(primals: Any, tangents: Any, *, options: Any):
+    """Differentiate `_normalize` with respect to the operands that have a tangent."""
+    moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
+
+    def of(*values):
+        traced = dict(zip(moving, values, strict=True))
+        return _normalize(*(traced.get(i, x) for i, x in enumerate(primals)), options=options)
+
+    return jax.jvp(of, [primals[i] for i in moving], [tangents[i] for i in moving])
+
+
+ad.primitive_jvps[normalized_p] = _normalize_jvp

@@ -1,1 +1,0 @@
-"""Ways to Hugging Face: checkpoints of transformers, and folders that the hub stores."""
