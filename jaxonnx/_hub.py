@@ -155,9 +155,9 @@ def export_safetensors(
     folders = [net.folder.path] if net.folder else []
     if original is not None:
         folders.append(Path(original) if Path(original).is_dir() else Path(original).parent)
-    for folder in reversed(folders):
-        for path in (path for pattern in _COMPANIONS for path in folder.glob(pattern)):
-            copy = target / path.relative_to(folder)
+    for source in reversed(folders):
+        for path in (path for pattern in _COMPANIONS for path in source.glob(pattern)):
+            copy = target / path.relative_to(source)
             copy.parent.mkdir(exist_ok=True)
             if path.is_file() and not (copy.exists() and copy.samefile(path)):
                 shutil.copyfile(path, copy)

@@ -116,11 +116,11 @@ def read(
             targets.setdefault(module, []).append(block._replace(target=module).invert())
         places = targets | places
     # entries of transformers' vectors (sources) in those of the file (targets)
-    names = [name for name, tensor in model.tensors.items() if tensor.ndim]
+    candidates = [name for name, tensor in model.tensors.items() if tensor.ndim]
     vectors = {}
     for blocks in layouts:
         targets: dict[str, list[Block]] = {}
-        for block in chain(*place_vectors(model, names, blocks).values()):
+        for block in chain(*place_vectors(model, candidates, blocks).values()):
             key = files.plain_name(block.target)
             targets.setdefault(key, []).append(block._replace(target=key).invert())
         vectors = targets | vectors
