@@ -348,8 +348,8 @@ def name_weights(
     parts = {part for name in stored for use in read[name] for part in use.parts}
     looks = {name for name, reader in roles.unplaced.items() if reader not in _ROTATE}
     trained = model.params.keys() & read.keys()  # factors of adapters are not read as such
-    chosen = {*stored, *roles.of, *looks, *trained} - parts
-    learned = [name for name in model.tensors if name in chosen]
+    learnable = {*stored, *roles.of, *looks, *trained} - parts
+    learned = [name for name in model.tensors if name in learnable]
     if factors := sorted(n for n in learned if n in model._factors or ".lora_A" in n):
         raise InputError(
             f"the file has adapters as nodes ('{factors[0]}'), which a checkpoint has not: "
