@@ -118,7 +118,8 @@ class PaddingCheck:
         """
         inputs, targets = columns.pair
         outputs = self._model.outputs
-        usual = "logits" if len(outputs) > 1 else outputs[0].name
+        names = [value.name for value in outputs]
+        usual = "logits" if len(names) > 1 else names[0]
         named = targets if isinstance(targets, Mapping) else {"labels": targets}
         for value in outputs:
             labels = named.get(value.name, named.get("labels") if value.name == usual else None)

@@ -345,10 +345,10 @@ def name_weights(
     # list the tensors that are learned, without scales and zero points
     roles, read = model._places.roles, uses_by_tensor(model.graph, model.tensors)
     stored = [name for name, weight in meanings.items() if weight.storage]
-    parts = {part for name in stored for use in read[name] for part in use.parts}
+    packed = {part for name in stored for use in read[name] for part in use.parts}
     looks = {name for name, reader in roles.unplaced.items() if reader not in _ROTATE}
     trained = model.params.keys() & read.keys()  # factors of adapters are not read as such
-    learnable = {*stored, *roles.of, *looks, *trained} - parts
+    learnable = {*stored, *roles.of, *looks, *trained} - packed
     learned = [name for name in model.tensors if name in learnable]
     if factors := sorted(n for n in learned if n in model._factors or ".lora_A" in n):
         raise InputError(

@@ -259,7 +259,8 @@ def attend_to_first(count, q, k, v, window, scale=None, cap=0.0, sink=None):
             for x, axis in ((k, 2), (v, 2), (positions, 1))
         )
         block = window._replace(keys=jnp.where(start + np.arange(KEYS) < i * KEYS, -1, at))
-        x = weigh(*(x.astype(np.float32) for x in (q, keys)), (), block, scale, cap).masked
+        wide, keys = q.astype(np.float32), keys.astype(np.float32)
+        x = weigh(wide, keys, (), block, scale, cap).masked
         top, total, y = sums
         new_top = jnp.maximum(top, x.max(axis=-1, keepdims=True))
         subtracted = jnp.where(new_top == -jnp.inf, 0, new_top)
