@@ -273,7 +273,7 @@ class Adapters:
         model: Model | None,
         base_model: str | None,
     ) -> None:
-        """Write a folder of PEFT, with the scale in B."""
+        """Write a folder of PEFT."""
         others = {name: x for name, x in self.values.items() if name not in self._members}
         meanings = weights(model.graph, model.tensors) if model else {}
         whole = {n: meanings[n] for n in others if n in meanings and meanings[n].matrix}
@@ -296,7 +296,6 @@ class Adapters:
         for name in self._without_rows:
             a, b = (np.asarray(self.values[member], np.float32) for member in pair(name))
             norms = self.values.get(magnitude(name))
-            b = b * np.float32(self.alpha / self.rank)
             changes[name] = a, b, None if norms is None else np.asarray(norms, np.float32)
         rows = {name: len(b) for name, (_, b, _) in changes.items()}
         more = {n: self.layouts[n] for n in self.layouts if n not in changes}
@@ -347,9 +346,8 @@ class Adapters:
         about = {"base_model_name_or_path": base_model}
         if home and home.task == "text-generation":
             about["task_type"] = "CAUSAL_LM"  # AutoPeftModelForCausalLM asks for it
-        files.write_peft(
-            path, moved, about, tables, full, biases, self.base, self._read_tokens(model, blocks)
-        )
+        scale, tokens = self.alpha / self.rank, self._read_tokens(model, blocks)
+        files.write_peft(path, moved, scale, about, tables, full, biases, self.base, tokens)
 
     def _read_tokens(
         self, model: Model | None, blocks: Sequence[Block]

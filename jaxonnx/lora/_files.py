@@ -358,6 +358,7 @@ def read_onnx_adapter(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 def write_peft(
     folder: str | os.PathLike[str],
     changes: Mapping[str, Change],
+    scale: float = 1.0,
     about: Mapping[str, str | None] = MappingProxyType({}),
     tables: Collection[str] = (),
     others: Mapping[str, np.ndarray] = MappingProxyType({}),
@@ -367,12 +368,13 @@ def write_peft(
 ) -> None:
     """Write `adapter_model.safetensors` and `adapter_config.json` of changes by module.
 
-    The scale is in B, so that alpha is the rank. The checksum of the base goes into the metadata of
-    the first, since PEFT warns of settings that it does not know.
+    The checksum of the base goes into the metadata of the first, since PEFT warns of settings that
+    it does not know.
 
     Args:
       folder: to write to.
       changes: by module.
+      scale: of all changes, alpha / rank.
       about: settings that say what the adapters are for.
       tables: the modules among them that are embeddings.
       others: weights that were trained in full, by module.
@@ -384,14 +386,15 @@ def write_peft(
     ranks = {f"^{re.escape(name)}$": len(a) for name, (a, *_) in sorted(changes.items())}
     rank = max(ranks.values())
     exceptions = {name: r for name, r in ranks.items() if r != rank}
+    alphas = {name: _shorten(r * scale) for name, r in {**exceptions, "": rank}.items()}
     config = {
         **about,
         "peft_type": "LORA",
         "r": rank,
-        "lora_alpha": rank,
+        "lora_alpha": alphas.pop(""),
         "target_modules": "|".join(ranks),
         "rank_pattern": exceptions,
-        "alpha_pattern": exceptions,
+        "alpha_pattern": alphas,
         "modules_to_save": [*others] or None,
         "bias": "all" if biases.keys() - others.keys() else "none",
         "lora_dropout": 0.0,
@@ -417,6 +420,11 @@ def write_peft(
     write_safetensors(Path(folder, _WEIGHTS), arrays, {_BASE: base})
     with write_atomically(Path(folder, _CONFIG)) as written:
         written.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _shorten(number: float) -> float:
+    """Return a whole number as an integer, as configurations of PEFT have alpha."""
+    return int(number) if number == int(number) else number
 
 
 def read_peft(folder: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:

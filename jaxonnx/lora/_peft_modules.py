@@ -183,10 +183,11 @@ def read(
         factors = (chosen, difference.T) if place.lookup else (difference, chosen)
         trained_rows |= dict(zip(pair(block.target), factors, strict=True))
         changes.pop(module, None)
-    scale = next(iter(scales.values()), 1.0)
-    if len({*scales.values()}) > 1:  # B has them
-        changes = {name: (a, scales[name] * b, m) for name, (a, b, m) in changes.items()}
-        scale = 1.0
+    # where modules differ, those of another scale than most have the quotient in B
+    scale = max([*scales.values()], key=[*scales.values()].count, default=1.0)
+    for module, (a, b, norms) in changes.items():
+        if scales[module] != scale:
+            changes[module] = a, scales[module] / scale * b, norms
     moved = move_rows(changes, [block for name in changes for block in places[name]], rows)
     rank = max((a.shape[-2] for a, *_ in moved.values()), default=1)
     named = {

@@ -180,7 +180,7 @@ def test_folders_of_peft(tmp_path):
     folder = f"{tmp_path}/peft/"
     jaxonnx.Adapters.of(adapted).save(folder, names=named)
     config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
-    assert (config["r"], config["lora_alpha"], config["peft_type"]) == (4, 4, "LORA")
+    assert (config["r"], config["lora_alpha"], config["peft_type"]) == (4, 8, "LORA")
     assert config["target_modules"].startswith(r"^model\.layers\.0\.self_attn\.o_proj$|")
     again = jaxonnx.Adapters.load(folder, model)
     np.testing.assert_allclose(again.attach(model)(x), adapted(x), rtol=1e-5, atol=1e-5)
@@ -190,7 +190,7 @@ def test_folders_of_peft(tmp_path):
         path.write_text(json.dumps(config | changes))
         return jaxonnx.Adapters.load(folder, model)
 
-    assert written(use_rslora=True).alpha == 8.0
+    assert written(use_rslora=True).alpha == 16.0
     for changes, words in (
         ({"peft_type": "IA3"}, "'IA3', not LORA"),
         ({"use_dora": True}, r"use_dora is True.* no lora_magnitude_vector"),
@@ -333,6 +333,11 @@ def test_queries_keys_and_values_apart_in_peft(file, kv, tmp_path):
     assert (config["r"], config["rank_pattern"]) == (3, ranks)
     back = load_file(tmp_path / "back" / "adapter_model.safetensors")
     assert back.keys() == arrays.keys()
+    # the factors that PEFT trains, so that a step is of the same size: o_proj has another scale
+    assert (adapters.alpha, config["lora_alpha"]) == (8, 6)
+    for key, value in arrays.items():
+        quotient = 1 / 6 if key.endswith("o_proj.lora_B.weight") else 1
+        np.testing.assert_allclose(back[key], quotient * value, rtol=1e-6)
     again = jaxonnx.Adapters.load(tmp_path / "back", model)
     for name, value in wanted.items():
         np.testing.assert_allclose(product(again, name), value, rtol=1e-5, atol=1e-5)

@@ -197,11 +197,12 @@ def test_modules_of_phi_3_are_joined_or_split(tmp_path):
         np.testing.assert_allclose(halves, wanted[f"{layer}.mlp.gate_up_proj"], rtol=1e-5)
         qkv = product(adapters, qkv)
         np.testing.assert_allclose(qkv, wanted[f"{layer}.self_attn.qkv_proj"], rtol=1e-5)
-    back, _ = saved(adapters, tmp_path / "back", model)
+    back, config = saved(adapters, tmp_path / "back", model)
     assert back.keys() == arrays.keys()
+    assert config["lora_alpha"] == 2 * config["r"]
     for name, change in wanted.items():
         a, b = (back[f"base_model.model.{name}.lora_{end}.weight"] for end in "AB")
-        np.testing.assert_allclose(b @ a, change, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(2 * b @ a, change, rtol=1e-4, atol=1e-5)
     fresh = {name: pair | {"B": 0 * pair["B"]} for name, pair in factors.items()}
     peft_folder(tmp_path / "fresh", fresh)
     assert {*jaxonnx.Adapters.load(tmp_path / "fresh", model).layouts} == {*adapters.layouts}
@@ -285,6 +286,9 @@ def test_names_are_anchored_since_peft_matches_their_ends(tmp_path):
     targets = {name for name in names if re.fullmatch(config["target_modules"], name)}
     assert targets == {"q", "blk.q"}
     for name, rank in ranks.items():
-        for pattern in (config["rank_pattern"], config["alpha_pattern"]):
+        numbers = []
+        for kind, default in (("rank", config["r"]), ("alpha", config["lora_alpha"])):
+            pattern = config[f"{kind}_pattern"]
             keys = [key for key in pattern if re.match(rf"(.*\.)?({key})$", name)]
-            assert (pattern[keys[0]] if keys else config["r"]) == rank
+            numbers.append(pattern[keys[0]] if keys else default)
+        assert numbers == [rank, rank * adapters.alpha / adapters.rank]
