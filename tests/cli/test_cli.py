@@ -814,7 +814,7 @@ def test_texts_of_unequal_length(small, capsys):
     for name, value in trained.params.items():
         np.testing.assert_array_equal(value, explained[name])
     assert command(f"run out.onnx texts.jsonl -o out.npz {lengths}") == 0
-    saved = np.load("out.npz")
+    saved = dict(np.load("out.npz"))
     rows = np.split(saved["logits"], np.cumsum(saved["logits.lengths"])[:-1])
     for row, ids in zip(rows, texts, strict=True):
         alone = trained(np.array([ids]), np.ones((1, len(ids)), int))[0]

@@ -284,7 +284,7 @@ def test_predictions_of_a_folder(photos, broken, tmp_path, monkeypatch, capsys):
     one.save("net.onnx")
     flags = "--mean 0.4,0.5,0.6 --std 0.5,0.5,0.25 --batch-size 8"
     assert main(["run", "net.onnx", str(photos), "-o", "out.npz", *flags.split()]) == 0
-    saved = np.load("out.npz")
+    saved = dict(np.load("out.npz"))
     pictures = sorted(path for path in photos.rglob("*") if path.is_file())
     assert [*saved["paths"]] == [*map(str, pictures)]
     np.testing.assert_allclose(saved[one.outputs[0].name], outputs, rtol=1e-5, atol=1e-6)

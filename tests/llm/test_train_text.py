@@ -282,7 +282,7 @@ def test_streams_of_a_few_widths(net):
 @pytest.mark.deep
 def test_a_file_of_transformers():
     """The loss and a gradient are those of Hugging Face's own code, of text without padding."""
-    golden = np.load(LLAMA.with_suffix(".npz"))
+    golden = dict(np.load(LLAMA.with_suffix(".npz")))
     model = jaxonnx.load(LLAMA.with_suffix(".onnx"))
     lengths = golden["attention_mask"].sum(1)
     data = [row[:n].tolist() for row, n in zip(golden["input_ids"], lengths, strict=True)]

@@ -61,7 +61,7 @@ def test_exported_step_runs_without_jaxonnx(tmp_path, file):
     start = {f"state:{name}": np.asarray(v) for name, v in training.state.items()}
     np.savez(tmp_path / "data.npz", **batch, **start)
     subprocess.run([sys.executable, "-c", RUN, tmp_path], check=True, cwd=tmp_path)
-    got = np.load(tmp_path / "result.npz")
+    got = dict(np.load(tmp_path / "result.npz"))
     state = training.state
     for _ in range(3):
         state, outputs = training.step(state, batch)

@@ -14,7 +14,7 @@ TYPES = {"half": np.float16, "bf16": jnp.bfloat16, "int8": np.int8}
 @pytest.mark.parametrize("axis", [1, 0])
 def test_operands_are_those_of_pytorch(name, axis):
     """torch.sparse._semi_structured_conversions.sparse_semi_structured_from_dense_cutlass."""
-    golden = np.load(DATA / "cutlass.npz")
+    golden = dict(np.load(DATA / "cutlass.npz"))
     dense = golden[f"{name}.dense"].astype(TYPES[name])
     w = dense if axis else dense.T
     values, metadata = sparse.to_cutlass(sparse.pack(w, axis=axis))
