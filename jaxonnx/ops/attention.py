@@ -5,6 +5,7 @@ and value head are a group, so that nothing is repeated.
 """
 
 import math
+from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
@@ -244,8 +245,9 @@ def attend(q, k, v, masks=(), window=None, scale=None, cap=0.0, sink=None, dtype
 def attend_to_first(count, q, k, v, window, scale=None, cap=0.0, sink=None):
     """Compute `attend` in a cache of which the first `count` keys are filled; without gradients.
 
-    Only these are read, in blocks, whose softmax is combined as in Dao et al., "FlashAttention",
-    2022 (arXiv:2205.14135). `count` is traced; the other arguments are as in `attend`.
+    On CPU only these are read, in blocks, whose softmax is combined as in Dao et al.,
+    "FlashAttention", 2022 (arXiv:2205.14135); elsewhere all at once, in parallel. `count` is
+    traced; the other arguments are as in `attend`.
     """
     room = k.shape[2]
     positions = jnp.broadcast_to(window.keys, (len(k), room))
@@ -268,12 +270,16 @@ def attend_to_first(count, q, k, v, window, scale=None, cap=0.0, sink=None):
         total = total * share + e.sum(axis=-1, keepdims=True)
         return new_top, total, y * share + weighted_values(e, values.astype(np.float32))
 
-    total = jnp.zeros((*q.shape[:3], 1), np.float32)
-    top, y = total - jnp.inf, jnp.zeros((*q.shape[:3], v.shape[3]), np.float32)
-    if sink is not None:
-        top, total = total + sink.astype(np.float32)[:, None, None], total + 1
-    _, total, y = lax.fori_loop(first, end, add_block, (top, total, y))
-    return (y / jnp.where(total == 0, 1, total)).astype(v.dtype)
+    def attend_in_blocks():
+        total = jnp.zeros((*q.shape[:3], 1), np.float32)
+        top, y = total - jnp.inf, jnp.zeros((*q.shape[:3], v.shape[3]), np.float32)
+        if sink is not None:
+            top, total = total + sink.astype(np.float32)[:, None, None], total + 1
+        _, total, y = lax.fori_loop(first, end, add_block, (top, total, y))
+        return (y / jnp.where(total == 0, 1, total)).astype(v.dtype)
+
+    whole = partial(attend, q, k, v, (), window, scale=scale, cap=cap, sink=sink)
+    return lax.platform_dependent(cpu=attend_in_blocks, default=whole)
 
 
 def _block_length(q, k):
