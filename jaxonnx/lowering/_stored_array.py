@@ -345,7 +345,7 @@ def transpose_tree(
     """
     types = tuple(special or ())
 
-    def replaced(path, x):
+    def transpose_leaf(path, x):
         if special and isinstance(x, types):
             return special[type(x)](x)
         turn = turns.get(getattr(path[-1], "key", "")) if path else None
@@ -354,4 +354,6 @@ def transpose_tree(
     def is_leaf(x):
         return isinstance(x, types) and x is not tree
 
-    return jax.tree_util.tree_map_with_path(replaced, tree, is_leaf=is_leaf) if turns else tree
+    return (
+        jax.tree_util.tree_map_with_path(transpose_leaf, tree, is_leaf=is_leaf) if turns else tree
+    )

@@ -264,7 +264,7 @@ class Bar:
         epoch = -(-self._done // self._steps) if self._steps else int(self._done > 0)
         limited = self._steps is None and self._last is not None  # by steps, in unknown epochs
         description = f"epoch {epoch}" if limited else f"epoch {epoch}/{self._epochs}"
-        parts = [*_numbers(history, row), *self._speed()]
+        parts = [*_numbers(history, row), *self._describe_speed()]
         line = ", ".join([description, *parts])
         if self._in_notebook:
             self._cell.draw(self._done, self._total, line)
@@ -283,7 +283,7 @@ class Bar:
         whole = None if self._steps is None or self._epochs is None else self._epochs * self._steps
         return min((n for n in (whole, self._last) if n is not None), default=None)
 
-    def _speed(self) -> list[str]:
+    def _describe_speed(self) -> list[str]:
         """Return rate and remaining time, once they are known."""
         done = self._done - self._first
         if self._began is None or not done:
