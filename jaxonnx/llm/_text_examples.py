@@ -442,8 +442,8 @@ class Reader:
             (
                 self.others,
                 f"messages of the assistant in examples of their own: {self.others.total()}, with "
-                "those before, as the chat template writes them differently when others follow "
-                f"({', '.join(turns)}); the others are in whole chats",
+                "those before, as the chat template writes them, or what they answer, differently "
+                f"when others follow ({', '.join(turns)}); the others are in whole chats",
             ),
             (
                 self.open,

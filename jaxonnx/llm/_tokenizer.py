@@ -10,6 +10,7 @@ import functools
 import json
 import os
 import warnings
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -368,7 +369,8 @@ class Tokenizer:
         These are the `generation` blocks of the template. If it has none, a message is what the
         template adds to those before it, behind the beginning of the assistant's message
         (`add_generation_prompt`). A message that the template writes differently when others follow
-        (without its thoughts) is in another chat, which ends with that message.
+        (without its thoughts) is in another chat, which ends with that message. So is one whose
+        prompt the template writes differently once it is answered; it stands behind that prompt.
 
         Args:
           chat: the messages.
@@ -403,7 +405,14 @@ class Tokenizer:
                 mark = MARK if plain else [{"type": "text", "text": MARK}]
                 header = {k: messages[i][k] for k in ("role", "name") if k in messages[i]}
                 marked = self.templates.render(chat.until(i, {**header, "content": mark}))
+                prompt = before
                 before = os.path.commonprefix([text, marked])  # noqa: RUF071 (of characters)
+                request = self._drop_last_end(self.templates.render(chat.until(i))) if i else ""
+                if not text.startswith(request):  # Mistral's system prompt is only in a request
+                    answer = text[_find_end(before, prompt) :]
+                    part = len(prompt), len(prompt + answer)
+                    others.append((chat.until(i + 1), prompt + answer, [part]))
+                    continue
             inside = self._drop_last_end(text)  # Phi-3 ends a message, and then the chat
             if whole.startswith(text) or (self.is_ended(inside) and whole.startswith(inside)):
                 parts.append((len(before), len(text if whole.startswith(text) else inside)))
@@ -423,3 +432,10 @@ class Tokenizer:
         behind = longer[len(text) :] if longer.startswith(text) else ""
         mark = next((end for end in self._end_texts if behind.startswith(end)), None)
         return self.ends[0] if mark is None else self._tokens.token_to_id(mark)
+
+
+def _find_end(text: str, prompt: str) -> int:
+    """Return the end in a text of the longest part of it that ends a prompt, too."""
+    lengths = range(1, len(prompt) + 1)
+    longest = bisect_left(lengths, True, key=lambda n: prompt[-n:] not in text)
+    return text.rindex(prompt[len(prompt) - longest :]) + longest

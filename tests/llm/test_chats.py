@@ -217,8 +217,8 @@ def test_messages_that_history_changes_are_examples_of_their_own(folder):
     assert rows == expected
     note = (
         "messages of the assistant in examples of their own: 1, with those before, as the chat "
-        "template writes them differently when others follow (number 1 of 1 chat); the others are "
-        "in whole chats"
+        "template writes them, or what they answer, differently when others follow (number 1 of 1 "
+        "chat); the others are in whole chats"
     )
     assert notes == [note]
     # the message that changes is the only one to learn

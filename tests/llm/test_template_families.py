@@ -215,6 +215,27 @@ def test_a_reply_continues_the_prompt_that_generate_gets(family, load):
     )
 
 
+def test_an_answer_follows_its_prompt_where_this_is_written_for_requests_alone(load):
+    """Mistral 0.3 and Nemo write the system prompt only into a message that ends the chat."""
+    model, system = load("Mistral"), {"role": "system", "content": "brief"}
+    path = model.folder.path / "chat_template.jinja"
+    turn = "{% set system = messages[0].content %}{% for m in messages[1:] %}"
+    request = "{{- '[INST] ' + (system + '\\n\\n' if loop.last else '') "
+    template = MISTRAL.replace("{% for m in messages %}", turn).replace("{{- '[INST] '", request)
+    path.write_text(template)
+    model = jaxonnx.load(model.folder.path)
+    tokenizer, chat = model.tokenizer, [system, *CHAT]
+    columns, _, notes = read(model, {"messages": chat})
+    pairs = zip(columns["input_ids"], columns["labels"], (2, 4), ("yes", "no"), strict=True)
+    for ids, labels, count, answer in pairs:
+        (counted,) = np.nonzero(labels >= 0)
+        prompt = tokenizer.apply_chat_template(chat[:count], add_generation_prompt=True)
+        assert "brief" in tokenizer.decode(prompt)
+        np.testing.assert_array_equal(ids[: counted[0]], prompt)
+        assert tokenizer.decode(ids[counted]) == f" {answer}</s>"
+    assert any(note.startswith("messages of the assistant in examples of") for note in notes)
+
+
 def test_thoughts_can_be_switched_off(load):
     """Qwen3's empty thought is then part of the prompt, and does not count."""
     model = load("Qwen3")
