@@ -2,4 +2,4 @@
 
 from jaxonnx.lora._adapters import Adapters
 from jaxonnx.lora._lora import LoRA
-from jaxonnx.lora._view import file_tensors, read_weight, writes_apart
+from jaxonnx.lora._view import Adaption, file_tensors, read_weight, writes_apart

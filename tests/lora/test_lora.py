@@ -258,6 +258,15 @@ def test_a_run_with_adapters_resumes_bit_for_bit(tmp_path):
     assert not np.array_equal(whole.model.params["b2"], np.zeros(4))
 
 
+@pytest.mark.parametrize("other", [jaxonnx.LoRA(2, alpha=8), jaxonnx.LoRA(2, dropout=0.5)])
+def test_a_run_with_adapters_of_another_scale_does_not_resume(other, tmp_path):
+    """Their tensors have the same shapes, and would mean another change of the weights."""
+    train(mlp(), lora=jaxonnx.LoRA(2), epochs=1, checkpoint_dir=tmp_path)
+    message = r"has lora=LoRA\(alpha=2, dropout=0\), and lora=LoRA\(alpha=[28], dropout=0"
+    with pytest.raises(jaxonnx.TrainingError, match=message):
+        train(mlp(), lora=other, checkpoint_dir=tmp_path, resume=True)
+
+
 @pytest.mark.deep
 def test_an_optimizer_for_each_group():
     still = {"b": optax.adam(0.05), "rest": optax.set_to_zero()}

@@ -9,6 +9,7 @@ from jaxonnx._data.batches import Source
 from jaxonnx._mesh.processes import Processes
 from jaxonnx._text import format_count
 from jaxonnx.errors import TrainingError
+from jaxonnx.lora import Adaption
 from jaxonnx.model import Model
 from jaxonnx.training._checkpoints.folder import Checkpoints, NotWritten, Position
 from jaxonnx.training._loop.history import ROLLED_BACK, SKIPPED
@@ -61,8 +62,10 @@ class Snapshots:
         self.checkpoints: Checkpoints | None = None
         """To be entered, and left at the end of the run."""
         if settings.checkpoint_dir is not None:
+            lora = step.model.program.find(Adaption)
             same = {**settings.resumable, "batch_size": examples.size}
             same |= {
+                "lora": lora and f"LoRA(alpha={lora.alpha:g}, dropout={lora.dropout:g})",
                 "patience": settings.patience,
                 "updates": step.updates,
                 "phases": step.phases,
