@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from jaxonnx import formats, loggers, losses, optim, sparse, training
     from jaxonnx._hub import export_safetensors, push_to_hub
     from jaxonnx._step_files.export import export_step
-    from jaxonnx._step_files.load import import_step
+    from jaxonnx._step_files.load import average_states, import_step
     from jaxonnx.errors import (
         Error,
         InputError,
@@ -47,6 +47,7 @@ __all__ = [
     "Validation",
     "Value",
     "add_training",
+    "average_states",
     "convert",
     "evaluate",
     "export_safetensors",
@@ -73,7 +74,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "jaxonnx._hub": ("export_safetensors", "push_to_hub"),
     "jaxonnx._step_files.export": ("export_step",),
-    "jaxonnx._step_files.load": ("import_step",),
+    "jaxonnx._step_files.load": ("average_states", "import_step"),
     "jaxonnx.lora": ("Adapters", "LoRA"),
     "jaxonnx.lowering": ("kernels_first",),
     "jaxonnx.model": ("Model", "Value", "add_training", "convert", "labels", "load"),

@@ -80,7 +80,9 @@ def export_step(
     * `init.onnx`: a graph without inputs that returns the initial state.
     * `evaluate.onnx`: the sums of loss and metrics over a batch, in inference mode.
     * `manifest.json`: the meaning of all inputs and outputs, and which output feeds which input at
-      the next step.
+      the next step. Its "state" has dtype, shape and role of each array of the state ("parameter",
+      "statistic", "optimizer", "average" or "progress"), and its place in a flat file ("offset",
+      "bytes"), which `import_step` takes.
 
     Parameters and running statistics have the names of the tensors in the model file, so that
     `jaxonnx.load(net, weights=...)` loads trained weights. Results equal those of `jaxonnx.train`:
@@ -179,6 +181,7 @@ class _Exporter:
         names = [name.removeprefix("params.").removeprefix("state.") for name in names]
         self.names = [unused_name(name, used) for name in names]
         self.leaves = [value for _, value in leaves]
+        self._roles = [_ROLES.get(path[0].name, "progress") for path, _ in leaves]
         self.values = [known_tensor(value, value) for value in self.leaves]
         inputs = [value.name for value in step.model.inputs]
         targets = [_key("targets", path) for path, _ in _leaves(example.targets)]
@@ -301,13 +304,33 @@ class _Exporter:
                 continue
             options = {"external_data": external_data and path.suffix == ".onnx"}
             save(path, lambda proto=proto: proto, self.start, **options)
+        entries = {name: {"file": files[name], **entry} for name, (_, entry) in graphs.items()}
         return {
             "format": FORMAT,
             "opset": self.opset,
+            "state": self._describe_state(entries.get("weights", {}).get("state")),
             "params": [*self.state.params],
             "statistics": [*self.state.state],
-            **{name: {"file": files[name], **entry} for name, (_, entry) in graphs.items()},
+            **entries,
         }
+
+    def _describe_state(self, needed: Sequence[str] | None) -> dict[str, Any]:
+        """Return type, shape, role and the place in a flat file of each tensor of the state.
+
+        Args:
+          needed: the tensors that `import_step` needs, which come first; by default parameters and
+            statistics.
+        """
+        if needed is None:
+            needed = [*self.state.params, *self.state.state]
+        described = zip(self.names, self.values, self._roles, strict=True)
+        order = sorted(described, key=lambda each: each[0] not in needed)  # stable
+        places, offset = {}, 0
+        for name, x, role in order:
+            place = {"dtype": str(x.dtype), "shape": [*x.shape], "offset": offset}
+            places[name] = {**place, "bytes": x.nbytes, "role": role}
+            offset += x.nbytes
+        return places
 
     def _unflatten(self, values: Any, arrays: Any) -> tuple[State, Batch]:
         """Return the state and the batch from their leaves."""
@@ -414,6 +437,13 @@ class _Exporter:
         }
 
 
+_ROLES = {
+    "params": "parameter",
+    "state": "statistic",
+    "optimizer": "optimizer",
+    "average": "average",
+}
+"""The role in a manifest of what a field of `State` has; of other fields, "progress"."""
 OPEN = 4
 """The size of the batch that a step is checked with if the batch size is symbolic."""
 

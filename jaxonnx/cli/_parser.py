@@ -324,7 +324,8 @@ COMMANDS: Mapping[str, Command] = {
         lambda: {
             "": f"""{_MODEL}
     folder FOLDER     the folder that export-step wrote
-    --state FILE      the trained state, .npz or .safetensors (default: state.npz in the folder)
+    --state FILE      the trained state: .npz, .safetensors, or .bin (flat, as the manifest says);
+                      default: state.npz in the folder
     -o --output FILE  the .onnx file to write (required)
 """
         },

@@ -265,6 +265,12 @@ CALLS: dict[str, Call] = {
         loss=LABELS,
         optimizer="adam",
     ),
+    "jaxonnx.average_states": Call(
+        lambda: jaxonnx.average_states,
+        folder=exported,
+        states=lambda: [params(), params()],
+        weights=[1, 2],
+    ),
     "jaxonnx.import_step": Call(
         lambda: jaxonnx.import_step, model=net, folder=exported, state=params
     ),

@@ -170,18 +170,22 @@ def test_a_browser_trains(digits, tmp_path):
         page.wait(f"!{answer}.startsWith('Draw')")
         page.click("#add")
         page.wait(f"{status}.startsWith('Added')")
-        page.click("#download")
-        page.wait(f"{status}.startsWith('Downloaded')")
-        for _ in range(100):
-            if [*tmp_path.glob("*.onnx")]:
-                break
-            time.sleep(0.1)
+        for button, name in (("#download", "trained.onnx"), ("#keep", "trained.bin")):
+            page.click(button)
+            page.wait(f"{status}.startsWith('Downloaded {name}')")
+            for _ in range(100):
+                if (tmp_path / name).exists():
+                    break
+                time.sleep(0.1)
         page.click("#reset")
         page.wait(f"{status}.startsWith('As before')")
         assert not page.errors
         assert all(url.startswith((address, "data:", "blob:")) for url in page.requests)
     onnx.checker.check_model(tmp_path / "trained.onnx", full_check=True)
     session = onnxruntime.InferenceSession(tmp_path / "trained.onnx")
+    back = jaxonnx.import_step(demo.model(), digits, tmp_path / "trained.bin")
+    for name, value in jaxonnx.load(tmp_path / "trained.onnx").params.items():
+        np.testing.assert_array_equal(back.params[name], value)
     web = json.loads((digits / "manifest.json").read_text())["web"]["examples"]
     text, held_out = (digits / web["file"]).read_bytes(), web["held_out"]
     x = np.frombuffer(text, np.float32, held_out * 64, web["arrays"]["x"]).reshape(-1, 1, 8, 8)

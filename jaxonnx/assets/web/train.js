@@ -187,13 +187,33 @@ async function file() {
   return result;
 }
 
-async function download() {
+// The state as one flat file, which jaxonnx.import_step takes.
+function flat() {
+  const places = Object.entries(manifest.state);
+  const result = new Uint8Array(Math.max(...places.map(([, { offset, bytes }]) => offset + bytes)));
+  for (const [name, { offset, bytes }] of places) {
+    const { data } = state[name];
+    result.set(new Uint8Array(data.buffer, data.byteOffset, bytes), offset);
+  }
+  return result;
+}
+
+function save(name, content) {
   const link = document.createElement("a");
-  link.href = URL.createObjectURL(new Blob([await file()], { type: "application/octet-stream" }));
-  link.download = "trained.onnx";
+  link.href = URL.createObjectURL(new Blob([content], { type: "application/octet-stream" }));
+  link.download = name;
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 60000);
+}
+
+async function download() {
+  save("trained.onnx", await file());
   say("Downloaded trained.onnx: the network with the weights as they are now.");
+}
+
+async function keep() {
+  save("trained.bin", flat());
+  say("Downloaded trained.bin: the state, which jaxonnx import-step and jaxonnx.average_states take.");
 }
 
 // Probabilities of the classes for inputs of the network, by the very file that a download gives.
@@ -250,7 +270,7 @@ function summary() {
 }
 
 function enable() {
-  for (const id of ["train", "reset", "download", "device", "epochs"]) $(id).disabled = running;
+  for (const id of ["train", "reset", "download", "keep", "device", "epochs"]) $(id).disabled = running;
   $("stop").disabled = !running;
 }
 
@@ -535,6 +555,7 @@ handled(async () => {
   $("stop").onclick = () => { running = false; };
   $("reset").onclick = handled(async () => { await start(); await answer(); say("As before the training."); });
   $("download").onclick = handled(download);
+  $("keep").onclick = handled(keep);
   $("device").onchange = handled(async () => {
     say("Loading…", true);
     await use($("device").value);
