@@ -43,6 +43,9 @@ STRING = 64
 AXES = 64
 """Of an array of NumPy at most; XLA takes minutes for thousands."""
 
+_WIDEST = np.dtype(np.complex128).itemsize
+"""Bytes of an element at most."""
+
 _LARGEST = 2**63 - 1
 """XLA counts bytes and elements in 64 bits."""
 
@@ -158,12 +161,13 @@ def check(values: Sequence[Any]) -> None:
     for value in values:
         if isinstance(value, list):
             check(value)
-        elif not isinstance(value, np.ndarray) and hasattr(value, "shape"):
-            if len(value.shape) > AXES:
-                raise LimitError(f"it has {len(value.shape)} axes, and may have {AXES}")
-            size = count_elements(value.shape)
-            if isinstance(size, int) and size * value.dtype.itemsize > limit:
-                check_size(value.shape, value.dtype)
+        elif not isinstance(value, np.ndarray):
+            shape = getattr(value, "shape", ())
+            if len(shape) > AXES:
+                raise LimitError(f"it has {len(shape)} axes, and may have {AXES}")
+            size = count_elements(shape)
+            if isinstance(size, int) and size * _WIDEST > limit:
+                check_size(shape, value.dtype)
 
 
 def count_elements(shape: Sequence[Any]) -> Any:

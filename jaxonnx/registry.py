@@ -50,7 +50,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 import jax.numpy as jnp
@@ -180,7 +180,7 @@ class Op:
         self.constraints.check(arguments, keywords)
         return self.function(*arguments, **keywords)
 
-    @property
+    @cached_property
     def channels(self) -> bool:
         """Whether the operator also takes images with their channels last."""
         return any(what == "channels" for _, what in self.context)

@@ -32,9 +32,11 @@ def folds(op: Op, arguments: list, keywords: dict) -> bool:
     All arguments must be known. Arrays of symbolic dimensions (dtype object) count as known for
     integer results of the operators in `SIZES`, where the value is not a static argument.
     """
+    if not is_known(*arguments):
+        return False
     symbolic_positions = {i for i, value in enumerate(arguments) if symbolic(value)}
-    if not is_known(*arguments) or not symbolic_positions:
-        return is_known(*arguments)
+    if not symbolic_positions:
+        return True
     gives_integers = keywords.get("to", TensorProto.INT64) in (TensorProto.INT32, TensorProto.INT64)
     return op.name in SIZES and gives_integers and symbolic_positions.isdisjoint(op.static)
 

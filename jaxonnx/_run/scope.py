@@ -134,8 +134,9 @@ class Scope:
         if len(results) < len(node.outputs):
             text = f"{node.label} gives {len(results)} outputs, not {len(node.outputs)}"
             raise failures.at(node, NodeError(text))
-        named = ((n, r) for n, r in zip(node.outputs, results, strict=False) if n)
-        self.values.update((n, on_cpu(r, node.label, n)) for n, r in named)
+        for name, result in zip(node.outputs, results, strict=False):
+            if name:
+                self.values[name] = on_cpu(result, node.label, name)
 
     def segment(self, start: int, end: int) -> None:
         """Evaluate the nodes from `start` to `end` under rematerialization.
@@ -236,8 +237,11 @@ class Scope:
             arguments = _on_device(op, arguments)
         elif not node.graphs and not op.dynamic:  # bodies check what they use; these have NumPy
             failures.check_range([a for i, a in enumerate(arguments) if i not in op.static])
-        vast = alone and limits.may_exceed(arguments, keywords, limits.value_limit())
-        if vast and not is_traced(arguments):
+        if (
+            alone
+            and not is_traced(arguments)
+            and limits.may_exceed(arguments, keywords, limits.value_limit())
+        ):
             # the operator would allocate before its results can be checked; the nodes of a body are
             # checked one by one
             limits.check(abstract(partial(_call, op), arguments, keywords, op.static) or ())

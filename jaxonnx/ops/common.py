@@ -40,6 +40,8 @@ def canonical(dtype: Any) -> np.dtype:
 
 def cast(x, dtype):
     """Cast by the rules of NumPy and JAX, not of ONNX; a traced value to the canonical dtype."""
+    if x.dtype == dtype:  # `astype` of JAX takes a while to find this
+        return x
     return x.astype(dtype if isinstance(x, np.ndarray) else canonical(dtype))
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from jaxonnx import lowering
 from jaxonnx._axes import matrix
 from jaxonnx.errors import NodeError
+from jaxonnx.ops.common import cast
 from jaxonnx.registry import op
 
 FACTORS = {"a": matrix(first=True, transpose="transA"), "b": matrix(transpose="transB")}
@@ -27,7 +28,7 @@ def matmul(a, b):
     else:
         y = a @ b
     # NumPy gives a product of bfloat16 matrices in float32.
-    return y.astype(a.dtype)
+    return cast(y, a.dtype)
 
 
 MATRICES = "a (_, _), b (_, _)"
@@ -37,7 +38,7 @@ def affine(x, w, bias=None):
     """Return x @ w + bias of a matrix w; the sum is rounded once."""
     if bias is None:
         return matmul(x, w)
-    return (lowering.rows(x, w) + bias).astype(x.dtype)
+    return cast(lowering.rows(x, w) + bias, x.dtype)
 
 
 def _gemm(a, b, c, alpha, beta, transpose_a, transpose_b):
@@ -48,15 +49,15 @@ def _gemm(a, b, c, alpha, beta, transpose_a, transpose_b):
         y = jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())))
     else:
         b = b.T if transpose_b else b
-        y = (a @ b).astype(a.dtype) if single else lowering.product(a, b)
+        y = cast(a @ b, a.dtype) if single else lowering.product(a, b)
     dtype = y.dtype
     if alpha != 1:
         y = (alpha * y).astype(dtype)
     if c is None or beta == 0:
-        return y.astype(a.dtype)
+        return cast(y, a.dtype)
     if jnp.broadcast_shapes(y.shape, c.shape) != y.shape:
         raise NodeError(f"C of shape {c.shape} does not broadcast to the product's {y.shape}")
-    return (y + (c if beta == 1 else (beta * c.astype(dtype)).astype(dtype))).astype(a.dtype)
+    return cast(y + (c if beta == 1 else (beta * c.astype(dtype)).astype(dtype)), a.dtype)
 
 
 @op("Gemm", since=1, weights=FACTORS, params=("c",), bias="c", accepts=MATRIX, shapes=MATRICES)
