@@ -81,7 +81,7 @@ GRUS = {"GRU": (64, 32, 128, 256), "GRU, few units": (64, 32, 64, 64)}
 
 def ratio(plain, fast, arguments, *, rounds: bool = False) -> float:
     """Return the median time of `plain` over that of `fast`, in interleaved rounds."""
-    jitted = [lowering.jit(form, rounds=rounds) for form in (plain, fast)]
+    jitted = [lowering.jit(form, onednn=not rounds) for form in (plain, fast)]
     systems = [form.lower(form.trace(*arguments)).compile() for form in jitted]
     times = ([], [])
     for _ in range(ROUNDS + 1):

@@ -69,6 +69,18 @@ class Graph:
                 readers.setdefault(name, []).append(node)
         return readers
 
+    @cached_property
+    def is_convolutional(self) -> bool:
+        """Whether it has convolutions, and no more products of matrices than convolutions."""
+        convolutions = self._counts["Conv"] + self._counts["ConvTranspose"]
+        return convolutions >= max(1, self._counts["Gemm"] + self._counts["MatMul"])
+
+    @cached_property
+    def _counts(self) -> Counter[str]:
+        """The number of nodes of each operator, also in subgraphs."""
+        inner = (graph._counts for node in self.nodes for graph in node.subgraphs)
+        return sum(inner, Counter(node.op.like for node in self.nodes))
+
     def recall(self, key: Hashable, analyze: Callable[[], T]) -> T:
         """Return the result of an analysis of this graph, made anew if the key is a new one."""
         if key not in self._analyses:

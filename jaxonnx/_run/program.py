@@ -414,7 +414,7 @@ class Program:
             run = self._run if training or not self.sparse else self._run_sparse
             return run(graph, params, state, key, {**inputs, **fixed}, training)
 
-        return jit(compiled, static_argnames="training")
+        return jit(compiled, onednn=self.graph.is_convolutional, static_argnames="training")
 
 
 def _compilable(graph: Graph, outputs: tuple) -> tuple[Any, ...]:

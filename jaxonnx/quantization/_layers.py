@@ -153,7 +153,8 @@ def _clipped(
         available = tensors.keys() | fed.keys()
         computed = [*{q.inputs[0] for q in quantizers.values()} - available]
         program = model.program.with_values(computed)
-        outputs = jit(program.evaluate)(model.params, model.state, fed)
+        evaluate = jit(program.evaluate, onednn=program.graph.is_convolutional)
+        outputs = evaluate(model.params, model.state, fed)
         tensors |= fed | dict(zip(computed, outputs[len(model.graph.outputs) :], strict=True))
     shares = {}
     for name, node in quantizers.items():

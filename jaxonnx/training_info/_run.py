@@ -116,9 +116,10 @@ class Training:
             n: v for n, v in constants.items() if v.nbytes <= FOLD_LIMIT or v.dtype in HOST_ONLY
         }
         self._large = {n: jnp.asarray(v) for n, v in constants.items() if n not in self._known}
+        onednn = self._inference.is_convolutional
         self._jitted_init = jit(self._init)
-        self._jitted_step = jit(self._step, static_argnames="algorithm")
-        self._jitted_inference = jit(self._infer)
+        self._jitted_step = jit(self._step, onednn=onednn, static_argnames="algorithm")
+        self._jitted_inference = jit(self._infer, onednn=onednn)
 
     @property
     def state(self) -> State:

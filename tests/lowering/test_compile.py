@@ -19,7 +19,7 @@ has_onednn = pytest.mark.skipif(
 
 
 def text(function, *args) -> str:
-    function = function if isinstance(function, jit) else jit(function)
+    function = function if isinstance(function, jit) else jit(function, onednn=True)
     return function.lower(function.trace(*args)).compile().as_text()
 
 
@@ -63,7 +63,7 @@ def test_a_convolution_beside_onednn_is_that_of_lax(conv, out, monkeypatch):
     y = rng.normal(size=(*shapes[2], conv._channels(w)[0])).astype(np.float32)
     args = [a for number, a in enumerate((x, w, y)) if number != out]
     expected = jax.jit(partial(conv.plain, out))(*args)
-    found = jit(partial(contract, conv, out))(*args)
+    found = jit(partial(contract, conv, out), onednn=True)(*args)
     scale = np.abs(expected).max()
     np.testing.assert_allclose(found / scale, expected / scale, atol=2e-6)
 
@@ -82,10 +82,10 @@ def test_a_large_convolution_and_its_gradients_are_of_onednn():
 
 
 @has_onednn
-def test_products_that_are_rounded_are_compiled_as_before():
+def test_products_are_of_onednn_where_it_is_asked_for():
     x = np.ones((4096, 512), np.float32)
     assert "__onednn$matmul" in text(lambda x: x.T @ x, x)
-    assert "__onednn" not in text(jit(lambda x: x.T @ x, rounds=True), x)
+    assert "__onednn" not in text(jit(lambda x: x.T @ x), x)
 
 
 ACTIVATED = """<ir_version: 8, opset_import: ["": 17]>
@@ -126,9 +126,9 @@ def test_nan_passes_an_activation_behind_a_convolution(rank, groups, activation,
 def test_casts_to_fewer_bits_and_back_round(dtype):
     x = np.random.default_rng(0).normal(size=(256, 256)).astype(np.float32)
     rounded = x.astype(dtype).astype(np.float32)
-    found = jit(lambda x: x.astype(dtype).astype(jnp.float32) * 1.0)(x)
+    found = jit(lambda x: x.astype(dtype).astype(jnp.float32) * 1.0, onednn=True)(x)
     np.testing.assert_array_equal(found, rounded)
-    product = jit(lambda x: x.T @ x.astype(dtype).astype(jnp.float32))(x)
+    product = jit(lambda x: x.T @ x.astype(dtype).astype(jnp.float32), onednn=True)(x)
     np.testing.assert_allclose(product, x.T @ rounded, atol=1e-3)
 
 
@@ -138,13 +138,13 @@ def test_an_option_that_a_release_does_not_know_is_left_out(monkeypatch):
     _compile.compiler_options.cache_clear()
     try:
         assert _compile.compiler_options("cpu") == {}
-        np.testing.assert_array_equal(jit(lambda x: 2 * x)(np.arange(3)), [0, 2, 4])
+        np.testing.assert_array_equal(jit(lambda x: 2 * x, onednn=True)(np.arange(3)), [0, 2, 4])
     finally:
         _compile.compiler_options.cache_clear()
 
 
 def test_a_call_within_another_program_is_part_of_it():
-    @jit
+    @partial(jit, onednn=True)
     def double(x):
         return 2 * x
 
@@ -152,14 +152,14 @@ def test_a_call_within_another_program_is_part_of_it():
     np.testing.assert_array_equal(double(x), [0, 2, 4])
     np.testing.assert_array_equal(jax.jit(lambda x: double(x) + 1)(x), [1, 3, 5])
     np.testing.assert_array_equal(jax.jit(lambda y: y + double(x))(x), [0, 3, 6])
-    np.testing.assert_array_equal(jit(lambda x: double(x) + 1)(x), [1, 3, 5])
+    np.testing.assert_array_equal(jit(lambda x: double(x) + 1, onednn=True)(x), [1, 3, 5])
     np.testing.assert_array_equal(jax.vmap(double)(x), [0, 2, 4])
     assert jax.grad(double)(1.0) == 2
     assert jax.jit(jax.grad(double))(1.0) == 2
 
 
 def test_errors_are_those_of_the_function():
-    @jit
+    @partial(jit, onednn=True)
     def fails(x):
         raise ValueError("what it says")
 
@@ -170,17 +170,25 @@ def test_errors_are_those_of_the_function():
 
 
 @has_onednn
-@pytest.mark.parametrize("precision", [None, "bf16"])
-def test_a_step_is_compiled_so_unless_it_rounds(precision):
-    nodes = "y = Conv <pads = [1, 1, 1, 1]> (x, w)\n z = GlobalAveragePool(y)\n f = Flatten(z)"
+@pytest.mark.parametrize(
+    ("precision", "products", "onednn"),
+    [(None, 0, True), (None, 1, True), (None, 2, False), ("bf16", 0, False)],
+)
+def test_convolutional_networks_are_compiled_with_onednn(precision, products, onednn):
+    """Not where they are rounded, nor with more dense layers than convolutions."""
+    dense = [f"d{i + 1} = MatMul(d{i}, m)\n" for i in range(products)]
+    nodes = "y = Conv <pads = [1, 1, 1, 1]> (x, w)\n z = GlobalAveragePool(y)\n d0 = Flatten(z)\n"
+    nodes += "".join(dense) + f"f = Identity(d{products})"
     proto = onnx.parser.parse_model(
         '<ir_version: 8, opset_import: ["": 17]> g (float[N, 64, 32, 32] x) => (float[N, 64] f)'
         f" {{ {nodes} }}"
     )
     w = np.random.default_rng(0).normal(size=(64, 64, 3, 3)).astype(np.float32)
-    proto.graph.initializer.append(onnx.numpy_helper.from_array(w, "w"))
+    m = np.eye(64, dtype=np.float32)
+    for name, value in (("w", w), ("m", m)):
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(value, name))
     loss = "softmax_cross_entropy_with_integer_labels"
     step = jaxonnx.training.step(jaxonnx.load(proto), loss, optax.sgd(0.1), precision=precision)
     batch = np.ones((8, 64, 32, 32), np.float32), np.arange(8)
     compiled = text(step.compile(step.update), step.init(), batch)
-    assert ("__onednn" in compiled) == (precision is None)
+    assert ("__onednn" in compiled) == onednn

@@ -66,7 +66,7 @@ class Objective:
     @cached_property
     def compiled_sums(self) -> Any:
         """`sums`, compiled."""
-        return jit(self.sums)
+        return jit(self.sums, onednn=self.model.program.graph.is_convolutional)
 
     def derive_targets(self, inputs: Any) -> Any:
         """Return the targets of a batch that has none; None if it must have some."""

@@ -115,7 +115,9 @@ class Step(ABC):
           function: `update`, `evaluate`, ..., or a function that calls one.
           settings: as for `jax.jit`.
         """
-        return jit(function, rounds=self.settings.precision is not None, **settings)
+        # with `precision` the forms of products were chosen without oneDNN
+        onednn = self.settings.precision is None and self.model.program.graph.is_convolutional
+        return jit(function, onednn=onednn, **settings)
 
     @abstractmethod
     def init(self, params: Any = None) -> State:
