@@ -127,21 +127,22 @@ def export_safetensors(
     }
     if check:
         _check_rows(net, meanings, blocks)
-    tied = HEAD not in arrays
-    if not tied and TABLE in arrays and settings.get("tie_word_embeddings"):
-        tied = np.array_equal(arrays[HEAD](), arrays[TABLE]())
+    head, table = f"{HEAD}.weight", f"{TABLE}.weight"
+    tied = head not in arrays
+    if not tied and table in arrays and settings.get("tie_word_embeddings"):
+        tied = np.array_equal(arrays[head](), arrays[table]())
     if tied:
-        arrays.pop(HEAD, None)
+        arrays.pop(head, None)
     target.mkdir(parents=True, exist_ok=True)
     types = _write_weights(target, arrays, check)
     if settings:
         settings.pop("quantization_config", None)
         settings |= _describe_classes(net, settings)
-        settings |= {"tie_word_embeddings": tied} if TABLE in arrays else {}
-        if TABLE in arrays and "vocab_size" in settings:
-            table = blocks[TABLE][0].source  # `original` may not have all tokens
-            rows, *_ = torch_axes(net, table, meanings[table])
-            settings["vocab_size"] = meanings[table].shape[rows]
+        settings |= {"tie_word_embeddings": tied} if table in arrays else {}
+        if table in arrays and "vocab_size" in settings:
+            source = blocks[table][0].source  # `original` may not have all tokens
+            rows, *_ = torch_axes(net, source, meanings[source])
+            settings["vocab_size"] = meanings[source].shape[rows]
         ((kind, _),) = types.most_common(1)
         settings |= dict.fromkeys({"dtype", "torch_dtype"} & settings.keys(), kind)
         _write_json(target / "config.json", settings)

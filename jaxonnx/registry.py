@@ -94,7 +94,7 @@ Channels = Annotated[int, "channels"]
 
 SharesCaches = Annotated[bool, "shares caches"]
 """Whether caches of earlier calls may be updated in place: what they hold behind the valid steps
-stays (`views.SharedCaches`)."""
+stays (`SharedCaches` of generation)."""
 
 _CONTEXT = {
     "key": Key,

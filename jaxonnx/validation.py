@@ -39,7 +39,6 @@ from jaxonnx._compare.written import (
 )
 from jaxonnx._data.kinds import open_data
 from jaxonnx._data.random_inputs import draw_inputs, find_sizes
-from jaxonnx._graph.caches import find_caches
 from jaxonnx._io.formats import read
 from jaxonnx._io.protos import all_nodes, tensor_of_constant
 from jaxonnx._io.save import training_nodes
@@ -201,23 +200,16 @@ class _Run:
         self._sizes, self._data, self._preprocess = sizes, data, preprocess
 
     @cached_property
-    def _caches(self) -> Any:
-        return find_caches(self.model.graph, self.model.inputs)
-
-    @cached_property
     def _found_sizes(self) -> dict[str, int]:
-        model = self.model
-        more = self._caches, partial(_call, model), {n: x.shape for n, x in model.tensors.items()}
-        return find_sizes(model.graph, model.inputs, *more, self._sizes)
+        model, shapes = self.model, {n: x.shape for n, x in self.model.tensors.items()}
+        return find_sizes(model.graph, model.inputs, partial(_call, model), shapes, self._sizes)
 
     @cached_property
     def _random(self) -> list[tuple[str, dict[str, np.ndarray]]]:
         """Random inputs, and a text for each."""
-        sizes = {**self._found_sizes, **self._sizes}
+        model, sizes = self.model, {**self._found_sizes, **self._sizes}
         feeds = [
-            draw_inputs(
-                self.model.inputs, batch, sizes, length=length, caches=self._caches, seed=seed
-            )
+            draw_inputs(model.inputs, batch, sizes, length=length, graph=model.graph, seed=seed)
             for seed, (batch, length) in enumerate(_SIZES)
         ]
         return [(f"random {_shapes(values)}", values) for values in feeds]

@@ -20,7 +20,6 @@ from jaxonnx._compare.arrays import ROUNDS, Difference, compare_arrays, compare_
 from jaxonnx._compare.sessions import NoKernel, Session, has_onnxruntime, saturates
 from jaxonnx._data.random_inputs import draw_inputs, find_sizes
 from jaxonnx._graph.bind import bind
-from jaxonnx._graph.caches import find_caches
 from jaxonnx._graph.values import Value, to_value
 from jaxonnx._io.formats import read
 from jaxonnx._io.protos import all_graphs, all_nodes, all_tensors, opset_of
@@ -275,12 +274,12 @@ def _bind_inputs(run: Run, values: Mapping[str, Any]) -> Run:
 def _make_draw(origin: Origin, proto: ModelProto) -> Callable[[int], Mapping[str, Any]]:
     """Return a function that draws inputs of a file from a seed."""
     graph = bind(proto, proto.graph, {tensor.name for tensor in proto.graph.initializer})
-    caches, (batch, length) = find_caches(graph, origin.inputs), _DRAWN
+    inputs, (batch, length) = origin.inputs, _DRAWN
     shapes = {tensor.name: tensor.dims for tensor in proto.graph.initializer}
 
     def draw(seed: int) -> dict[str, np.ndarray]:
-        sizes = find_sizes(graph, origin.inputs, caches, origin.run, shapes)
-        return draw_inputs(origin.inputs, batch, sizes, length=length, caches=caches, seed=seed)
+        sizes = find_sizes(graph, inputs, origin.run, shapes, {})
+        return draw_inputs(inputs, batch, sizes, length=length, graph=graph, seed=seed)
 
     return draw
 

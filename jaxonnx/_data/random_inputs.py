@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxonnx._data.ragged import derived_inputs, masks_and_positions, with_derived
 from jaxonnx._graph.bind import Graph
-from jaxonnx._graph.caches import Caches
+from jaxonnx._graph.caches import Caches, find_caches
 from jaxonnx._graph.values import Value
 from jaxonnx._limits import machine
 from jaxonnx.errors import Error, InputError
@@ -26,7 +26,7 @@ def draw_inputs(
     sizes: Mapping[str, int] | None = None,
     *,
     length: int | None = None,
-    caches: Caches | None = None,
+    graph: Graph | None = None,
     seed: int = 0,
 ) -> dict[str, np.ndarray]:
     """Draw a value for each input.
@@ -41,16 +41,28 @@ def draw_inputs(
       sizes: other open dimensions by name.
       length: the size of open dimensions that `sizes` does not name; of sides of pictures times 8,
         rounded up to a multiple of 32, and pictures have 3 colors.
-      caches: the caches among the inputs, which are empty.
+      graph: that of the inputs, if caches among them are to be empty.
       seed: of the random numbers.
 
     Raises:
       InputError: an open dimension has no size, or an input is no array of numbers.
     """
+    caches = None if graph is None else find_caches(graph, inputs)
+    return _draw_inputs(inputs, batch, sizes or {}, length, caches, seed)
+
+
+def _draw_inputs(
+    inputs: Sequence[Value],
+    batch: int,
+    sizes: Mapping[str, int],
+    length: int | None,
+    caches: Caches | None,
+    seed: int = 0,
+) -> dict[str, np.ndarray]:
     random = np.random.default_rng(seed)
     first = {value.shape[0] for value in inputs if value.shape}
     batches = {name: batch for name in first if isinstance(name, str)}  # on other axes as well
-    sizes = {**batches, **({} if sizes is None else sizes)}
+    sizes = {**batches, **sizes}
     hidden: set[str] = set() if caches is None else caches.names
     drawn = [value for value in inputs if value.name not in hidden]
     derived, (masks, positions) = derived_inputs(drawn), masks_and_positions(drawn)
@@ -122,10 +134,9 @@ _MORE_PLACES = 5
 def find_sizes(
     graph: Graph,
     inputs: Sequence[Value],
-    caches: Caches | None,
     run: _Run,
     shapes: Mapping[str, Sequence[int]],
-    sizes: Mapping[str, int] | None = None,
+    sizes: Mapping[str, int],
 ) -> dict[str, int]:
     """Find open sizes of inputs that the network asks for: of caches, and sides of pictures.
 
@@ -137,8 +148,9 @@ def find_sizes(
     Returns:
       Sizes by name, without those of `sizes`.
     """
+    caches = find_caches(graph, inputs)
     lengths = _find_cache_sizes(graph, inputs, caches, run, sizes)
-    sizes = {**lengths, **(sizes or {})}
+    sizes = {**lengths, **sizes}
     return lengths | _find_sides(graph, inputs, caches, run, shapes, sizes)
 
 
@@ -164,7 +176,7 @@ def _find_sides(
 
     def fits(sides: Mapping[str, int]) -> bool:
         try:
-            values = draw_inputs(inputs, 1, {**sides, **sizes}, length=2, caches=caches)
+            values = _draw_inputs(inputs, 1, {**sides, **sizes}, 2, caches)
             jax.eval_shape(lambda: run(values))
         except Error:
             return False
@@ -178,7 +190,7 @@ def _find_cache_sizes(
     inputs: Sequence[Value],
     caches: Caches | None,
     run: _Run,
-    sizes: Mapping[str, int] | None = None,
+    sizes: Mapping[str, int],
 ) -> dict[str, int]:
     """Find sizes of caches that the file leaves open and that do not grow, from those it returns.
 
@@ -187,7 +199,7 @@ def _find_cache_sizes(
     """
     if caches is None or not caches.omissible:
         return {}
-    values = draw_inputs(inputs, 1, sizes, length=2, caches=caches)
+    values = _draw_inputs(inputs, 1, sizes, 2, caches)
     try:
         outputs = jax.eval_shape(lambda: run(values))
     except Error:

@@ -157,6 +157,12 @@ def find_caches(graph: Graph, inputs: Sequence[Value]) -> Caches | None:
     return Caches(pairs, sizes, values, switches, frozenset(omissible), idle, joined)
 
 
+def find_continued(graph: Graph, inputs: Sequence[Value]) -> Mapping[str, str]:
+    """Map the caches among the inputs of a graph to the outputs that continue them."""
+    caches = find_caches(graph, inputs)
+    return {} if caches is None else caches.pairs
+
+
 def find_states(graph: Graph, inputs: Sequence[Value]) -> dict[str, str]:
     """Find the inputs that recurrent operators start from and outputs continue, with the outputs.
 

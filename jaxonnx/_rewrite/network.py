@@ -13,7 +13,7 @@ import numpy as np
 from onnx import ModelProto, ValueInfoProto
 
 from jaxonnx._graph.bind import Graph, bind
-from jaxonnx._graph.caches import count_rows, find_caches
+from jaxonnx._graph.caches import count_rows
 from jaxonnx._graph.quantization_patterns import fuse_integer_products, pass_rounding
 from jaxonnx._graph.roles import graph_tensors, running_statistics
 from jaxonnx._graph.select import Select, select
@@ -26,7 +26,7 @@ from jaxonnx._rewrite.head import Head
 from jaxonnx._rewrite.outputs import cut
 from jaxonnx._run.program import Program
 from jaxonnx.errors import InputError
-from jaxonnx.views import View, omit_caches
+from jaxonnx.views import View
 
 if TYPE_CHECKING:  # a model without sparse weights does not import it
     from jaxonnx.sparse import Sparsity
@@ -227,27 +227,6 @@ def with_file(
 def with_outputs(model: N, outputs: str | Iterable[str]) -> N:
     """Return the model of `Model.with_outputs`."""
     return with_file(model, cut(model.proto, model.graph, model.tensors, outputs))
-
-
-def without_cache(model: N) -> N:
-    """Return the model of `Model.without_cache`."""
-    caches = find_caches(model.graph, model.inputs)
-    return model if caches is None else enter(model, *omit_caches(model.graph, caches))
-
-
-def hide_caches(model: N, batch: Any) -> N:
-    """Return a decoder with empty caches, which are no inputs, unless data has values of them.
-
-    Args:
-      model: any model; one without caches is returned as it is.
-      batch: the first batch of the data, a dict or a pair with one, or anything else.
-    """
-    whole = without_cache(model)
-    hidden = {value.name for value in model.inputs} - {value.name for value in whole.inputs}
-    first = batch[0] if isinstance(batch, tuple | list) and batch else batch
-    if isinstance(first, Mapping):
-        return whole if hidden.isdisjoint(first) else model
-    return model if isinstance(first, tuple) and len(first) == len(model.inputs) else whole
 
 
 def with_tensors(model: N, values: Mapping[str, Any]) -> N:

@@ -5,6 +5,7 @@ The room is entered through what it registers, its formats of files and its kind
 modules and tensors have in transformers, by `lora` and `export_safetensors`.
 """
 
+from jaxonnx.llm._caches import hide_caches, without_cache
 from jaxonnx.llm._configuration import (
     DECODER_TOKENS,
     decoder_numbers,
@@ -15,27 +16,27 @@ from jaxonnx.llm._configuration import (
 from jaxonnx.llm._folders import CHAT_TEMPLATES, ModelFolder, describe_classes
 from jaxonnx.llm._formats import HubFormat
 from jaxonnx.llm._generate import Generator, generate
+from jaxonnx.llm._logits import label_tokens, take_logits, take_next_logits
 from jaxonnx.llm._module_names import (
     BESIDE_VISION,
-    EXPORTED,
     FAMILIES,
     HEAD,
-    LIKE_LLAMA,
     TABLE,
     Block,
+    choose_blocks,
+    describe_base,
     find_blocks,
     find_family,
     find_matrices,
-    find_vectors,
     includes_one,
     module_name,
-    name_modules,
     name_weights,
-    split_name,
+    place_vectors,
+    table_of,
     torch_axes,
 )
 from jaxonnx.llm._samples import Continuations
 from jaxonnx.llm._sampling import Sampling
 from jaxonnx.llm._texts import Texts, take_packed_rows
-from jaxonnx.llm._tokenizer import Tokenizer
+from jaxonnx.llm._tokenizer import Tokenizer, make_detokenizer
 from jaxonnx.llm._vocabulary import add_tokens

@@ -21,6 +21,7 @@ from jaxonnx._graph.values import Value
 from jaxonnx._rewrite.network import Network
 from jaxonnx._run.program import Program
 from jaxonnx.errors import InputError
+from jaxonnx.llm._caches import PaddedCaches, find_padding
 from jaxonnx.llm._configuration import (
     DECODER_TOKENS,
     context_length,
@@ -29,7 +30,7 @@ from jaxonnx.llm._configuration import (
     read_suppressed_tokens,
 )
 from jaxonnx.llm._vision_language import PIXELS
-from jaxonnx.views import CallView, PaddedCaches, Part, find_padding
+from jaxonnx.views import CallView, Part
 
 _READING_BY_LENGTH = ("GroupQueryAttention", "SparseAttention")
 """Operators whose past may have room behind its tokens."""

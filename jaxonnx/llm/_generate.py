@@ -6,7 +6,7 @@ next turn of a chat needs no new program, and where it begins with tokens that t
 last call have, only the others are computed. An operator that takes the length of its past from the
 mask (GroupQueryAttention) finds the tokens at the beginning of that room; where caches are joined
 to the new token (Concat, Attention), they stand at its end, and the mask hides what is before them,
-or where there is no mask, a view of the graph (`views.PaddedCaches`). Where none fits, or without
+or where there is no mask, a view of the graph (`_caches.PaddedCaches`). Where none fits, or without
 caches, all tokens are computed again in each step. If the decoder has an encoder, that reads the
 prompts, once, and the continuation is what the decoder writes from its first token on.
 """
@@ -28,21 +28,14 @@ import numpy as np
 from jaxonnx._require import describe, require, require_integer
 from jaxonnx._run.program import Program
 from jaxonnx.errors import InputError
+from jaxonnx.llm._caches import SHIFT, VISIBLE, EmptyCaches, SharedCaches, omit_caches
 from jaxonnx.llm._decoder import Decoder, Side, find_head_input
 from jaxonnx.llm._images import encode_chat, is_open, stack_images
+from jaxonnx.llm._logits import AllSteps
 from jaxonnx.llm._sampling import Sampling, choose_tokens, stop_tokens
 from jaxonnx.llm._shapes import is_chat
 from jaxonnx.lowering import jit
-from jaxonnx.views import (
-    SHIFT,
-    VISIBLE,
-    AllSteps,
-    EmptyCaches,
-    Outputs,
-    Part,
-    SharedCaches,
-    omit_caches,
-)
+from jaxonnx.views import Outputs, Part
 
 _LEAST = 16
 """The smallest width of prompts and room of caches."""

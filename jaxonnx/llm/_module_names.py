@@ -62,6 +62,8 @@ _VECTORS_OF = {
 """By model type, more of them."""
 _OFFSETS = ("gemma", "gemma2", "gemma3", "gemma3text", "nemotron")
 """Model types whose norms multiply by 1 + weight."""
+HEAD, TABLE = "lm_head", "model.embed_tokens"
+"""The modules of the output layer and of the embedding."""
 BESIDE_VISION = "model.language_model."
 """Where transformers has the modules of a decoder's "model" beside a vision encoder."""
 EXPORTED = re.compile(r"\.MatMul\.|_t$")
@@ -316,7 +318,6 @@ def _part_sizes(node: Node, rows: int, tensors: Mapping[str, Any]) -> tuple[int,
     return ()
 
 
-HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
 _OTHER_FORMS = {"gptoss": "experts", "olmo": "norms"}
 """Model types, and their weights that files have in another form than transformers."""
 _ROTATE = ("GroupQueryAttention", "RotaryEmbedding")
@@ -391,8 +392,8 @@ def name_weights(
                     f"names={{'{name}': ...}}"
                 )
         pieces = {block.target: block for block in targets}
-        if name in tied and HEAD in pieces:
-            pieces = {TABLE: pieces[HEAD]}
+        if name in tied and f"{HEAD}.weight" in pieces:
+            pieces = {f"{TABLE}.weight": pieces[f"{HEAD}.weight"]}
         for key, block in pieces.items():
             others = result.setdefault(key, [])
             if any(other.start == block.start for other in others):
@@ -401,4 +402,94 @@ def name_weights(
                     "pass names= for one of them"
                 )
             others.append(block)
+    return result
+
+
+def table_of(head: str) -> str:
+    """Return the module of the embedding that shares its matrix with an output layer."""
+    return head.removesuffix(HEAD) + TABLE if head.endswith(HEAD) else head
+
+
+def choose_blocks(
+    model: Network | None, names: Callable[[str], str] | None, rows: Mapping[str, int]
+) -> list[Block]:
+    """Return the blocks of adapted weights (sources) in modules of PEFT (targets).
+
+    Args:
+      model: the model of the weights; without it each weight is a module.
+      names: the module of a weight; by default that of transformers.
+      rows: the outputs of each adapted weight.
+
+    Raises:
+      InputError: the module of a weight is not known.
+    """
+    if model is None:
+        modules, heights, fused, family = name_modules(rows, names, {}), rows, None, ""
+        packs = [w for w, module in modules.items() if len(split_name(w, module)) > 1]
+        if packs and names is None:
+            raise InputError(
+                f"'{packs[0]}' is one matrix for several modules in transformers: pass the model "
+                "as well, save(path, model)"
+            )
+    else:
+        modules, heights, fused = find_matrices(model, names)
+        family = find_family(model)
+    blocks = find_blocks(modules, heights, fused, family)
+    for weight, height in rows.items():
+        if sum(block.rows for block in blocks if block.source == weight) != height:
+            raise InputError(
+                f"the module of '{weight}' in transformers is not known: pass names=, a function "
+                "from the name of a weight to that of its module, or save an .npz"
+            )
+    if not (names or family in (*LIKE_LLAMA, *FAMILIES)) and any(map(EXPORTED.search, rows)):
+        example = next(block.target for block in blocks if block.source in rows)
+        kind = f"model type '{family}'" if family else "model type, which the file does not tell"
+        warnings.warn(
+            f"the names of modules are not known for this {kind}: they are written as those of "
+            f"Llama ('{example}'), and PEFT ignores what it does not find. Load the folder with "
+            "genai_config.json, or compare with named_modules() and pass names=",
+            stacklevel=4,
+        )
+    return blocks
+
+
+def describe_base(model: Network | None, base_model: str) -> dict[str, Any]:
+    """Return the entries about the base model in PEFT's configuration of adapters.
+
+    Args:
+      model: the model that they were trained for.
+      base_model: its name or path; if empty, that of the folder that it was loaded from.
+    """
+    folder = model.folder if model else None
+    if folder and not base_model:
+        base_model = folder.origin or folder.repository or str(folder.path.absolute())
+    about = {"base_model_name_or_path": base_model}
+    if folder and folder.task == "text-generation":
+        about["task_type"] = "CAUSAL_LM"  # AutoPeftModelForCausalLM asks for it
+    return about
+
+
+def place_vectors(
+    model: Network, names: Collection[str], blocks: Sequence[Block]
+) -> dict[str, list[Block]]:
+    """Return the entries of vectors (sources) that are those of transformers' (targets).
+
+    Args:
+      model: the model of the vectors.
+      names: biases and norms.
+      blocks: the rows of its matrices in modules.
+    """
+    modules, _, _ = find_matrices(model, None)
+    beside_vision = model.folder is not None and model.folder.image_token is not None
+    parts: dict[str, list[Block]] = {}
+    for block in blocks:
+        parts.setdefault(block.source, []).append(block)
+    blocks_of = find_vectors(names, model.aliases, modules, parts, find_family(model))
+    result: dict[str, list[Block]] = {}
+    for name, pieces in blocks_of.items():
+        for block in pieces:
+            target, rows = block.target, block.rows or len(model.tensors[name])
+            if beside_vision:
+                target = re.sub(r"^model\.(?=layers\.|norm\.)", BESIDE_VISION, target)
+            result.setdefault(name, []).append(block._replace(target=target, rows=rows))
     return result

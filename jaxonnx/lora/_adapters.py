@@ -22,7 +22,17 @@ from jaxonnx._graph.uses import find_tied, weights
 from jaxonnx._require import check_arguments
 from jaxonnx._safe_read import wrap_errors
 from jaxonnx.errors import InputError, ModelError
-from jaxonnx.llm import Block, find_family, includes_one, module_name, torch_axes
+from jaxonnx.llm import (
+    Block,
+    choose_blocks,
+    describe_base,
+    find_family,
+    includes_one,
+    module_name,
+    place_vectors,
+    table_of,
+    torch_axes,
+)
 from jaxonnx.lora import _files as files
 from jaxonnx.lora import _peft_modules as peft_modules
 from jaxonnx.lora._merge import (
@@ -301,10 +311,10 @@ class Adapters:
         more = {n: self.layouts[n] for n in self.layouts if n not in changes}
         more |= {n: w.matrix for n, w in whole.items() if w.matrix}
         rows |= {name: place.sizes(meanings[name].shape)[0] for name, place in more.items()}
-        blocks = peft_modules.choose_blocks(model, names, rows)
+        blocks = choose_blocks(model, names, rows)
         vectors: dict[str, list[Block]] = {}
         if model:
-            vectors = peft_modules.place_vectors(model, others.keys() - whole, blocks)
+            vectors = place_vectors(model, others.keys() - whole, blocks)
             if any(not b.target.endswith((".bias", ".weight")) for b in chain(*vectors.values())):
                 self._refuse_others(whole)
         heights = {}
@@ -340,12 +350,7 @@ class Adapters:
             if includes_one(cast(Model, model), block.source, block.target, family):
                 piece = piece.astype(np.float32) - 1
             into[module] = np.concatenate([into[module], piece]) if block.start else piece
-        home = model.folder if model else None
-        if home and not base_model:
-            base_model = home.origin or home.repository or str(home.path.absolute())
-        about = {"base_model_name_or_path": base_model}
-        if home and home.task == "text-generation":
-            about["task_type"] = "CAUSAL_LM"  # AutoPeftModelForCausalLM asks for it
+        about = describe_base(model, base_model)
         scale, tokens = self.alpha / self.rank, self._read_tokens(model, blocks)
         files.write_peft(path, moved, scale, about, tables, full, biases, self.base, tokens)
 
@@ -370,7 +375,7 @@ class Adapters:
             present = matrix.take(rows, row_axis(place))
             present = present.T if row_axis(place) else present
             changes = np.asarray(b).T if a.ndim == 1 else np.asarray(a)
-            module = peft_modules.table_of(block.target) if block.source in tied else block.target
+            module = table_of(block.target) if block.source in tied else block.target
             tokens[module] = rows.tolist(), present if is_merged else present + changes
         return tokens
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
-import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -16,18 +14,17 @@ from jaxonnx._graph.uses import Weight, find_tied, uses_by_tensor, weights
 from jaxonnx.errors import InputError
 from jaxonnx.llm import (
     BESIDE_VISION,
-    EXPORTED,
     FAMILIES,
-    LIKE_LLAMA,
+    HEAD,
+    TABLE,
     Block,
     find_blocks,
     find_family,
     find_matrices,
-    find_vectors,
     includes_one,
     module_name,
-    name_modules,
-    split_name,
+    place_vectors,
+    table_of,
     torch_axes,
 )
 from jaxonnx.lora import _files as files
@@ -35,56 +32,6 @@ from jaxonnx.lora._files import CONVERTED, Change, Settings
 from jaxonnx.lora._merge import magnitude, pair, unfold_map
 from jaxonnx.model import Model
 from jaxonnx.quantization import dequantize
-
-_HEAD, _TABLE = "lm_head", "model.embed_tokens"
-
-
-def table_of(head: str) -> str:
-    """Return the module of the embedding that shares its matrix with an output layer."""
-    return head.removesuffix(_HEAD) + _TABLE if head.endswith(_HEAD) else head
-
-
-def choose_blocks(
-    model: Model | None, names: Callable[[str], str] | None, rows: Mapping[str, int]
-) -> list[Block]:
-    """Return the blocks of adapted weights (sources) in modules of PEFT (targets).
-
-    Args:
-      model: the model of the weights; without it each weight is a module.
-      names: the module of a weight; by default that of transformers.
-      rows: the outputs of each adapted weight.
-
-    Raises:
-      InputError: the module of a weight is not known.
-    """
-    if model is None:
-        modules, heights, fused, family = name_modules(rows, names, {}), rows, None, ""
-        packs = [w for w, module in modules.items() if len(split_name(w, module)) > 1]
-        if packs and names is None:
-            raise InputError(
-                f"'{packs[0]}' is one matrix for several modules in transformers: pass the model "
-                "as well, save(path, model)"
-            )
-    else:
-        modules, heights, fused = find_matrices(model, names)
-        family = find_family(model)
-    blocks = find_blocks(modules, heights, fused, family)
-    for weight, height in rows.items():
-        if sum(block.rows for block in blocks if block.source == weight) != height:
-            raise InputError(
-                f"the module of '{weight}' in transformers is not known: pass names=, a function "
-                "from the name of a weight to that of its module, or save an .npz"
-            )
-    if not (names or family in (*LIKE_LLAMA, *FAMILIES)) and any(map(EXPORTED.search, rows)):
-        example = next(block.target for block in blocks if block.source in rows)
-        kind = f"model type '{family}'" if family else "model type, which the file does not tell"
-        warnings.warn(
-            f"the names of modules are not known for this {kind}: they are written as those of "
-            f"Llama ('{example}'), and PEFT ignores what it does not find. Load the folder with "
-            "genai_config.json, or compare with named_modules() and pass names=",
-            stacklevel=4,
-        )
-    return blocks
 
 
 def read(
@@ -134,7 +81,7 @@ def read(
     places |= {
         table_of(module): blocks
         for module, blocks in [*places.items()]
-        if module.endswith(_HEAD) and blocks[0].target in tied
+        if module.endswith(HEAD) and blocks[0].target in tied
     }
     contents = files.read(path, places, tied)
     changes, scales, tables = contents.changes, contents.scales, contents.tables
@@ -389,7 +336,7 @@ def _place_weights(
         if name is None:
             near = difflib.get_close_matches(key, [*vectors, *(f"{m}.weight" for m in places)], 3)
             hint = files.describe_ties(tied)
-            if near and not module.endswith((_HEAD, _TABLE)):
+            if near and not module.endswith((HEAD, TABLE)):
                 hint = f"near it are {', '.join(near)}"
             reason = f"unknown here{hint and f'; {hint}'}"
         elif meanings[name].storage:
@@ -414,32 +361,6 @@ def _place_weights(
                 continue
             reason = f"tied here: {files.describe_ties([name])}"
         raise InputError(f"'{os.fspath(path)}': '{key}' was trained in full, and is {reason}")
-    return result
-
-
-def place_vectors(
-    model: Model, names: Collection[str], blocks: Sequence[Block]
-) -> dict[str, list[Block]]:
-    """Return the entries of vectors (sources) that are those of transformers' (targets).
-
-    Args:
-      model: the model of the vectors.
-      names: biases and norms.
-      blocks: the rows of its matrices in modules.
-    """
-    modules, _, _ = find_matrices(model, None)
-    beside_vision = model.folder is not None and model.folder.image_token is not None
-    parts: dict[str, list[Block]] = {}
-    for block in blocks:
-        parts.setdefault(block.source, []).append(block)
-    blocks_of = find_vectors(names, model.aliases, modules, parts, find_family(model))
-    result: dict[str, list[Block]] = {}
-    for name, pieces in blocks_of.items():
-        for block in pieces:
-            target, rows = block.target, block.rows or len(model.tensors[name])
-            if beside_vision:
-                target = re.sub(r"^model\.(?=layers\.|norm\.)", BESIDE_VISION, target)
-            result.setdefault(name, []).append(block._replace(target=target, rows=rows))
     return result
 
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jaxonnx._data.batches import Batch
 from jaxonnx._require import check_arguments, require, require_integer
 from jaxonnx.errors import TrainingError
+from jaxonnx.llm import label_tokens, take_next_logits
 from jaxonnx.losses._loss import DeriveTargets, Loss, load_second, take_inputs
-from jaxonnx.losses._tokens import label_tokens, take_next_logits
 from jaxonnx.model import Model
 
 

@@ -15,8 +15,8 @@ from jaxonnx._data.batches import Batch
 from jaxonnx._data.inputs_and_targets import JUDGEMENT
 from jaxonnx._require import check_arguments, require
 from jaxonnx.errors import TrainingError
+from jaxonnx.llm import label_tokens, take_next_logits
 from jaxonnx.losses._loss import DeriveTargets, Loss, load_second, register, take_inputs, totals
-from jaxonnx.losses._tokens import label_tokens, take_next_logits
 from jaxonnx.model import Model
 
 

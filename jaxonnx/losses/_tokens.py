@@ -3,123 +3,32 @@
 Each prepares the model: logits of all steps are its only output.
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._data.batches import Batch
-from jaxonnx._data.ragged import IGNORED, Ragged, derived_inputs, masks_and_positions
-from jaxonnx._graph.values import Value
+from jaxonnx._data.ragged import IGNORED, Ragged
 from jaxonnx._require import check_arguments, require
-from jaxonnx._rewrite.network import enter
 from jaxonnx.errors import TrainingError
-from jaxonnx.llm import DECODER_TOKENS, Tokenizer, decoder_numbers, token_input, vocabulary
+from jaxonnx.llm import (
+    DECODER_TOKENS,
+    Tokenizer,
+    decoder_numbers,
+    label_tokens,
+    take_logits,
+    take_next_logits,
+    token_input,
+    vocabulary,
+)
 from jaxonnx.losses._labels import ClassLoss, make_class_loss, softmax_cross_entropy
 from jaxonnx.losses._loss import CompleteInput, DeriveTargets, register
 from jaxonnx.model import Model
-from jaxonnx.views import AllSteps, Outputs
 
-LOGITS = "logits"
-"""The output of language models that exporters and runtimes agree on."""
-_FEATURES = "hidden_states", "last_hidden_state"
-"""Outputs of networks without a layer of logits."""
-_CROSS = re.compile(r"(.*[._/])?(encoder[._/].*|decoder_input_ids)")
-"""Inputs of an encoder-decoder, or of its decoder alone."""
 _HIDDEN, _CHANGED = 0.8, 0.1
 """The shares of chosen tokens that the mask token replaces, and that another one does."""
-
-
-def take_logits(model: Model) -> Model:
-    """Return a decoder with its logits of all steps only; other models as they are.
-
-    The file may give those of the last step (`prune_lm_head`).
-
-    Raises:
-      TrainingError: there are no logits.
-    """
-    names = [value.name for value in model.outputs]
-    if {*names} <= {*_FEATURES}:
-        raise TrainingError(
-            f"the output '{names[0]}' has features, and the loss takes logits, which the file does "
-            "not have (the builder's exclude_lm_head): model.then(head) puts a layer behind them"
-        )
-    if LOGITS in names:
-        model = enter(model, Outputs.among(model.graph, {LOGITS}), AllSteps(LOGITS))
-    return model
-
-
-def take_next_logits(model: Model) -> Model:
-    """Return the model as `take_logits`, for a loss that shifts labels.
-
-    Raises:
-      TrainingError: it is the decoder of an encoder, or there are no logits.
-    """
-    crossed = [value.name for value in model.inputs if _CROSS.fullmatch(value.name)]
-    if crossed:
-        raise TrainingError(
-            f"causal_lm shifts labels, and the decoder of an encoder (input {crossed[0]!r}) reads "
-            "shifted ones: it would learn the token after next. loss='seq2seq_lm' does not shift "
-            "labels; jaxonnx.losses.shift_right(labels, ...) makes the input of them"
-        )
-    return take_logits(model)
-
-
-def label_tokens(model: Model, ignore_index: int | None) -> DeriveTargets:
-    """Return a function that makes labels of the tokens, without those of images."""
-    ignored = IGNORED if ignore_index is None else ignore_index
-    image = model.folder.image_token if model.folder else None
-
-    def derive(inputs: Sequence[Any], values: Sequence[Value], what: str) -> Any:
-        labels = _next_tokens(inputs, values, ignored, what)
-        return labels if image is None else _ignore_token(labels, image, ignored)
-
-    return derive
-
-
-def _ignore_token(labels: Any, token: int, ignored: int) -> Any:
-    """Return labels without those that are a token."""
-    if isinstance(labels, Ragged):
-        return Ragged(_ignore_token(labels.values, token, ignored), labels.starts)
-    where = jnp.where if isinstance(labels, jax.Array) else np.where
-    return where(labels == token, ignored, labels)
-
-
-def _next_tokens(columns: Sequence[Any], inputs: Sequence[Value], ignored: int, what: str) -> Any:
-    """Return the tokens as labels for next-token prediction; the loss shifts them by one.
-
-    Args:
-      columns: arrays or `Ragged` for the inputs.
-      inputs: the model's inputs.
-      ignored: the label of tokens that the mask hides.
-      what: the data, for errors.
-
-    Raises:
-      TrainingError: there is no input of tokens, or its lengths are not those of its mask.
-    """
-    named = dict(zip((value.name for value in inputs), columns, strict=True))
-    spare = derived_inputs(inputs)
-    integers = [n for n, c in named.items() if c.dtype.kind in "iu" and n not in spare]
-    if not integers:
-        raise TrainingError(f"{what} has no targets, and no input of tokens that could be such")
-    name = "input_ids" if "input_ids" in integers else integers[0]
-    tokens, (masks, _) = named[name], masks_and_positions(inputs)
-    if not masks:
-        return tokens
-    mask = named[masks[-1].name]
-    if isinstance(tokens, Ragged) and isinstance(mask, Ragged):
-        if np.array_equal(tokens.starts, mask.starts):
-            values = np.where(mask.values > 0, tokens.values.astype(np.int64), ignored)
-            return Ragged(values, tokens.starts)
-    elif not isinstance(tokens, Ragged) and tokens.shape == getattr(mask, "shape", None):
-        if isinstance(tokens, np.ndarray) and isinstance(mask, np.ndarray):
-            return np.where(mask > 0, tokens.astype(np.int64), ignored)
-        return jnp.where(mask > 0, tokens.astype(jnp.int32), ignored)
-    raise TrainingError(f"{what}: the lengths of '{name}' are not those of its mask")
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)

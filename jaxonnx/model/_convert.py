@@ -13,7 +13,7 @@ import onnx
 from onnx import ModelProto
 
 from jaxonnx._compare.written import check_written, make_origin
-from jaxonnx._graph.caches import find_caches
+from jaxonnx._graph.caches import find_continued
 from jaxonnx._io.protos import opset_of
 from jaxonnx._require import check_arguments, require, require_integer
 from jaxonnx._rewrite import masks
@@ -164,7 +164,7 @@ def _to_float16(model: Model, keep: Sequence[str], keep_inputs: bool) -> ModelPr
         raise InputError(
             "convert to float16 needs onnxruntime's converter: pip install onnxruntime sympy"
         ) from error
-    proto, caches = model.to_onnx(), find_caches(model.graph, model.inputs)
+    proto, continued = model.to_onnx(), find_continued(model.graph, model.inputs)
     graph = proto.graph
     halved = {
         name for n in graph.node if not {n.name, n.op_type} & {*keep} for name in n.input
@@ -176,7 +176,7 @@ def _to_float16(model: Model, keep: Sequence[str], keep_inputs: bool) -> ModelPr
             "keep= takes the nodes that read them"
         )
     ends = [value.name for value in (*graph.input, *graph.output)]
-    carried = set() if caches is None else {*caches.pairs, *caches.pairs.values()}
+    carried = {*continued, *continued.values()}
     in_float32: Any = [name for name in ends if name not in carried] if keep_inputs else False
     with warnings.catch_warnings():  # of numbers near 0, which float16 has no room for either
         warnings.simplefilter("ignore", UserWarning)

@@ -32,7 +32,7 @@ from jaxonnx._run.failures import FOREIGN
 from jaxonnx._run.program import Program
 from jaxonnx._text import Rendered, format_count
 from jaxonnx.errors import Error, InputError
-from jaxonnx.llm import Generator, Sampling, Tokenizer, add_tokens, generate
+from jaxonnx.llm import Generator, Sampling, Tokenizer, add_tokens, generate, without_cache
 from jaxonnx.model import _transforms as transforms
 from jaxonnx.model._predict import (
     check_tensors,
@@ -588,7 +588,7 @@ class Model(Network, Rendered):
         decoder with its caches. `jaxonnx.train` calls this itself. A model without caches is
         returned unchanged.
         """
-        return network.without_cache(self)
+        return without_cache(self)
 
     def with_fixed_inputs(self, values: Mapping[str, Any]) -> Model:
         """Return a model in which some inputs have fixed values and are not passed.

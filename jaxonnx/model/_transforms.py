@@ -20,7 +20,7 @@ from jaxonnx._data.augment import Augmented
 from jaxonnx._data.batches import Batch, Source
 from jaxonnx._data.inputs_and_targets import drop_targets, lacks_batch_axis
 from jaxonnx._graph.bind import Graph
-from jaxonnx._graph.caches import find_caches, find_states
+from jaxonnx._graph.caches import find_continued, find_states
 from jaxonnx._graph.roles import running_statistics, split
 from jaxonnx._graph.select import Select, select
 from jaxonnx._graph.uses import Weight, weights
@@ -189,8 +189,7 @@ def with_new_head(
 
 def append_jax(model: M, function: Callable, outputs: Sequence[str] | None, check: bool) -> M:
     """Return the model of `Model.then`."""
-    caches = find_caches(model.graph, model.inputs)
-    continued = {*caches.pairs.values()} if caches else set()
+    continued = {*find_continued(model.graph, model.inputs).values()}
     taken = [name for name in model.graph.outputs if name not in continued]
     proto, added, written = append_function(
         model.proto, model.graph, model.tensors, function, taken, outputs

@@ -185,7 +185,7 @@ def _open_batch(model: Model, settings: Settings) -> tuple[Model, list[str]]:
     Raises:
       TrainingError: the batch cannot be opened, and `batch_size` asks for another.
     """
-    inputs = model.without_cache().inputs  # a switch of caches has one element, for all examples
+    inputs = prepare_model(model, None).inputs  # a switch of caches has one element, for all
     firsts = {v.shape[0] for v in inputs if v.shape and isinstance(v.shape[0], int)}
     if len(firsts) != 1 or settings.batching or has_own_algorithm(model, settings):
         return model, []

@@ -21,6 +21,7 @@ from jaxonnx._data.batches import Batch, Examples, Padded, Source
 from jaxonnx._data.ragged import IGNORED, Ragged
 from jaxonnx._limits import format_bytes
 from jaxonnx._text import Rendered
+from jaxonnx.llm import make_detokenizer
 from jaxonnx.losses import Loss
 from jaxonnx.model import Model
 from jaxonnx.training._loop.memory import FitCheck, explain_memory_errors
@@ -266,12 +267,7 @@ def _decode(step: Step, batch: Batch, loss: Loss) -> Iterator[Parts]:
     if tokens is None or np.ndim(tokens) != 2:
         return
     ignored = _find_ignored_label(loss)
-
-    def read(ids: np.ndarray) -> str:
-        folder = step.model.folder
-        has_texts = folder is not None and (folder.path / "tokenizer.json").is_file()
-        return step.model.tokenizer.decode(ids) if has_texts else f"{ids.tolist()}"
-
+    decode = make_detokenizer(step.model)
     for row in range(min(_SHOWN, len(tokens))):
         ids, labels = np.asarray(tokens[row]), np.asarray(targets[row])
         real = np.ones(len(ids), bool)
@@ -279,10 +275,10 @@ def _decode(step: Step, batch: Batch, loss: Loss) -> Iterator[Parts]:
             real = np.asarray(mask[row]) > 0
         counts = labels != ignored
         if loss.forcing:
-            yield (read(ids[real]), False), (read(labels[counts]), True)
+            yield (decode(ids[real]), False), (decode(labels[counts]), True)
             continue
         counts[:1] &= not loss.next_token
         ids, counts = np.where(counts, labels, ids)[real], counts[real]
         edges = [0, *(np.flatnonzero(np.diff(counts)) + 1).tolist(), len(ids)]
         pairs = pairwise(edges)
-        yield tuple((read(ids[a:b]), bool(counts[a])) for a, b in pairs if a < b)
+        yield tuple((decode(ids[a:b]), bool(counts[a])) for a, b in pairs if a < b)

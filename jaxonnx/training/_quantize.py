@@ -15,7 +15,7 @@ from jaxonnx._compare.written import compare_written, make_origin, warn_unproven
 from jaxonnx._data.batches import Source, iterate_inputs
 from jaxonnx._data.kinds import open_data as open_kind
 from jaxonnx._require import check_arguments, require_integer
-from jaxonnx._rewrite.network import hide_caches, leave, reenter, refuse_change
+from jaxonnx._rewrite.network import leave, reenter, refuse_change
 from jaxonnx.errors import InputError
 from jaxonnx.losses import is_loss
 from jaxonnx.model import (
@@ -225,7 +225,7 @@ def read_examples(
       TrainingError: the data do not fit the model.
     """
     opened = open_kind(data, labels=False)
-    net = hide_caches(model, inputs_alone(model, opened.first_batch))
+    net = prepare_model(model, None, inputs_alone(model, opened.first_batch))
     started, _ = start_at_zeros(net, inputs_alone(net, opened.first_batch))
     options: Any = {"batch_size": batch_size, "preprocess": preprocess}
     return net, add_states(net, started, read_inputs(started, opened, per_row=False, **options))

@@ -1,8 +1,8 @@
-"""Views of how a network is called: its inputs, caches, outputs and steps."""
+"""Views of how a network is called: its inputs, the axis of its batch, and its outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -10,12 +10,11 @@ import jax
 import numpy as np
 
 from jaxonnx._graph.ancestors import ancestors
-from jaxonnx._graph.bind import Graph, Node
-from jaxonnx._graph.caches import Caches, find_caches
+from jaxonnx._graph.bind import Graph
 from jaxonnx._graph.values import Value, fit, list_values
 from jaxonnx._require import require
 from jaxonnx.errors import InputError
-from jaxonnx.views._view import CallView, Evaluate, Measure, View
+from jaxonnx.views._view import CallView, Evaluate, Measure
 
 
 @dataclass(frozen=True)
@@ -126,62 +125,6 @@ class BatchAxis(CallView):
         return value if shape is None else replace(value, shape=(self.name, *shape))
 
 
-# Caches of decoders that are empty in each evaluation.
-
-
-@dataclass(frozen=True)
-class EmptyCaches(CallView):
-    """The caches (past keys and values) are empty, unless callers pass them by name."""
-
-    caches: Caches
-    first: str
-    """The first input that is no cache, which tells the batch size."""
-    stays: ClassVar[bool] = False
-
-    @classmethod
-    def of(cls, graph: Graph, caches: Caches) -> EmptyCaches:
-        """Find the first other input of a graph with these caches."""
-        return cls(caches, next(name for name in graph.inputs if name not in caches.names))
-
-    def enter(self, graph: Graph, constants: Mapping[str, np.ndarray]) -> Graph:
-        names = self.caches.names
-        return replace(graph, inputs=tuple(name for name in graph.inputs if name not in names))
-
-    def follow(self, graph: Graph, inputs: Sequence[Value]) -> Sequence[View]:
-        caches = find_caches(graph, inputs)
-        return () if caches is None else omit_caches(graph, caches)
-
-    def supply(self, inputs: Mapping[str, Any], measure: Measure) -> dict[str, Any]:
-        batch = np.shape(inputs[self.first])[0]
-        inputs_known = {**self.caches.empty_of_known_size(batch), **inputs}
-        sizes = {
-            size: measure(value, inputs_known)[axis]
-            for size, (value, axis) in self.caches.joined.items()
-        }
-        return {**self.caches.empty(batch, sizes), **inputs}
-
-
-@dataclass(frozen=True)
-class SharedCaches(CallView):
-    """GroupQueryAttention writes a new step into the memory of its caches.
-
-    What a cache holds behind a sample's steps stays, as in onnxruntime where past and present share
-    a buffer; otherwise it is zeroed.
-    """
-
-    stays: ClassVar[bool] = False
-
-    def enter(self, graph: Graph, constants: Mapping[str, np.ndarray]) -> Graph:
-        nodes = (replace(n, op=replace(n.op, shares_caches=True)) for n in graph.nodes)
-        return replace(graph, nodes=tuple(nodes))
-
-
-def omit_caches(graph: Graph, caches: Caches) -> tuple[View, View]:
-    """Return the views of a decoder whose caches are neither inputs nor outputs."""
-    outputs = {*graph.outputs} - {*caches.pairs.values()}
-    return Outputs.among(graph, outputs), EmptyCaches.of(graph, caches)
-
-
 # Other outputs than the file's.
 
 
@@ -222,63 +165,3 @@ class Part(CallView):
         inputs = tuple(name for name in graph.inputs if name in reads - self.given)
         graph = Outputs(self.outputs).enter(graph, constants)
         return replace(graph, inputs=(*inputs, *sorted(self.given)), nodes=nodes)
-
-
-# Make decoders that compute the logits of the last step compute those of all steps.
-
-
-@dataclass(frozen=True)
-class AllSteps(CallView):
-    """An output has all time steps, without the selection of the last one on the way to it.
-
-    The selection is a Gather of index -1 along axis 1 that keeps the axis, or one that drops it and
-    an Unsqueeze behind, as `prune_lm_head` of onnxruntime-genai's builder writes. A graph without
-    one stays as it is.
-    """
-
-    output: str
-    """The output, with axes (batch, steps, ...)."""
-    stays: ClassVar[bool] = False
-
-    def enter(self, graph: Graph, constants: Mapping[str, np.ndarray]) -> Graph:
-        tensors, producers = {**graph.initializers, **constants}, graph.producers
-        needed = ancestors(graph.nodes, [self.output])
-        for node in reversed(graph.nodes):
-            source = (
-                None if needed.isdisjoint(node.outputs) else _find_source(node, tensors, producers)
-            )
-            if source is not None:
-                new = {node.outputs[0]: source}
-                nodes = tuple(_rename_inputs(n, new) for n in graph.nodes)
-                return replace(graph, nodes=nodes)
-        return graph
-
-
-def _find_source(
-    node: Node, constants: Mapping[str, np.ndarray], producers: Mapping[str, Node]
-) -> str | None:
-    """Return the value that a node selects the last step of; None if it does something else."""
-    if node.op.name == "Unsqueeze" and len(node.inputs) == 2:
-        source, axes = node.inputs
-        if _is(constants.get(axes), 1) and source in producers:
-            return _find_gathered(producers[source], constants, ())
-    return _find_gathered(node, constants, (1,))
-
-
-def _find_gathered(
-    node: Node, constants: Mapping[str, np.ndarray], shape: tuple[int, ...]
-) -> str | None:
-    """Return the data of a Gather of index -1 along axis 1, if the index has this shape."""
-    if node.op.name != "Gather" or node.attributes.get("axis") != 1:
-        return None
-    source, index = node.inputs
-    return source if _is(constants.get(index), -1) and np.shape(constants[index]) == shape else None
-
-
-def _is(value: np.ndarray | None, number: int) -> bool:
-    return value is not None and value.size == 1 and value.item() == number
-
-
-def _rename_inputs(node: Node, new: Mapping[str, str]) -> Node:
-    inputs, reads = (tuple(new.get(n, n) for n in names) for names in (node.inputs, node.reads))
-    return node if inputs == node.inputs else replace(node, inputs=inputs, reads=reads)

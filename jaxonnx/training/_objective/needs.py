@@ -14,7 +14,7 @@ import numpy as np
 from jaxonnx._data.augment import Augmented
 from jaxonnx._data.batches import Batch
 from jaxonnx._data.ragged import IGNORED, Needs
-from jaxonnx._rewrite.network import hide_caches
+from jaxonnx.llm import hide_caches
 from jaxonnx.losses import Loss, find_by_output
 from jaxonnx.model import Model
 
@@ -27,6 +27,8 @@ def find_only(loss: Any) -> Loss:
 
 def prepare_model(model: Model, loss: Any, data: Any = None) -> Model:
     """Return the model that a loss trains, without caches unless data has values of them.
+
+    None stands for no loss, for which only caches are left out.
 
     Raises:
       TrainingError: the loss does not go with the model.

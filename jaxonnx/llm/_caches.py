@@ -1,4 +1,4 @@
-"""Caches with room before their tokens, for decoders that have no mask of tokens.
+"""Views of decoders with caches: empty ones, shared memory, and room before their tokens.
 
 Caches that grow would need a program for each length. With room they have one size, but a decoder
 without a mask sees the room, and takes its size for the number of tokens before. So attention gets
@@ -8,17 +8,21 @@ depends on the distance of tokens (relative positions, causal masks) is right as
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._graph.bind import Graph, Node
-from jaxonnx._graph.caches import Caches
+from jaxonnx._graph.caches import Caches, find_caches
+from jaxonnx._graph.values import Value
+from jaxonnx._rewrite.network import Network, enter
 from jaxonnx.registry import Op
-from jaxonnx.views._view import CallView
+from jaxonnx.views import CallView, Measure, Outputs, View
+
+N = TypeVar("N", bound=Network)
 
 VISIBLE = "padded caches: which places have tokens"
 """bool[1, 1, 1, places], of the caches and the new token."""
@@ -28,6 +32,80 @@ _MASKS = {("com.microsoft", "MultiHeadAttention"): 5, ("", "Attention"): 3}
 """The inputs for a mask, of operators that attend."""
 _LOOKUPS = ("Gather", "Slice")
 _PRODUCTS = ("MatMul", "FusedMatMul", "Gemm", "Einsum", "MatMulNBits", "MatMulInteger")
+
+
+@dataclass(frozen=True)
+class EmptyCaches(CallView):
+    """The caches (past keys and values) are empty, unless callers pass them by name."""
+
+    caches: Caches
+    first: str
+    """The first input that is no cache, which tells the batch size."""
+    stays: ClassVar[bool] = False
+
+    @classmethod
+    def of(cls, graph: Graph, caches: Caches) -> EmptyCaches:
+        """Find the first other input of a graph with these caches."""
+        return cls(caches, next(name for name in graph.inputs if name not in caches.names))
+
+    def enter(self, graph: Graph, constants: Mapping[str, np.ndarray]) -> Graph:
+        names = self.caches.names
+        return replace(graph, inputs=tuple(name for name in graph.inputs if name not in names))
+
+    def follow(self, graph: Graph, inputs: Sequence[Value]) -> Sequence[View]:
+        caches = find_caches(graph, inputs)
+        return () if caches is None else omit_caches(graph, caches)
+
+    def supply(self, inputs: Mapping[str, Any], measure: Measure) -> dict[str, Any]:
+        batch = np.shape(inputs[self.first])[0]
+        inputs_known = {**self.caches.empty_of_known_size(batch), **inputs}
+        sizes = {
+            size: measure(value, inputs_known)[axis]
+            for size, (value, axis) in self.caches.joined.items()
+        }
+        return {**self.caches.empty(batch, sizes), **inputs}
+
+
+@dataclass(frozen=True)
+class SharedCaches(CallView):
+    """GroupQueryAttention writes a new step into the memory of its caches.
+
+    What a cache holds behind a sample's steps stays, as in onnxruntime where past and present share
+    a buffer; otherwise it is zeroed.
+    """
+
+    stays: ClassVar[bool] = False
+
+    def enter(self, graph: Graph, constants: Mapping[str, np.ndarray]) -> Graph:
+        nodes = (replace(n, op=replace(n.op, shares_caches=True)) for n in graph.nodes)
+        return replace(graph, nodes=tuple(nodes))
+
+
+def omit_caches(graph: Graph, caches: Caches) -> tuple[View, View]:
+    """Return the views of a decoder whose caches are neither inputs nor outputs."""
+    outputs = {*graph.outputs} - {*caches.pairs.values()}
+    return Outputs.among(graph, outputs), EmptyCaches.of(graph, caches)
+
+
+def without_cache(model: N) -> N:
+    """Return the model of `Model.without_cache`."""
+    caches = find_caches(model.graph, model.inputs)
+    return model if caches is None else enter(model, *omit_caches(model.graph, caches))
+
+
+def hide_caches(model: N, batch: Any) -> N:
+    """Return a decoder with empty caches, which are no inputs, unless data has values of them.
+
+    Args:
+      model: any model; one without caches is returned as it is.
+      batch: the first batch of the data, a dict or a pair with one, or anything else.
+    """
+    whole = without_cache(model)
+    hidden = {value.name for value in model.inputs} - {value.name for value in whole.inputs}
+    first = batch[0] if isinstance(batch, tuple | list) and batch else batch
+    if isinstance(first, Mapping):
+        return whole if hidden.isdisjoint(first) else model
+    return model if isinstance(first, tuple) and len(first) == len(model.inputs) else whole
 
 
 @dataclass(frozen=True)
