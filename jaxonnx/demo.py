@@ -131,7 +131,20 @@ def run(
         result.model.save(path)
         rows.append(_row(name, path, result.model, result.history, test))
     _report(folder / "report.png", rows)
-    console.print(_table(rows))
+    table = Table(title="digits, 8x8: accuracy on the test images")
+    table.add_column("network")
+    for column in ("jaxonnx", "onnxruntime", "2:4 on both axes", "bytes", "packed"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(
+            row.name,
+            f"{row.jaxonnx:.2%}",
+            f"{row.onnxruntime:.2%}",
+            f"{row.verified} of {len(row.weights)} weights" if row.verified else "-",
+            f"{row.bytes_dense:,}",
+            f"{row.bytes_packed:,}" if row.verified else "-",
+        )
+    console.print(table)
     seconds = time.perf_counter() - begin
     console.print(f"wrote dense.onnx, sparse.onnx and report.png to {folder} in {seconds:.0f} s")
     return rows
@@ -162,23 +175,6 @@ def _row(name: str, path: Path, trained: Model, history: History, test: Any) -> 
         bytes_packed=packed,
         history=history,
     )
-
-
-def _table(rows: list[Row]) -> Table:
-    table = Table(title="digits, 8x8: accuracy on the test images")
-    table.add_column("network")
-    for column in ("jaxonnx", "onnxruntime", "2:4 on both axes", "bytes", "packed"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        table.add_row(
-            row.name,
-            f"{row.jaxonnx:.2%}",
-            f"{row.onnxruntime:.2%}",
-            f"{row.verified} of {len(row.weights)} weights" if row.verified else "-",
-            f"{row.bytes_dense:,}",
-            f"{row.bytes_packed:,}" if row.verified else "-",
-        )
-    return table
 
 
 def _report(path: Path, rows: list[Row]) -> None:

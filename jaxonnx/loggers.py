@@ -195,7 +195,7 @@ class _Lines(_Rows):
 
     def _write(self, file, rows):
         for row in rows:
-            finite = {n: None if _odd(value) else value for n, value in row.items()}
+            finite = {n: None if _is_nan_or_infinite(value) else value for n, value in row.items()}
             file.write(json.dumps(finite) + "\n")
 
 
@@ -350,5 +350,5 @@ def _scalars(metrics: Mapping[str, Any]) -> Iterator[tuple[str, int | float]]:
             yield f"{group}/{name}", value
 
 
-def _odd(value: Any) -> bool:
+def _is_nan_or_infinite(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)

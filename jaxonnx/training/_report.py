@@ -350,8 +350,17 @@ def _list_sections(result: ReportSource, base: str) -> Iterator[str]:
     yield f"\nFine-tuned from {named} with [jaxonnx](https://pypi.org/project/jaxonnx/)."
     yield f"\n{history}"
     yield from (f"\n* {note}" for note in history.notes)
-    about = {"data": run.data if run else "", "quantization": _describe_types(model)}
-    about["sparsity"] = _describe_sparsity(model)
+    meanings = weights(model.graph, model.tensors).values()
+    forms = Counter(str(weight.storage) for weight in meanings if weight.storage)
+    about = {
+        "data": run.data if run else "",
+        "quantization": ", ".join(f"{count} matrices in {form}" for form, count in forms.items()),
+    }
+    layers = model.sparsity.layers if model.sparsity else ()
+    patterns = Counter(str(layer.pattern) for layer in layers)
+    about["sparsity"] = ", ".join(
+        f"{count} weights of {pattern}" for pattern, count in patterns.items()
+    )
     if result.lora is not None:
         adapted = f"{len(result.lora.layouts)} weights"
         about["adapters"] = f"rank {result.lora.rank}, alpha {result.lora.alpha:g}, of {adapted}"
@@ -371,19 +380,6 @@ def _list_sections(result: ReportSource, base: str) -> Iterator[str]:
 def _markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
     for row in (heads, ["---"] * len(heads), *rows):
         yield f"| {' | '.join(str(x).replace('|', '/') for x in row)} |"
-
-
-def _describe_types(model: Model) -> str:
-    """Count the matrices in few bits by their form."""
-    meanings = weights(model.graph, model.tensors).values()
-    forms = Counter(str(weight.storage) for weight in meanings if weight.storage)
-    return ", ".join(f"{count} matrices in {form}" for form, count in forms.items())
-
-
-def _describe_sparsity(model: Model) -> str:
-    layers = model.sparsity.layers if model.sparsity else ()
-    patterns = Counter(str(layer.pattern) for layer in layers)
-    return ", ".join(f"{count} weights of {pattern}" for pattern, count in patterns.items())
 
 
 def _find_base(model: Model, folder: Path) -> str:

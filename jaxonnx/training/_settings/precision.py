@@ -86,27 +86,19 @@ def round_gradient(plan: Plan) -> None:
     """Compute the products of forward and backward pass in 16 bits (`precision=`)."""
     name = plan.settings.precision
     if name is not None:
-        plan.notes += _describe_precision(name, plan.storage.platform)
+        notes = []
+        if plan.storage.platform == "cpu":
+            pays = "this processor has units for large products of this type"
+            costs = "this processor has no known units for it, so steps take longer than in float32"
+            verdict = pays if has_units(PRECISIONS[name]) else costs
+            measure = "jaxonnx.training.preview(...) with and without it measures both"
+            notes.append(f"precision={name!r}: {verdict}; {measure}")
+        if name == "fp16":
+            notes.append("the loss is scaled while its gradient is taken, by what float16 can hold")
+        plan.notes += notes
         plan.gradient_wrappers.append(
             lambda gradient, _: round_products(gradient, PRECISIONS[name])
         )
-
-
-def _describe_precision(name: str, platform: str) -> list[str]:
-    """Return the notes of a run in "bf16" or "fp16": whether it pays, and what happens to the loss.
-
-    Accelerators have units for both types.
-    """
-    notes = []
-    if platform == "cpu":
-        pays = "this processor has units for large products of this type"
-        costs = "this processor has no known units for it, so steps take longer than in float32"
-        verdict = pays if has_units(PRECISIONS[name]) else costs
-        measure = "jaxonnx.training.preview(...) with and without it measures both"
-        notes.append(f"precision={name!r}: {verdict}; {measure}")
-    if name == "fp16":
-        notes.append("the loss is scaled while its gradient is taken, by what float16 can hold")
-    return notes
 
 
 def round_products(function: Callable[..., Any], dtype: Any) -> Callable[..., Any]:
