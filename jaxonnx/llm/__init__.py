@@ -15,7 +15,7 @@ from jaxonnx.llm._configuration import (
 )
 from jaxonnx.llm._folders import CHAT_TEMPLATES, ModelFolder, describe_classes
 from jaxonnx.llm._formats import HubFormat
-from jaxonnx.llm._generate import Generator, generate
+from jaxonnx.llm._generate import Continuations, Generator, generate
 from jaxonnx.llm._logits import label_tokens, take_logits, take_next_logits
 from jaxonnx.llm._module_names import (
     BESIDE_VISION,
@@ -35,7 +35,6 @@ from jaxonnx.llm._module_names import (
     table_of,
     torch_axes,
 )
-from jaxonnx.llm._samples import Continuations
 from jaxonnx.llm._sampling import Sampling
 from jaxonnx.llm._texts import Texts, take_packed_rows
 from jaxonnx.llm._tokenizer import Tokenizer, make_detokenizer

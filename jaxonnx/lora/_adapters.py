@@ -46,8 +46,7 @@ from jaxonnx.lora._merge import (
     row_axis,
     warn_about_ties,
 )
-from jaxonnx.lora._nodes import factor_names, magnitude_name
-from jaxonnx.lora._view import Adaption
+from jaxonnx.lora._view import Adaption, factor_names, magnitude_name
 from jaxonnx.model import Model
 from jaxonnx.quantization import dequantize
 

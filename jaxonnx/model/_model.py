@@ -43,10 +43,9 @@ from jaxonnx.model._predict import (
     unmark_names,
 )
 from jaxonnx.model._save import AdapterForm, merge, save, to_proto
-from jaxonnx.model._show import describe_file, overview
+from jaxonnx.model._show import Summary, describe_file, overview, summary
 from jaxonnx.model._sparsity import options, with_products, with_record
 from jaxonnx.model._statistics import MOST, recompute
-from jaxonnx.model._summary import Summary, summary
 from jaxonnx.model._transforms import Initializer, inputs_alone, start_at_zeros
 from jaxonnx.quantization import Rounding, Sensitivity, is_quantized, open_quantized
 from jaxonnx.training_info import Training

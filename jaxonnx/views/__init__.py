@@ -4,10 +4,11 @@ from jaxonnx.views._calls import (
     BatchAxis,
     FixedInputs,
     Outputs,
+    PackedRows,
     Part,
     WholeInputs,
+    find_packing,
     fix_inputs,
 )
-from jaxonnx.views._packing import PackedRows, find_packing
 from jaxonnx.views._training import Dropout, EmbeddingNoise, FrozenStatistics, Remat, drop
 from jaxonnx.views._view import Addition, CallView, Evaluate, Measure, View
