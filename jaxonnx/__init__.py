@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from jaxonnx.model import Model, Value, add_training, convert, labels, load
     from jaxonnx.onnx_out import to_onnx
     from jaxonnx.quantization import Quantization, Sensitivity
+    from jaxonnx.tools import RateCurve, find_rate
     from jaxonnx.training import History, Result, evaluate, quantize, sensitivity, train
     from jaxonnx.validation import Validation, validate
 
@@ -38,6 +39,7 @@ __all__ = [
     "ModelError",
     "NodeError",
     "Quantization",
+    "RateCurve",
     "Result",
     "Sensitivity",
     "SparsityError",
@@ -52,6 +54,7 @@ __all__ = [
     "evaluate",
     "export_safetensors",
     "export_step",
+    "find_rate",
     "formats",
     "import_step",
     "kernels_first",
@@ -80,6 +83,7 @@ _MODULES = {
     "jaxonnx.model": ("Model", "Value", "add_training", "convert", "labels", "load"),
     "jaxonnx.onnx_out": ("to_onnx",),
     "jaxonnx.quantization": ("Quantization", "Sensitivity"),
+    "jaxonnx.tools": ("RateCurve", "find_rate"),
     "jaxonnx.training": ("History", "Result", "evaluate", "quantize", "sensitivity", "train"),
     "jaxonnx.validation": ("Validation", "validate"),
 }

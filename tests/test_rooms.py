@@ -1,6 +1,7 @@
 """The plan of the house: which module may import which, and what `import jaxonnx` brings in."""
 
 import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ ORDER = (
     *("__main__", "docs", "cli", "demo", "flax", "backend", "jaxonnx"),
     *(
         "validation",
+        "tools",
         "_step_files",
         "training",
         "_arguments",
@@ -58,6 +60,7 @@ ONLY = {
     "_progress": set(),
     "optim": {"_require", "errors"},
     "loggers": {"_atomic_write", "_require", "errors"},
+    "tools": {"training", "model", "_require", "_figures", "errors"},
     "demo": {"training", "model", "sparse", "_atomic_write", "errors"},
 }
 """All that a room may import which knows nothing of graphs and Models, or their faces only."""
@@ -127,6 +130,25 @@ def test_rooms_are_entered_through_their_face(edges):
             inner = other.removeprefix("jaxonnx.").startswith(("onnx_out.rules", "onnx_out.passes"))
             private = inner or any(part.startswith("_") for part in other.split(".")[2:])
             assert not private or room(name) == room(other), f"{name} imports {other}"
+
+
+OUTSIDE = {"tools", "demo", "loggers"}
+"""Rooms that could be packages of somebody else."""
+SUPPORT = {"_require", "_figures", "_atomic_write", "errors"}
+SHARED = {"OPTIMIZERS", "TrainArguments", "shade"}
+"""Names of faces that are no names of users: for a signature, a check and the colors of curves."""
+
+
+def test_rooms_outside_import_public_names_alone():
+    for name, source in modules():
+        for node in ast.walk(ast.parse(source)) if room(name) in OUTSIDE else ():
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jaxonnx"):
+                if room(node.module) in {*OUTSIDE, *SUPPORT}:
+                    continue
+                public = {*jaxonnx.__all__, *SHARED}
+                public |= {*getattr(importlib.import_module(node.module), "__all__", ())}
+                names = {alias.name for alias in node.names}
+                assert names <= public, f"{name} imports {names - public}"
 
 
 def test_private_modules_have_an_underscore(edges):

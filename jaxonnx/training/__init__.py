@@ -4,14 +4,13 @@
 """
 
 # for other rooms of the package
-from jaxonnx._arguments import DataArguments
+from jaxonnx._arguments import OPTIMIZERS, DataArguments
 from jaxonnx._data.batches import Batch
 from jaxonnx._data.kinds import Data, Reading, register_data
 from jaxonnx._io.checkpoints import TrainingCheckpoint, read_training_checkpoint
 from jaxonnx.training._checkpoints.restore import restore_checkpoint
 from jaxonnx.training._data import open_data, read_data
 from jaxonnx.training._evaluate import evaluate
-from jaxonnx.training._find_rate import RateCurve, find_rate
 from jaxonnx.training._loop.history import History, shade
 from jaxonnx.training._loop.stopping import Interrupt
 from jaxonnx.training._objective.tables import ConfusionMatrix, Curve, Curves, PerClass
@@ -37,14 +36,12 @@ __all__ = [
     "History",
     "PerClass",
     "Preview",
-    "RateCurve",
     "Reading",
     "Result",
     "State",
     "Step",
     "TrainingCheckpoint",
     "evaluate",
-    "find_rate",
     "optimizer",
     "preview",
     "read_training_checkpoint",

@@ -107,7 +107,7 @@ def test_a_new_kind_of_data_is_evaluated_predicted_and_calibrated_on(path):
         jaxonnx.quantize(load(), path, check=False).params,
         jaxonnx.quantize(load(), X, check=False).params,
     )
-    curve = training.find_rate(load(), path, steps=3, least=1e-6, most=1e-5, batch_size=4)
+    curve = jaxonnx.find_rate(load(), path, steps=3, least=1e-6, most=1e-5, batch_size=4)
     assert np.isfinite(curve.losses).all()
 
 

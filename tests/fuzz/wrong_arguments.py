@@ -285,8 +285,8 @@ CALLS: dict[str, Call] = {
     "jaxonnx.validate": Call(lambda: jaxonnx.validate, model=net),
     "jaxonnx.LoRA": Call(lambda: jaxonnx.LoRA),
     "jaxonnx.Quantization": Call(lambda: jaxonnx.Quantization),
-    "jaxonnx.training.find_rate": Call(
-        lambda: training.find_rate, model=net, data=DATASET, steps=3, loss=LABELS
+    "jaxonnx.find_rate": Call(
+        lambda: jaxonnx.find_rate, model=net, data=DATASET, steps=3, loss=LABELS
     ),
     "jaxonnx.training.optimizer": Call(lambda: training.optimizer),
     "jaxonnx.training.preview": Call(lambda: training.preview, **RUN),
@@ -437,7 +437,7 @@ NOT_CALLED = {
     "jaxonnx.training.ConfusionMatrix.plot": PLOT,
     "jaxonnx.training.Curves.plot": PLOT,
     "jaxonnx.training.PerClass.plot": PLOT,
-    "jaxonnx.training.RateCurve.plot": PLOT,
+    "jaxonnx.RateCurve.plot": PLOT,
     "jaxonnx.formats.Companion": OF_FORMATS,
     "jaxonnx.formats.File": OF_FORMATS,
     "jaxonnx.formats.Format": OF_FORMATS,

@@ -9,14 +9,12 @@ import numpy as np
 import optax
 from onnx import ModelProto
 
-from jaxonnx._arguments import OPTIMIZERS, check_names
 from jaxonnx._figures import new_axes
 from jaxonnx._require import check_arguments, require, require_choice, require_integer
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model
-from jaxonnx.training._settings.order import TrainArguments
-from jaxonnx.training._step.optimizers import optimizer as make_optimizer
-from jaxonnx.training._train import train
+from jaxonnx.training import OPTIMIZERS, TrainArguments, train
+from jaxonnx.training import optimizer as make_optimizer
 
 _TAKEN = (
     *("learning_rate", "schedule", "warmup", "epochs", "max_steps", "validation", "on_log"),
@@ -122,7 +120,6 @@ def find_rate(
       TrainingError: an argument does not fit; or the loss is not finite at the first steps.
     """
     check_arguments(find_rate, locals(), TrainingError)
-    check_names("find_rate", TrainArguments, arguments)
     require_integer("steps", steps, 3, error=TrainingError)
     require("most", most, 0 < least < most < np.inf, f"above least={least}, above 0", TrainingError)
     if refused := [name for name in _TAKEN if arguments.get(name) is not None]:

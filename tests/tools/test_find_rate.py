@@ -5,7 +5,7 @@ import optax
 import pytest
 
 import jaxonnx
-from jaxonnx.training import RateCurve, find_rate
+from jaxonnx import RateCurve, find_rate
 from tests.support.tiny_networks import LABELS, examples, mlp
 
 
