@@ -188,7 +188,7 @@ class _Shape:
 
 
 @dataclass(frozen=True, eq=False)
-class _Declared:
+class _ShapeDeclaration:
     """The declared shape of one argument."""
 
     position: int | None
@@ -229,7 +229,7 @@ class _Declared:
 
 def parse_shapes(
     text: str, inputs: Sequence[str], attributes: Collection[str]
-) -> tuple[_Declared, ...]:
+) -> tuple[_ShapeDeclaration, ...]:
     """Parse the shapes that an operator declares of inputs, in their order, and of attributes.
 
     Raises:
@@ -242,12 +242,14 @@ def parse_shapes(
             raise ValueError(f"shapes of {name!r}, which is neither input nor attribute")
         position = inputs.index(name) if name in inputs else None
         alternatives = tuple(_Shape.parse(a.strip()) for a in shape.split("|"))
-        declared.append(_Declared(position, name, shape, alternatives))
+        declared.append(_ShapeDeclaration(position, name, shape, alternatives))
     return tuple(declared)
 
 
 @lru_cache(maxsize=4096)  # the layers of a network have few shapes
-def _check_shapes(declared: Sequence[_Declared], shapes: Sequence[Any], numbers: Any) -> None:
+def _check_shapes(
+    declared: Sequence[_ShapeDeclaration], shapes: Sequence[Any], numbers: Any
+) -> None:
     """Raise a NodeError if shapes are not as declared; `numbers` are names and values."""
     sizes = dict(numbers)
     for constraint, shape in zip(declared, shapes, strict=True):
@@ -261,7 +263,7 @@ class Constraints:
 
     inputs: tuple[tuple[int, str, AtLeast | OneOf], ...] = ()
     attributes: Mapping[str, AtLeast | OneOf] = field(default_factory=dict)
-    shapes: tuple[_Declared, ...] = ()
+    shapes: tuple[_ShapeDeclaration, ...] = ()
     sizes: tuple[tuple[str, Any], ...] = ()
     """The attributes that shapes speak of, with their defaults."""
 

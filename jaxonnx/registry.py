@@ -38,7 +38,7 @@ called (`jaxonnx._constraints`)::
 
     @op("MaxPool", since=1, shapes="x (N, C, D1, *D)", without=("ceil_mode", "storage_order"))
     @op("MaxPool", since=8, shapes="x (N, C, D1, *D)")
-    def max_pool(x, *, storage_order: Literal[0, 1] = 0, **window: Unpack[Pooled]): ...
+    def max_pool(x, *, storage_order: Literal[0, 1] = 0, **window: Unpack[PoolAttributes]): ...
 
 `Literal`, `Positive`, `NotNegative` and `AtLeast` are the values that a parameter may have,
 `shapes` the shapes of inputs and lists, `without` the attributes that came in later opsets.

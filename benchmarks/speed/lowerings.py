@@ -124,7 +124,7 @@ def rounded_convolution(*shape: Any):
     """Yield a convolution and its gradients, fast in float32 and in the units for bfloat16."""
     for _, fast, arguments in convolution(*shape):
         form, out = fast.func.__self__, fast.args[0]
-        yield fast, partial(lowering.Rounded(form, jnp.bfloat16).on_cpu, out), arguments
+        yield fast, partial(lowering.RoundedForm(form, jnp.bfloat16).on_cpu, out), arguments
 
 
 def pool(initial, combine, fast, n, c, size, kernel, stride):

@@ -10,7 +10,7 @@ are read from their source: nothing of JAX is imported to show the help of the c
 from jaxonnx._arguments.data import DataArguments
 from jaxonnx._arguments.declare import (
     Argument,
-    Declared,
+    Declaration,
     check_names,
     documented,
     list_arguments,

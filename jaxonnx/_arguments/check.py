@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxonnx._arguments.declare import Argument, Declared, list_arguments
+from jaxonnx._arguments.declare import Argument, Declaration, list_arguments
 from jaxonnx._require import describe, read_type
 from jaxonnx.errors import TrainingError
 
@@ -50,7 +50,7 @@ def is_given(value: Any, default: Any) -> bool:
     return not isinstance(value, Mapping | list | tuple) or bool(value)
 
 
-def _check_value(name: str, value: Any, entry: Declared) -> None:
+def _check_value(name: str, value: Any, entry: Declaration) -> None:
     argument, kinds = entry.argument, read_type(entry.type)
     if not kinds or (value is None and "None" in entry.type.split(" | ")):
         return
@@ -77,7 +77,7 @@ def _is_within(value: Any, argument: Argument) -> bool:
     )
 
 
-def _describe_values(value: Any, entry: Declared) -> str:
+def _describe_values(value: Any, entry: Declaration) -> str:
     """Describe the values of an argument, for an error about another value."""
     argument = entry.argument
     if argument.expected:

@@ -60,7 +60,7 @@ class Argument(NamedTuple):
         return (self.least, self.above, self.most, self.below) != (None,) * 4
 
 
-class Declared(NamedTuple):
+class Declaration(NamedTuple):
     """An argument as it was declared."""
 
     type: str
@@ -88,7 +88,7 @@ class _Group(NamedTuple):
     """A class of declarations."""
 
     bases: Sequence[str]
-    declared: Mapping[str, Declared]
+    declared: Mapping[str, Declaration]
     """Those in its own body."""
 
 
@@ -122,7 +122,7 @@ def _read_groups() -> dict[str, _Group]:
 
 def _read_declarations(
     group: ast.ClassDef, constants: Mapping[str, ast.expr]
-) -> dict[str, Declared]:
+) -> dict[str, Declaration]:
     """Return the declarations in the body of a class: `name: Annotated[type, Argument(...)]`.
 
     Args:
@@ -151,16 +151,16 @@ def _read_declarations(
                     for field, node in nodes.items()
                 }
                 doc = inspect.cleandoc(ast.literal_eval(documentation))
-                arguments[name] = Declared(ast.unparse(kind), Argument(**values), doc)
+                arguments[name] = Declaration(ast.unparse(kind), Argument(**values), doc)
     return arguments
 
 
-def list_arguments(*groups: type | str) -> dict[str, Declared]:
+def list_arguments(*groups: type | str) -> dict[str, Declaration]:
     """Return the arguments of classes of declarations, or of their names.
 
     Those of the bases of a class come before its own.
     """
-    arguments: dict[str, Declared] = {}
+    arguments: dict[str, Declaration] = {}
     for group in groups:
         name = group if isinstance(group, str) else group.__name__
         bases, declared = _read_groups().get(name, _Group((), {}))
@@ -207,7 +207,7 @@ def documented(*groups: type) -> Callable[[F], F]:
     return document
 
 
-def _entry(name: str, entry: Declared) -> str:
+def _entry(name: str, entry: Declaration) -> str:
     """Return the entry of an argument below "Args:", with its paragraphs and lists."""
     summary, _, rest = entry.text.partition("\n\n")
     first, *others = rest.split("\n\n")

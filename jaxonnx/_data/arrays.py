@@ -21,7 +21,7 @@ import numpy as np
 from jaxonnx import _safe_read
 from jaxonnx._data.batches import Source, Stream
 from jaxonnx._data.inputs_and_targets import split_weights
-from jaxonnx._data.kinds import Begun, Data, Reading, Row, Rows, list_forms, register_data
+from jaxonnx._data.kinds import Data, Peekable, Reading, Row, Rows, list_forms, register_data
 from jaxonnx.errors import TrainingError
 
 
@@ -47,7 +47,7 @@ class Batches(Data):
         if way is not None:
             kind = type(data).__name__
             raise TrainingError(f"{name} must be {list_forms()}; it is a {kind}: {way}")
-        super().__init__(Begun(data) if isinstance(data, Iterator) else data, name, names)
+        super().__init__(Peekable(data) if isinstance(data, Iterator) else data, name, names)
 
     def read(self, reading: Reading) -> Source:
         if reading.batch_size is not None and self.name == "data":
@@ -64,7 +64,7 @@ class Batches(Data):
         if isinstance(data, list):
             items = lambda _: ((f"example {i} of {self.name}", x) for i, x in enumerate(data))  # noqa: E731
             return Rows(items, data[0], names)
-        if isinstance(data, Begun):
+        if isinstance(data, Peekable):
             iterate = iterate_stream(data, self.name)
             return Rows(iterate, data.first, names, is_stream=True, is_spent=True)
         return None

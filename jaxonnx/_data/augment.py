@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._data.batches import Batch, Derived, Source
+from jaxonnx._data.batches import Batch, DerivedSource, Source
 from jaxonnx._data.images import Layout, Preparation
 from jaxonnx.errors import TrainingError
 
@@ -150,7 +150,7 @@ _KEY = 2**32 - 4
 """Folded into the seed's key for the function; images and steps fold in others."""
 
 
-class Augmented(Derived):
+class AugmentedSource(DerivedSource):
     """A source that applies a function to each batch of another source.
 
     Random changes depend only on the key, the epoch and the number of the batch, so that a resumed
@@ -174,7 +174,7 @@ class Augmented(Derived):
 
     def apply(self, batch: Batch) -> Batch:
         """Change a batch of the innermost source as if it were the first one."""
-        batch = self._source.apply(batch) if isinstance(self._source, Augmented) else batch
+        batch = self._source.apply(batch) if isinstance(self._source, AugmentedSource) else batch
         return self._change(self._key, np.uint32(0), np.uint32(0), batch)
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
@@ -202,7 +202,7 @@ def augment_examples(examples: Source, augment: Any, seed: int) -> Source:
         # targets stay on the host, where those of a stream are checked
         return batch._replace(inputs=apply(key, epoch, number, batch.inputs))
 
-    return Augmented(examples, change_batch, jax.random.fold_in(jax.random.key(seed), _KEY))
+    return AugmentedSource(examples, change_batch, jax.random.fold_in(jax.random.key(seed), _KEY))
 
 
 def _on_inputs(function: Callable) -> Callable:

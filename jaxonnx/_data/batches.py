@@ -47,7 +47,7 @@ class Source(ABC):
     """Batches of examples, as a run reads them.
 
     A source is data in one piece (`Examples`), batches that something else makes (`Stream`), or
-    made of either of these (`Derived`).
+    made of either of these (`DerivedSource`).
     """
 
     targets: Any
@@ -96,7 +96,7 @@ class Source(ABC):
         """Free the memory of a cache; the batches can be read as before."""
 
 
-class Derived(Source):
+class DerivedSource(Source):
     """A source of the batches of another one, which it changes or divides otherwise."""
 
     def __init__(self, source: Source):
@@ -110,7 +110,7 @@ class Derived(Source):
         return self._source.identity
 
 
-class Portions(Derived):
+class Portions(DerivedSource):
     """A source whose epochs have a fixed number of batches, read on and on.
 
     Args:
@@ -236,7 +236,7 @@ class Arrays(Examples):
         whole = self.whole or (False,) * len(self.inputs)
         split = [x for x, is_whole in zip(self.inputs, whole, strict=True) if not is_whole]
         arrays, form = jax.tree.flatten((split, self.targets))
-        memories = [Memory(array, self.size) for array in arrays]
+        memories = [MemoryPool(array, self.size) for array in arrays]
         for rows, weight in self.rows_of_batches(epoch, start):
             gathered, targets = form.unflatten([memory.rows(rows) for memory in memories])
             parts = iter(gathered)
@@ -388,7 +388,7 @@ def _of_one_kind(new: list[Any], old: list[Any], values: Sequence[Value]) -> boo
 
 
 @dataclass(frozen=True)
-class Padded(Examples):
+class PaddedExamples(Examples):
     """Examples of unequal length, in batches padded to the widest bucket of their examples.
 
     With a seed, batches are made of examples of one bucket: in each epoch the examples of each
@@ -534,7 +534,7 @@ _ALIGNED = 64
 """The alignment at which XLA:CPU reads an array of NumPy without a copy."""
 
 
-class Memory:
+class MemoryPool:
     """A pool of memory blocks for batches of `count` rows of an array.
 
     A block returns to the pool when the last array that uses it is garbage collected.
@@ -558,7 +558,9 @@ class Memory:
 
     def allocate(self) -> np.ndarray:
         """Return uninitialized memory for a batch."""
-        block = np.asarray(_Lent(self._free.pop() if self._free else self._block(), self._free))
+        block = np.asarray(
+            _BlockOwner(self._free.pop() if self._free else self._block(), self._free)
+        )
         return block.view(self._array.dtype).reshape(self._shape)
 
     def _block(self) -> np.ndarray:
@@ -568,7 +570,7 @@ class Memory:
         return block[start : start + self._size]
 
 
-class _Lent:
+class _BlockOwner:
     """An owner of a block, which every array on it refers to; it returns the block when it dies.
 
     JAX keeps the arrays that a computation reads alive until it has ended.

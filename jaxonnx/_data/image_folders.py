@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxonnx._data import images
 from jaxonnx._data.augment import Augment, prepare_batch
-from jaxonnx._data.batches import Batch, Examples, Memory, prefetch
+from jaxonnx._data.batches import Batch, Examples, MemoryPool, prefetch
 from jaxonnx._data.images import Layout, Preparation
 from jaxonnx._data.kinds import Data, Reading, register_data, size_of_batches
 from jaxonnx._require import require
@@ -168,7 +168,7 @@ class Pictures(Examples):
         augment = settings.augment if self.seed is not None else Augment()
         whole = augment.crop is not None
         like = np.empty((0, *self.inputs.size(whole), where.channels), np.uint8)
-        memory = Memory(like, self.size)  # only to allocate blocks; its array has no rows
+        memory = MemoryPool(like, self.size)  # only to allocate blocks; its array has no rows
         key = jax.random.fold_in(jax.random.key(self.seed or 0), _KEY)
 
         def to_batch(

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeVar
 import jax
 import numpy as np
 
-from jaxonnx._data.batches import Arrays, Padded, Source
+from jaxonnx._data.batches import Arrays, PaddedExamples, Source
 from jaxonnx._data.inputs_and_targets import (
     as_pair,
     checked_weights,
@@ -88,7 +88,7 @@ def drop_nones(value: Any, exempt: Collection[str] = ("arguments",)) -> Any:
     return value
 
 
-class Begun(Iterator):
+class Peekable(Iterator):
     """An iterator whose first item is known before it is drawn."""
 
     def __init__(self, items: Iterator):
@@ -420,7 +420,7 @@ def read_arrays(data: Any, reading: Reading, what: str) -> Source:
         return Arrays(arrays, targets, size, seed, rows, whole=whole, **also)
     columns = padding.sequences(arrays, targets, values, what, whole=True)
     if columns is not None:
-        return Padded(None, None, size, seed, rows, columns, **also)
+        return PaddedExamples(None, None, size, seed, rows, columns, **also)
     return Arrays(arrays, targets, size, seed, rows, **also)
 
 

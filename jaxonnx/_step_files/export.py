@@ -28,7 +28,7 @@ from jaxonnx.lora import Adapters, file_tensors, writes_apart
 from jaxonnx.model import Model, as_model, start_at_zeros
 from jaxonnx.onnx_out import (
     OPSET,
-    Written,
+    ExportedFunction,
     known_tensor,
     reads,
     split_into_blocks,
@@ -199,7 +199,7 @@ class _Exporter:
             types = [jax.dtypes.canonicalize_dtype(x.dtype) for x in self.examples]
             shapes = [(*sizes, *np.shape(x)[1:]) for x in self.examples]
             self.examples = [*map(jax.ShapeDtypeStruct, shapes, types)]
-        self._written: dict[str, tuple[Written, Sequence[str]]] = {}
+        self._written: dict[str, tuple[ExportedFunction, Sequence[str]]] = {}
         """The functions of the graphs, with the names of their inputs."""
 
     @property

@@ -25,7 +25,7 @@ from jaxonnx._io.protos import text
 from jaxonnx.cli import _inputs as reading
 from jaxonnx.cli import process
 from jaxonnx.cli._flags import collect_values
-from jaxonnx.cli._inputs import Failed, Report
+from jaxonnx.cli._inputs import CommandError, Report
 from jaxonnx.cli._parser import LOSS
 from jaxonnx.cli._training import export_step, import_step, sparsify, train
 from jaxonnx.errors import Error, InputError
@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> Report:
         with write_atomically(options.output) as path, path.open("wb") as file:
             np.savez(file, **named)
     except OSError as error:
-        raise Failed(f"the outputs could not be written: {error}") from error
+        raise CommandError(f"the outputs could not be written: {error}") from error
     data = {"output": options.output, "outputs": {n: _describe(x) for n, x in named.items()}}
     shown = "\n".join(f"{n}: {x.dtype}{[*x.shape]}" for n, x in named.items())
     return Report(data, shown, written=[options.output])
@@ -276,7 +276,7 @@ def chat(options: argparse.Namespace) -> Report:
         messages.append({"role": "user", "content": line})
         tokens = model.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
         if len(tokens) >= model._generator.positions:
-            raise Failed(
+            raise CommandError(
                 f"the conversation has {len(tokens)} tokens, and the model has positions for "
                 f"{model._generator.positions}: begin a new one"
             )
@@ -374,7 +374,7 @@ def _run(options: argparse.Namespace) -> int:
         for path in report.written:
             print(f"wrote {path}")
         return report.status
-    except Failed as error:
+    except CommandError as error:
         _complain(options.verb, error)
         return 1
     except (Error, OSError) as error:

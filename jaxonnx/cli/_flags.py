@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jaxonnx
-from jaxonnx._arguments import Argument, Declared, list_arguments
+from jaxonnx._arguments import Argument, Declaration, list_arguments
 
 
 class Flag(NamedTuple):
@@ -21,7 +21,7 @@ class Flag(NamedTuple):
     """Other arguments of `argparse.ArgumentParser.add_argument`."""
 
 
-class Gather(argparse.Action):
+class AppendAction(argparse.Action):
     """An action that joins the values of a repeated flag; they replace the configuration's.
 
     Those with a name (`NAME=X`) become a dict; one that is for all names stands alone.
@@ -177,7 +177,7 @@ def scheme(text: str) -> str | dict[str, Any]:
     return result
 
 
-def _convert(text: str, entry: Declared) -> Any:
+def _convert(text: str, entry: Declaration) -> Any:
     """Convert a text to a value of a declared argument.
 
     Raises:
@@ -243,7 +243,7 @@ def make_flag(names: str, value: str, text: str, **settings: Any) -> Flag:
         by_value |= {"nargs": "?", "const": "auto"} if is_option else {"nargs": "?"}
     if value.endswith("...") and value not in VALUES:
         value = value.removesuffix("...")
-        by_value |= {"action": Gather} if is_option else {"nargs": "+"}
+        by_value |= {"action": AppendAction} if is_option else {"nargs": "+"}
         text += "; repeatable" * is_option
     if "=" in value and value not in VALUES:
         value, _, default = value.partition("=")
@@ -307,7 +307,7 @@ def read_flags(
     ]
 
 
-def _declared_flag(entry: Declared, name: str, dest: str) -> Flag:
+def _declared_flag(entry: Declaration, name: str, dest: str) -> Flag:
     text, value = entry.summary.replace("`", ""), entry.argument.form
     if value in ("choice", "switch"):
         value = "|".join(entry.choices) if value == "choice" else ""
@@ -338,7 +338,7 @@ _FORMS_OF_TYPES = {
 
 
 @functools.cache
-def read_declarations(file: str, name: str) -> dict[str, Declared]:
+def read_declarations(file: str, name: str) -> dict[str, Declaration]:
     """Return the arguments of a function, or the fields of a class, from its source.
 
     Importing it would take JAX, which the command line does without to show its help. A choice that
@@ -372,7 +372,7 @@ def read_declarations(file: str, name: str) -> dict[str, Declared]:
                 kind = kind.replace(" | None", " | Literal['none']")
             forms = (form for start, form in _FORMS_OF_TYPES.items() if kind.startswith(start))
             form = next(forms, "NAME")
-            declared[argument] = Declared(kind, Argument(form=form), texts[argument])
+            declared[argument] = Declaration(kind, Argument(form=form), texts[argument])
     return declared
 
 

@@ -43,7 +43,7 @@ class Report(NamedTuple):
     """The files and folders that were written."""
 
 
-class Failed(Error):
+class CommandError(Error):
     """Raised when a command fails after its work began, not because it was refused."""
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jaxonnx
 from jaxonnx._arguments import DataArguments, LossArguments, OptimizerArguments, RunArguments
-from jaxonnx.cli._flags import SCHEME, Flag, Gather, list_flags, read_flags, read_table
+from jaxonnx.cli._flags import SCHEME, AppendAction, Flag, list_flags, read_flags, read_table
 
 LOSS = "softmax_cross_entropy_with_integer_labels"
 
@@ -500,9 +500,13 @@ def _default(action: argparse.Action, value: Any) -> Any:
     if isinstance(value, bool | dict):
         raise ValueError("must be a number or a text")
     convert: Callable[[str], Any] = action.type or str  # type: ignore[assignment]
-    if isinstance(action, Gather) or action.nargs == "+":
+    if isinstance(action, AppendAction) or action.nargs == "+":
         values = [convert(str(x)) for x in (value if isinstance(value, list) else [value])]
-        return functools.reduce(action.join, values, None) if isinstance(action, Gather) else values
+        return (
+            functools.reduce(action.join, values, None)
+            if isinstance(action, AppendAction)
+            else values
+        )
     separator = "x" if action.metavar == "HxW" else ","
     text = separator.join(map(str, value)) if isinstance(value, list) else str(value)
     if action.choices and text not in action.choices:

@@ -25,7 +25,7 @@ from jaxonnx._io.formats import check_suffix
 from jaxonnx._io.packed import packed_nbytes
 from jaxonnx.cli import _inputs as reading
 from jaxonnx.cli._flags import collect_values
-from jaxonnx.cli._inputs import Failed, Report
+from jaxonnx.cli._inputs import CommandError, Report
 from jaxonnx.cli._parser import LOSS
 from jaxonnx.errors import InputError, ModelError
 from jaxonnx.lora import LoRA
@@ -368,10 +368,10 @@ def _save(result: Result, path: Path) -> None:
     except OSError as error:
         folder = Path(tempfile.mkdtemp(prefix="jaxonnx-"))
         save(folder / path.name)
-        raise Failed(f"{error}; the trained model is in {folder / path.name}") from error
+        raise CommandError(f"{error}; the trained model is in {folder / path.name}") from error
     except ModelError as error:
         save(path, check=False)
-        raise Failed(f"{error}. The trained model is in {path} nevertheless") from error
+        raise CommandError(f"{error}. The trained model is in {path} nevertheless") from error
 
 
 def _examples(

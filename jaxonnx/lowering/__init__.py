@@ -39,7 +39,7 @@ from jaxonnx.lowering._recurrence import (
     transpose_weight,
 )
 from jaxonnx.lowering._remat import remat
-from jaxonnx.lowering._rounded import Dot, Rounded, has_units
+from jaxonnx.lowering._rounded import Dot, RoundedForm, has_units
 from jaxonnx.lowering._stored_array import (
     ChannelsLast,
     KernelFirst,

@@ -18,12 +18,12 @@ from jax.extend.core import JaxprEqn
 
 from jaxonnx._jaxpr import bind_equation, interpret
 
-# The rewrite interprets a jaxpr with lazy values: a reshape or a product is recorded (`_Reshaped`,
-# `_Product`), and computed only where an equation needs the array. So a split of the last axis that
-# follows a product becomes a split of its weight, which is smaller than the activations. An
-# equation that no rule matches gets arrays, as in the original program: a missed pattern costs
-# speed only. The whole product is computed at most once (`_once`), if any of its columns are needed
-# unsplit.
+# The rewrite interprets a jaxpr with lazy values: a reshape or a product is recorded
+# (`_MergedAxes`, `_Product`), and computed only where an equation needs the array. So a split of
+# the last axis that follows a product becomes a split of its weight, which is smaller than the
+# activations. An equation that no rule matches gets arrays, as in the original program: a missed
+# pattern costs speed only. The whole product is computed at most once (`_once`), if any of its
+# columns are needed unsplit.
 
 
 def separate_heads(function: Callable) -> Callable:
@@ -38,7 +38,7 @@ def separate_heads(function: Callable) -> Callable:
 
 
 @dataclass(frozen=True, eq=False)
-class _Later:
+class _LazyReshape:
     """A lazy reshape of `value`."""
 
     value: Any
@@ -48,11 +48,11 @@ class _Later:
         return self.value.reshape(self.shape)
 
 
-class _Reshaped(_Later):
+class _MergedAxes(_LazyReshape):
     """A lazy reshape that merges all axes before the last (rows), or the last two (heads)."""
 
 
-class _Row(_Later):
+class _Row(_LazyReshape):
     """A lazy broadcast of a vector to (1, ..., 1, n)."""
 
 
@@ -99,7 +99,7 @@ class _Product:
 
 def _array(value: Any) -> Any:
     """Compute a lazy value; return an array as it is."""
-    return value.array() if isinstance(value, _Later | _Product) else value
+    return value.array() if isinstance(value, _LazyReshape | _Product) else value
 
 
 def _step(equation: JaxprEqn, inputs: list) -> list:
@@ -121,12 +121,12 @@ def _dot_general(equation: JaxprEqn, x: Any, w: Any) -> Any:
     if numbers != (((1,), (0,)), ((), ())) or len(x.shape) != 2 or len(w.shape) != 2:
         return None
     w = _array(w)
-    if isinstance(x, _Reshaped) and x.value.shape[-1] != x.shape[-1]:  # it merges the last two axes
+    if isinstance(x, _MergedAxes) and x.value.shape[-1] != x.shape[-1]:  # of the last two axes
         rank, split = x.value.ndim, w.reshape(*x.value.shape[-2:], -1)
         y = lax.dot_general(x.value, split, (((rank - 2, rank - 1), (0, 1)), ((), ())), **params)
         return y.reshape(x.shape[0], w.shape[1])
     whole = _once(lambda: lax.dot_general(_array(x), w, numbers, **params))
-    rows = x.value if isinstance(x, _Reshaped) else _array(x)
+    rows = x.value if isinstance(x, _MergedAxes) else _array(x)
     return _Product(rows, w, None, x.shape[:1], slice(0, w.shape[1]), whole, params)
 
 
@@ -141,14 +141,14 @@ def _reshape(equation: JaxprEqn, x: Any) -> Any:
             return replace(x, lead=(*lead,), whole=_once(lambda: x.array().reshape(shape)))
         splits = len(lead) > 1 and lead[-1] * last == x.shape[-1]
         return x.split((*lead[:-1],), lead[-1]) if splits else None
-    if isinstance(x, _Reshaped):
+    if isinstance(x, _MergedAxes):
         return replace(x, shape=shape) if last == x.shape[-1] else None
     if isinstance(x, _Row):
         return None
     before = np.shape(x)
     merges_heads = len(before) > 3 and (*lead,) == before[:-2]
     merges_rows = len(before) > 2 and len(lead) == 1 and last == before[-1]
-    return _Reshaped(x, shape) if merges_heads or merges_rows else None
+    return _MergedAxes(x, shape) if merges_heads or merges_rows else None
 
 
 def _broadcast(equation: JaxprEqn, x: Any, *sizes: Any) -> Any:

@@ -105,7 +105,7 @@ def _transpose_in_parts(x):
 
 
 @dataclass(frozen=True)
-class Rounded:
+class RoundedForm:
     """A form whose arguments, in float32, are rounded to `dtype`."""
 
     form: Form
@@ -180,6 +180,8 @@ def _convolve(form: Conv, dtype, out: int, u, v):
 
 
 _RULE = Rule(
-    Rounded.on_cpu, partial(Rounded.on_cpu, mapped=True), partial(Rounded.on_cpu, split=True)
+    RoundedForm.on_cpu,
+    partial(RoundedForm.on_cpu, mapped=True),
+    partial(RoundedForm.on_cpu, split=True),
 )
-on_platforms(Rounded, {"cpu": _RULE})
+on_platforms(RoundedForm, {"cpu": _RULE})

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from jaxonnx._data.batches import Padded, Source, prefetch
+from jaxonnx._data.batches import PaddedExamples, Source, prefetch
 from jaxonnx._data.kinds import Data, Reading, read
 from jaxonnx._data.ragged import PLAIN, Padding
 from jaxonnx._graph.values import Value, check_dtype
@@ -34,7 +34,7 @@ def predictions(
     """
     values = model.outputs
     names = [value.name for value in values]
-    lengths = examples.lengths if isinstance(examples, Padded) else None
+    lengths = examples.lengths if isinstance(examples, PaddedExamples) else None
     widths: list[Any] = []
 
     def start_batches() -> Iterator[tuple[Any, np.ndarray]]:
@@ -42,7 +42,7 @@ def predictions(
             outputs = run(*batch.inputs)
             varied = (
                 examples.width(batch)
-                if isinstance(examples, Padded)
+                if isinstance(examples, PaddedExamples)
                 else tuple(x.shape[1:] for x in batch.inputs)
             )
             widths.append(varied)

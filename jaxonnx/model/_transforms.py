@@ -16,7 +16,7 @@ from onnx.helper import make_node, make_value_info
 from onnx.numpy_helper import to_array
 
 from jaxonnx._compare.written import Origin, Run, check_written, make_origin
-from jaxonnx._data.augment import Augmented
+from jaxonnx._data.augment import AugmentedSource
 from jaxonnx._data.batches import Batch, Source
 from jaxonnx._data.inputs_and_targets import drop_targets, lacks_batch_axis
 from jaxonnx._graph.bind import Graph
@@ -45,7 +45,7 @@ from jaxonnx._run.shapes import evaluate_shapes, infer_types
 from jaxonnx._text import list_some
 from jaxonnx.errors import InputError, TrainingError
 from jaxonnx.model._save import to_proto
-from jaxonnx.onnx_out import OLDEST, Written, append
+from jaxonnx.onnx_out import OLDEST, ExportedFunction, append
 from jaxonnx.views import BatchAxis, CallView, FixedInputs, Outputs, WholeInputs, fix_inputs
 
 Initializer = Callable[..., jax.Array]
@@ -216,7 +216,7 @@ def append_function(
     function: Callable,
     consumed: Sequence[str],
     outputs: Sequence[str] | None,
-) -> tuple[ModelProto, dict[str, np.ndarray], Written]:
+) -> tuple[ModelProto, dict[str, np.ndarray], ExportedFunction]:
     """Return a file in which the results of a function replace the outputs that it consumes.
 
     Args:
@@ -257,7 +257,7 @@ def append_function(
 
 
 def continue_origin(
-    origin: Origin, outputs: Sequence[str], written: Written, consumed: Sequence[str]
+    origin: Origin, outputs: Sequence[str], written: ExportedFunction, consumed: Sequence[str]
 ) -> Origin:
     """Return a network that a function follows, as what its file is compared with.
 
@@ -407,4 +407,4 @@ def add_states(model: Network, started: Network, source: Source) -> Source:
         inputs |= {name: x.repeat(inputs) for name, x in fixed.values.items() if name not in inputs}
         return batch._replace(inputs=tuple(inputs[value.name] for value in model.inputs))
 
-    return Augmented(source, add, jax.random.key(0))
+    return AugmentedSource(source, add, jax.random.key(0))

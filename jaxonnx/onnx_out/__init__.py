@@ -6,7 +6,7 @@ from jaxonnx.onnx_out import rules  # registers them
 from jaxonnx.onnx_out._export import (
     OLDEST,
     OPSET,
-    Written,
+    ExportedFunction,
     append,
     reads,
     to_onnx,

@@ -90,7 +90,7 @@ def write_function(
     outputs: Sequence[str] | None,
     opset: int,
     flat: bool = False,
-) -> "tuple[ModelProto, Written]":
+) -> "tuple[ModelProto, ExportedFunction]":
     """Write a JAX function as a model: see `to_onnx`.
 
     Args:
@@ -126,7 +126,7 @@ def write_function(
     return proto, written
 
 
-class Written(NamedTuple):
+class ExportedFunction(NamedTuple):
     """The nodes that were written for a JAX function."""
 
     outputs: list[ValueInfoProto]
@@ -147,7 +147,7 @@ def append(
     opset: int,
     functions: list[FunctionProto] | None = None,
     gates: bool = False,
-) -> Written:
+) -> ExportedFunction:
     """Append the nodes of a JAX function that reads tensors of a graph.
 
     Args:
@@ -248,7 +248,9 @@ def append(
         ]
 
     produced = {name for node in graph.node[before[0] :] for name in node.output}
-    return Written(declared, run, produced & {name for names in tensors_of for name in names})
+    return ExportedFunction(
+        declared, run, produced & {name for names in tensors_of for name in names}
+    )
 
 
 def _as_example(array: Any, struct: jax.ShapeDtypeStruct) -> Any:
@@ -260,7 +262,7 @@ def _as_example(array: Any, struct: jax.ShapeDtypeStruct) -> Any:
     return jax.random.wrap_key_data(jnp.asarray(array), impl=impls[0])
 
 
-def _to_origin(proto: ModelProto, written: Written, examples: Sequence[Any]) -> Origin:
+def _to_origin(proto: ModelProto, written: ExportedFunction, examples: Sequence[Any]) -> Origin:
     """Return a function as the network that a file was written from."""
     inputs, leaves = [*map(to_value, proto.graph.input)], jax.tree.leaves(examples)
 

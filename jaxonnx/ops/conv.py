@@ -15,9 +15,9 @@ from jaxonnx._limits import check_size
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import divide
 from jaxonnx.ops.pool import (
-    Convolved,
+    ConvAttributes,
     Taps,
-    Weighted,
+    WeightWindow,
     check_neighbours,
     kernel_of,
     pad_pairs,
@@ -53,7 +53,7 @@ def _channels(b, rank: int, channels: int = 1):
     accepts=KERNELS,
     shapes=CONVOLUTION,
 )
-def conv(x, w, b=None, *, group=1, channels: Channels = 1, **window: Unpack[Convolved]):
+def conv(x, w, b=None, *, group=1, channels: Channels = 1, **window: Unpack[ConvAttributes]):
     """Cross-correlation of x (N, C, *D) with w (M, C / group, *kernel)."""
     _check_types(x, w)
     kernel = kernel_of(w, window.get("kernel_shape"))
@@ -78,7 +78,7 @@ def conv_transpose(
     output_padding=None,
     output_shape=None,
     channels: Channels = 1,
-    **window: Unpack[Convolved],
+    **window: Unpack[ConvAttributes],
 ):
     """The transpose of Conv as a map of images; x (N, C, *D), w (C, M / group, *kernel).
 
@@ -144,7 +144,7 @@ def conv_integer(
     *,
     group=1,
     channels: Channels = 1,
-    **window: Unpack[Convolved],
+    **window: Unpack[ConvAttributes],
 ):
     """Conv of 8-bit integers in int32; padding counts as the zero point."""
     kernel = kernel_of(w, window.get("kernel_shape"))
@@ -185,7 +185,7 @@ def qlinear_conv(
     *,
     group=1,
     channels: Channels = 1,
-    **window: Unpack[Convolved],
+    **window: Unpack[ConvAttributes],
 ):
     """ConvInteger plus an int32 bias, rescaled, rounded to even and saturated to y's type."""
     y = conv_integer(x, w, x_zero_point, w_zero_point, group=group, channels=channels, **window)
@@ -230,7 +230,7 @@ def causal_conv_with_state(
 
 @op("DeformConv", since=19, weights={"w": convolution()}, params=("b",), shapes=CONVOLUTION)
 def deform_conv(
-    x, w, offset, b=None, mask=None, *, group=1, offset_group=1, **window: Unpack[Weighted]
+    x, w, offset, b=None, mask=None, *, group=1, offset_group=1, **window: Unpack[WeightWindow]
 ):
     """Conv whose taps are moved by `offset` and weighted by `mask`, any number of spatial axes.
 

@@ -50,7 +50,7 @@ class Taps(Steps, total=False):
     dilations: Positive
 
 
-class Weighted(Taps, total=False):
+class WeightWindow(Taps, total=False):
     """The attributes of windows of a weight, whose shape `kernel_shape` may repeat."""
 
     kernel_shape: Any
@@ -59,19 +59,19 @@ class Weighted(Taps, total=False):
 AutoPad = Annotated[Literal["NOTSET", "SAME_UPPER", "SAME_LOWER", "VALID"], Default("NOTSET")]
 
 
-class Convolved(Weighted, total=False):
+class ConvAttributes(WeightWindow, total=False):
     """The window attributes of convolutions."""
 
     auto_pad: AutoPad
 
 
-class Unpooled(Steps, total=False):
+class UnpoolAttributes(Steps, total=False):
     """The window attributes of MaxUnpool, which has no automatic padding."""
 
     kernel_shape: Required[Positive]
 
 
-class Pooled(Unpooled, Taps, total=False):
+class PoolAttributes(UnpoolAttributes, Taps, total=False):
     """The window attributes of pools."""
 
     auto_pad: AutoPad
@@ -214,7 +214,9 @@ def _axes(x, channels: int = 1):
 
 @op("AveragePool", since=1, shapes=IMAGES, without=("ceil_mode", "count_include_pad", "dilations"))
 @op("AveragePool", since=7, shapes=IMAGES)
-def average_pool(x, *, count_include_pad=0, channels: Channels = 1, **window: Unpack[Pooled]):
+def average_pool(
+    x, *, count_include_pad=0, channels: Channels = 1, **window: Unpack[PoolAttributes]
+):
     """Mean of each window; what ceil_mode adds beyond `pads` is never counted."""
     size = spatial(x.shape, channels)
     windows = place_windows(size, pooling=True, **window)
@@ -228,7 +230,12 @@ def average_pool(x, *, count_include_pad=0, channels: Channels = 1, **window: Un
 @op("MaxPool", since=1, shapes=IMAGES, without=("ceil_mode", "dilations", "storage_order"))
 @op("MaxPool", since=8, shapes=IMAGES)
 def max_pool(
-    x, *, storage_order=0, channels: Channels = 1, outputs: Outputs = 2, **window: Unpack[Pooled]
+    x,
+    *,
+    storage_order=0,
+    channels: Channels = 1,
+    outputs: Outputs = 2,
+    **window: Unpack[PoolAttributes],
 ):
     """Maximum of each window, and its index in the flattened input.
 
@@ -277,7 +284,7 @@ def _root(total, p):
 
 @op("LpPool", since=1, shapes=IMAGES, without=("ceil_mode", "dilations"))
 @op("LpPool", since=2, shapes=IMAGES)
-def lp_pool(x, *, p: float = 2, **window: Unpack[Pooled]):
+def lp_pool(x, *, p: float = 2, **window: Unpack[PoolAttributes]):
     """The p-norm of each window; the norm of an all-zero window has gradient 0."""
     windows = place_windows(x.shape[2:], pooling=True, **window)
     return _root(lowering.window_sum(_power(_wide(x), p), windows), p).astype(x.dtype)
@@ -303,7 +310,7 @@ def global_lp_pool(x, *, p: float = 2):
 
 
 @op("MaxUnpool", since=9, shapes="x (N, C, D1, *D), indices (N, C, D1, *D)")
-def max_unpool(x, indices, output_shape: Static | None = None, **window: Unpack[Unpooled]):
+def max_unpool(x, indices, output_shape: Static | None = None, **window: Unpack[UnpoolAttributes]):
     """Put each value at its index in the flattened output, zeros elsewhere.
 
     With `output_shape` the indices count in that shape, as onnxruntime and PyTorch have it.

@@ -37,19 +37,19 @@ class Cell(TypedDict, total=False):
     output_sequence: Annotated[Any, Default(0)]
 
 
-class Recurrent(Cell, total=False):
+class RecurrentAttributes(Cell, total=False):
     """The attributes that all recurrent layers have."""
 
     direction: Annotated[Literal["forward", "reverse", "bidirectional"], Default("forward")]
 
 
-class Gated(Recurrent, total=False):
+class GatedAttributes(RecurrentAttributes, total=False):
     """The attributes of layers with gates."""
 
     activations: Any
 
 
-class Misspelled(Cell, total=False):
+class FirstGruAttributes(Cell, total=False):
     """The attributes of the first GRU, whose schema misspells the default direction."""
 
     activations: Any
@@ -173,7 +173,7 @@ def rnn(
     *,
     activations=("Tanh", "Tanh"),
     layout=0,
-    **attributes: Unpack[Recurrent],
+    **attributes: Unpack[RecurrentAttributes],
 ):
     """H = f(X Wi' + H Ri' + Wbi + Rbi). Y is always returned, whatever `output_sequence` says."""
     names = list(activations)[: len(_REVERSED[attributes.get("direction", "forward")])]
@@ -200,7 +200,7 @@ def gru(
     *,
     layout=0,
     linear_before_reset=0,
-    **attributes: Unpack[Gated],
+    **attributes: Unpack[GatedAttributes],
 ):
     """Gates z (update), r (reset), h (hidden):
 
@@ -261,7 +261,9 @@ def reset_first(f, g):
 
 
 @op("GRU", since=1, weights=MATRICES, params={"b": 0.0}, shapes=gates(3))
-def gru_1(x, w, r, b=None, sequence_lens=None, initial_h=None, **attributes: Unpack[Misspelled]):
+def gru_1(
+    x, w, r, b=None, sequence_lens=None, initial_h=None, **attributes: Unpack[FirstGruAttributes]
+):
     """As `gru`, without `linear_before_reset`; the first schema misspells its default direction."""
     direction = attributes.get("direction", "foward").replace("foward", "forward")
     spelled: Any = {**attributes, "direction": direction}
@@ -281,7 +283,7 @@ def lstm(
     *,
     input_forget=0,
     layout=0,
-    **attributes: Unpack[Gated],
+    **attributes: Unpack[GatedAttributes],
 ):
     """Gates i, o, f (input, output, forget) and c (cell), with peepholes P:
 

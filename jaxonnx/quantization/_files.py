@@ -35,7 +35,7 @@ from jaxonnx._text import format_count
 from jaxonnx.errors import InputError
 from jaxonnx.ops.contrib.moving_ranges import limits_of
 from jaxonnx.quantization._qoperators import (
-    Opened,
+    ReplacedOperator,
     close_operators,
     has_quantized_operators,
 )
@@ -67,7 +67,7 @@ class Record:
     """From each integer weight to the float tensor that it is rounded from."""
     biases: tuple[Bias, ...] = ()
     """The biases that are stored as int32."""
-    opened: tuple[Opened, ...] = ()
+    opened: tuple[ReplacedOperator, ...] = ()
     """Nodes that were operators on quantized tensors, and are so again in the saved file."""
     norms: tuple[str, ...] = ()
     """The outputs of BatchNormalizations that the saved file has in the scales of weights."""
@@ -93,7 +93,7 @@ class Record:
             for bias in entry["biases"]
         )
         lists = tuple(entry["folds"]), tuple(entry["scales"])
-        opened = tuple(Opened(*map(str, fields)) for fields in entry.get("opened", ()))
+        opened = tuple(ReplacedOperator(*map(str, fields)) for fields in entry.get("opened", ()))
         norms = tuple(map(str, entry.get("norms", ())))
         learned = {name: (pair[0], pair[1]) for name, pair in entry.get("learned", {}).items()}
         idle, positive = (tuple(map(str, entry.get(key, ()))) for key in ("idle", "positive"))
@@ -368,7 +368,10 @@ def _store_bias(graph: GraphProto, bias: Bias, value: np.ndarray, *scales: np.nd
 
 
 def unfold(
-    proto: ModelProto, graph: Graph, tensors: Mapping[str, Any], opened: tuple[Opened, ...] = ()
+    proto: ModelProto,
+    graph: Graph,
+    tensors: Mapping[str, Any],
+    opened: tuple[ReplacedOperator, ...] = (),
 ) -> tuple[ModelProto, dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Undo `fold`: replace integer weights by float tensors in front of a QuantizeLinear.
 

@@ -31,8 +31,8 @@ from jaxonnx.quantization._files import Bias, Record, record_of
 from jaxonnx.quantization._gptq import round_weights
 from jaxonnx.quantization._scheme import (
     COMPARED,
+    ActivationStatistics,
     Calibration,
-    Observed,
     Parameters,
     Quantization,
     clipped_share,
@@ -166,7 +166,7 @@ def insert(
 def _warn_if_worse(
     model: Network,
     calibration: Calibration,
-    observed: Observed,
+    observed: ActivationStatistics,
     names: Mapping[str, Sequence[str]],
     examples: Sequence[Sequence[Any]],
     shares: Mapping[str, float],

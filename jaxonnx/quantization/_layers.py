@@ -19,7 +19,7 @@ from jaxonnx.quantization._scheme import NumberType, Parameters, spread_scale
 
 
 @dataclass(frozen=True)
-class Rounded:
+class RoundedTensor:
     """A tensor that a layer reads through QuantizeLinear and DequantizeLinear.
 
     Attributes:
@@ -45,9 +45,9 @@ class Layer:
 
     name: str
     operator: str
-    weight: Rounded | None
+    weight: RoundedTensor | None
     """The first rounded weight that it reads."""
-    activations: tuple[Rounded, ...]
+    activations: tuple[RoundedTensor, ...]
 
 
 def list_layers(model: Network, inputs: Sequence[Any] | None = None) -> list[Layer]:
@@ -103,7 +103,7 @@ def _find_quantizer(name: str, producers: Mapping[str, Node]) -> Node | None:
 
 def _measure(
     model: Network, quantizers: Mapping[str, Node], inputs: Sequence[Any] | None
-) -> dict[str, Rounded]:
+) -> dict[str, RoundedTensor]:
     """Return scale, zero point and type of each QuantizeLinear, by the name of its result.
 
     Scales may be computed by nodes (learned scales are), so that the part of the graph that
@@ -123,7 +123,7 @@ def _measure(
         low, high = np.minimum(*ends), np.maximum(*ends)  # scales may be negative
         half = np.abs(scale) / 2  # half a step beyond still rounds to an end
         limits[name] = low - half, high + half
-        result[name] = Rounded(
+        result[name] = RoundedTensor(
             value,
             point.dtype.name,
             scale.size,

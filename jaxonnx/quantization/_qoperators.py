@@ -35,7 +35,7 @@ SAME_NUMBERS = (
 ONNX has them for integers, too, and a QOperator file has them between quantized operators."""
 
 
-class Opened(NamedTuple):
+class ReplacedOperator(NamedTuple):
     """A node that `open_operators` replaced by an operator in floating point."""
 
     output: str
@@ -59,7 +59,7 @@ def _find_operator(domain: str, name: str) -> Op | None:
 
 def open_operators(
     proto: ModelProto, tensors: Mapping[str, Any]
-) -> tuple[ModelProto, dict[str, np.ndarray], tuple[Opened, ...]]:
+) -> tuple[ModelProto, dict[str, np.ndarray], tuple[ReplacedOperator, ...]]:
     """Replace operators on quantized tensors by DequantizeLinear, operator, QuantizeLinear.
 
     Nodes whose attributes or inputs do not fit the layout (channels last, no zero points, computed
@@ -96,7 +96,7 @@ class _Opener:
     def __init__(self, graph: GraphProto, tensors: Mapping[str, Any], domain: str):
         self.graph, self.tensors, self.domain = graph, tensors, domain
         self.added: dict[str, np.ndarray] = {}
-        self.opened: list[Opened] = []
+        self.opened: list[ReplacedOperator] = []
         self._parameters: dict[str, tuple[str, str]] = {}
         """The names of the scale and zero point of each quantized value."""
         self._real: dict[tuple[str, ...], str] = {}
@@ -183,7 +183,7 @@ class _Opener:
         A Split has several.
         """
         outputs = node.output if op == "Split" else node.output[:1]  # MaxPool has indices, too
-        self.opened.append(Opened(f"{outputs[0]}/real", node.op_type, node.domain))
+        self.opened.append(ReplacedOperator(f"{outputs[0]}/real", node.op_type, node.domain))
         attributes = [part for part in node.attribute if part.name != "channels_last"]
         del node.attribute[:]
         node.attribute.extend(attributes)
@@ -198,7 +198,7 @@ class _Opener:
         self.graph.node.append(helper.make_node(op, inputs, [output], **chosen))
 
 
-def close_operators(graph: GraphProto, opened: Iterable[Opened]) -> None:
+def close_operators(graph: GraphProto, opened: Iterable[ReplacedOperator]) -> None:
     """Undo `open_operators` in place: fuse DequantizeLinear, operator and QuantizeLinear again.
 
     A node whose neighbours are other operators now stays in floating point.

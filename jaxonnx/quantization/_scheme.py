@@ -426,7 +426,7 @@ def fit_bias(parameters: Parameters, bias: Any, step: float) -> Parameters:
     return parameters._replace(scale=np.maximum(scale, np.float32(greatest / (step * 2.0**30))))
 
 
-class Observed(NamedTuple):
+class ActivationStatistics(NamedTuple):
     """Activations on calibration data."""
 
     limits: dict[str, np.ndarray]
@@ -448,7 +448,9 @@ class Calibration(NamedTuple):
     """The ranges from the minimum to the maximum of all data."""
 
 
-def observe(model: Network, values: Iterable[str], batches: Sequence[Sequence[Any]]) -> Observed:
+def observe(
+    model: Network, values: Iterable[str], batches: Sequence[Sequence[Any]]
+) -> ActivationStatistics:
     """Evaluate a network on calibration data and record its activations.
 
     Args:
@@ -486,7 +488,7 @@ def observe(model: Network, values: Iterable[str], batches: Sequence[Sequence[An
     limits, samples, sizes = (
         {name: [part[k][i] for part in parts] for i, name in enumerate(measured)} for k in range(3)
     )
-    return Observed(
+    return ActivationStatistics(
         {name: np.stack(x) for name, x in limits.items()},
         {name: np.concatenate([x[~np.isnan(x)] for x in xs]) for name, xs in samples.items()},
         {name: int(x[0]) for name, x in sizes.items()},
@@ -495,7 +497,7 @@ def observe(model: Network, values: Iterable[str], batches: Sequence[Sequence[An
 
 
 def find_ranges(
-    observed: Observed,
+    observed: ActivationStatistics,
     shared: Mapping[str, str],
     scheme: Quantization,
     types: Mapping[str, str | None],

@@ -88,16 +88,16 @@ def _units(cells: list[jax.Array]) -> list[jax.Array]:
     return [(x * scale).astype(jnp.int32) for x in cells]
 
 
-class _Scored(NamedTuple):
+class _PartialTemplate(NamedTuple):
     """A part of a template in every block: the sum of its cells and the code of its ones."""
 
     score: jax.Array
     code: jax.Array | int
 
-    def __add__(self, other: "_Scored") -> "_Scored":  # type: ignore[override]
+    def __add__(self, other: "_PartialTemplate") -> "_PartialTemplate":  # type: ignore[override]
         # parts never share a cell: adding codes joins them, and the greatest sum of codes is the
         # sum of the greatest ones, which makes the tie rule separable
-        return _Scored(self.score + other.score, self.code + other.code)
+        return _PartialTemplate(self.score + other.score, self.code + other.code)
 
 
 # The definition, an argmax over |w| @ templates.T (the reference of the tests), writes 90 scores to
@@ -109,7 +109,7 @@ class _Scored(NamedTuple):
 # the greatest ones.
 
 
-def _better(a: _Scored, b: _Scored) -> _Scored:
+def _better(a: _PartialTemplate, b: _PartialTemplate) -> _PartialTemplate:
     """Return the candidate with the greater score, at equal scores that with the greater code."""
     if isinstance(a.code, int) and isinstance(b.code, int):
         # the tie is decided now, and costs the compiled search nothing
@@ -118,7 +118,9 @@ def _better(a: _Scored, b: _Scored) -> _Scored:
     else:
         high, low = a, b
         wins = (high.score > low.score) | ((high.score == low.score) & (high.code > low.code))
-    return _Scored(jnp.where(wins, high.score, low.score), jnp.where(wins, high.code, low.code))
+    return _PartialTemplate(
+        jnp.where(wins, high.score, low.score), jnp.where(wins, high.code, low.code)
+    )
 
 
 def codes(w: jax.Array, axes: Axes = (-2, -1)) -> jax.Array:
@@ -147,7 +149,7 @@ def best_codes(cells: list[jax.Array]) -> jax.Array:
     additions and 28 selections a block instead of 90 sums of eight.
     """
     # a code with one bit for each cell; from here on codes are added as scores are
-    scored = [_Scored(x, 1 << (15 - i)) for i, x in enumerate(_units(cells))]
+    scored = [_PartialTemplate(x, 1 << (15 - i)) for i, x in enumerate(_units(cells))]
     a = [scored[i : i + 4] for i in range(0, 16, 4)]
     pairs = list(combinations(range(4), 2))
     rest = dict(zip(pairs, reversed(pairs), strict=True))  # complements, as the pairs are sorted

@@ -16,8 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxonnx._arguments import check_names, documented
-from jaxonnx._data.augment import Augmented
-from jaxonnx._data.batches import Batch, Examples, Padded, Source
+from jaxonnx._data.augment import AugmentedSource
+from jaxonnx._data.batches import Batch, Examples, PaddedExamples, Source
 from jaxonnx._data.ragged import IGNORED, Ragged
 from jaxonnx._limits import format_bytes
 from jaxonnx._text import Rendered
@@ -151,9 +151,9 @@ def preview(
         step, examples, source = run.step, run.data.examples, run.sources[0]
         loss = find_only(settings.loss)
         shown = batch = _find_widest(examples)
-        batch = source.apply(batch) if isinstance(source, Augmented) else batch
+        batch = source.apply(batch) if isinstance(source, AugmentedSource) else batch
         BatchChecks(step, batch, source).check_data(source, run.sources[1])
-        if isinstance(examples, Padded):  # in the order of the data
+        if isinstance(examples, PaddedExamples):  # in the order of the data
             shown = _take(examples, examples.rows[: _SHOWN * loss.stride])
         if loss.draws:
             shown = source.apply(shown)
@@ -178,7 +178,7 @@ def preview(
 
 def _find_widest(examples: Source) -> Batch:
     """Return a batch of the greatest width, if that is known, or else the first one."""
-    if not isinstance(examples, Padded):
+    if not isinstance(examples, PaddedExamples):
         return next(examples.batches(0))
     groups = examples.rows.reshape(-1, examples.group)
     widths = examples.columns.widths[groups].max(axis=1)
@@ -186,7 +186,7 @@ def _find_widest(examples: Source) -> Batch:
     return _take(examples, np.resize(widest, examples.size))
 
 
-def _take(examples: Padded, rows: np.ndarray) -> Batch:
+def _take(examples: PaddedExamples, rows: np.ndarray) -> Batch:
     weights = examples.weights
     weight = np.ones(len(rows), np.float32) if weights is None else weights[rows]
     return Batch(*examples.columns.rows(rows), weight)
@@ -218,11 +218,11 @@ def _run_step(step: Step, batch: Batch) -> dict[str, Any]:
 def _count_tokens(examples: Source, source: Source, loss: Loss) -> dict[str, Any]:
     """Count the tokens of all examples, those that count, and examples by their width."""
     widths: Mapping[int, int] = {}
-    if isinstance(examples, Padded):
+    if isinstance(examples, PaddedExamples):
         numbers, counts = np.unique(examples.columns.widths[examples.rows], return_counts=True)
         widths = dict(zip(numbers.tolist(), counts.tolist(), strict=True))
     labels = _get_labels(
-        examples.columns.pair[1] if isinstance(examples, Padded) else examples.targets
+        examples.columns.pair[1] if isinstance(examples, PaddedExamples) else examples.targets
     )
     if not loss.of_tokens or np.ndim(labels) != 2 or not isinstance(examples, Examples):
         return {"tokens": None, "trained_tokens": None, "widths": widths}

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxonnx
-from jaxonnx._data.batches import Arrays, Memory, prefetch
+from jaxonnx._data.batches import Arrays, MemoryPool, prefetch
 from tests.support.sources import make_source
 
 ONE = (jaxonnx.Value("x", None, None),)
@@ -378,7 +378,7 @@ def test_other_containers(net):
     ids=["float32", "bfloat16", "transposed", "small"],
 )
 def test_memory_of_batches_is_used_again_once_nothing_refers_to_it(array):
-    memory = Memory(array, 16)
+    memory = MemoryPool(array, 16)
     chosen = np.random.default_rng(0).permutation(64)[:48].reshape(3, 16)
     one, two = (memory.rows(rows) for rows in chosen[:2])
     np.testing.assert_array_equal(one, array[chosen[0]])

@@ -112,7 +112,7 @@ def test_convolutions(kernel, stride, pads, out, turned, units):
     weight = (kernel, kernel, c, m) if turned else (m, c, kernel, kernel)
     arrays = normal(4, size, size, c), normal(*weight), normal(4, *windows.out, m)
     arguments = [a for i, a in enumerate(arrays) if i != out]
-    result = jax.jit(lambda u, v: _rounded.Rounded(form, jnp.bfloat16).on_cpu(out, u, v))(
+    result = jax.jit(lambda u, v: _rounded.RoundedForm(form, jnp.bfloat16).on_cpu(out, u, v))(
         *arguments
     )
     with jax.enable_x64(True):

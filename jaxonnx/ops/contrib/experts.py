@@ -39,7 +39,7 @@ _ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
 _GATED = ("swiglu", "geglu")
 
 
-class Mixed(TypedDict, total=False):
+class MixtureAttributes(TypedDict, total=False):
     """The attributes of mixtures, whatever the form of their weights."""
 
     activation_alpha: Annotated[Any, Default(1.0)]
@@ -164,7 +164,7 @@ def mixture_of_experts(
     fc2_experts_bias=None,
     fc3_experts_weights=None,
     fc3_experts_bias=None,
-    **attributes: Unpack[Mixed],
+    **attributes: Unpack[MixtureAttributes],
 ):
     """Sum of the `k` experts with the greatest router_probs, by their softmax over all experts.
 
@@ -292,7 +292,7 @@ def quantized_mixture_of_experts(
     fc3_expert_weight_bits=None,
     quant_type: Literal["int", "fp4", "nvfp4"] = "int",
     weights_prepacked=-1,
-    **attributes: Unpack[Mixed],
+    **attributes: Unpack[MixtureAttributes],
 ):
     """MoE of weights in packed integers (experts, outputs, inputs), or in float4 with block scales.
 

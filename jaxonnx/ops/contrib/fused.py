@@ -28,7 +28,7 @@ from jaxonnx.ops.activation import (
 from jaxonnx.ops.common import axis_of, widen
 from jaxonnx.ops.conv import CONVOLUTION, conv
 from jaxonnx.ops.linear import FACTORS, gemm, matmul
-from jaxonnx.ops.pool import Convolved
+from jaxonnx.ops.pool import ConvAttributes
 from jaxonnx.registry import Omissible, op
 
 
@@ -167,7 +167,7 @@ def fused_conv(
     activation="",
     activation_params=None,
     group=1,
-    **window: Unpack[Convolved],
+    **window: Unpack[ConvAttributes],
 ):
     """activation(Conv(x, w, b) + z)."""
     y = conv(x, w, b, group=group, **window)

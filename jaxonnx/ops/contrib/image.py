@@ -15,7 +15,7 @@ from jaxonnx.ops.activation import gelu
 from jaxonnx.ops.common import widen
 from jaxonnx.ops.contrib.fused import DOMAIN, activate
 from jaxonnx.ops.conv import conv
-from jaxonnx.ops.pool import Convolved, Pooled, max_pool
+from jaxonnx.ops.pool import ConvAttributes, PoolAttributes, max_pool
 from jaxonnx.registry import op
 
 
@@ -88,7 +88,7 @@ LAST = "x (N, D1, *D, group*c), w (group*m, {}), b (group*m)"
     params=("b",),
     shapes=LAST.format("K1, *K, c"),
 )
-def nhwc_conv(x, w, b=None, *, group=1, **window: Unpack[Convolved]):
+def nhwc_conv(x, w, b=None, *, group=1, **window: Unpack[ConvAttributes]):
     """Conv of images (N, *D, C) with a weight (M, *kernel, C / group).
 
     The schema does not say the order of the weight: onnxruntime's FusionNhwcConv writes this one.
@@ -113,7 +113,7 @@ def nhwc_fused_conv(
     activation="",
     activation_params=None,
     group=1,
-    **window: Unpack[Convolved],
+    **window: Unpack[ConvAttributes],
 ):
     """activation(Conv(x, w, b) + z) of images (N, *D, C); the weight is in the order of Conv."""
     y = conv(x, w, b, group=group, channels=-1, **window)
@@ -121,6 +121,6 @@ def nhwc_fused_conv(
 
 
 @op("NhwcMaxPool", since=1, domain=DOMAIN, shapes="x (N, D1, *D, C)")
-def nhwc_max_pool(x, **window: Unpack[Pooled]):
+def nhwc_max_pool(x, **window: Unpack[PoolAttributes]):
     """MaxPool of images (N, *D, C)."""
     return max_pool(x, channels=-1, outputs=1, **window)

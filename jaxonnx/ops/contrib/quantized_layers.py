@@ -17,11 +17,11 @@ from jaxonnx.ops.common import axis_of, divide
 from jaxonnx.ops.contrib.attention import refuse, self_attention
 from jaxonnx.ops.contrib.fused import DOMAIN, layer_norm
 from jaxonnx.ops.conv import QUANTIZED, qlinear_conv
-from jaxonnx.ops.pool import Convolved, Pooled, average_pool
+from jaxonnx.ops.pool import ConvAttributes, PoolAttributes, average_pool
 from jaxonnx.ops.quantize import dequantize_linear, dynamic_quantize_linear, quantize_linear
 from jaxonnx.ops.reduction import reduce_mean
 from jaxonnx.ops.rnn import (
-    Gated,
+    GatedAttributes,
     activations_of,
     lstm_step,
     scan_over,
@@ -88,7 +88,7 @@ def qlinear_average_pool(
     *,
     channels_last=0,
     count_include_pad=0,
-    **window: Unpack[Pooled],
+    **window: Unpack[PoolAttributes],
 ):
     def pool(x):
         channels = -1 if channels_last else 1
@@ -129,7 +129,7 @@ def qlinear_conv_contrib(
     *,
     channels_last=0,
     group=1,
-    **window: Unpack[Convolved],
+    **window: Unpack[ConvAttributes],
 ):
     """QLinearConv, of images (N, *D, C) with `channels_last`; the weight is as in Conv."""
     return qlinear_conv(
@@ -301,7 +301,7 @@ def dynamic_quantize_lstm(
     r_zero_point,
     *,
     input_forget=0,
-    **attributes: Unpack[Gated],
+    **attributes: Unpack[GatedAttributes],
 ):
     """LSTM whose weights are quantized, and whose inputs and hidden states are as it goes.
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxonnx._data.augment import Augmented
+from jaxonnx._data.augment import AugmentedSource
 from jaxonnx._data.batches import Batch
 from jaxonnx._data.ragged import IGNORED, Needs
 from jaxonnx.llm import hide_caches
@@ -83,7 +83,7 @@ def complete_batches(
         def ask(key: Any, epoch: Any, number: Any, batch: Batch) -> Batch:
             return batch._replace(targets=add(batch))
 
-        sources = [source and Augmented(source, ask, jax.random.key(0)) for source in sources]
+        sources = [source and AugmentedSource(source, ask, jax.random.key(0)) for source in sources]
     # 2. Changes at random, as `masked_lm` hides tokens. They depend on the seed, the epoch and the
     # number of a batch: a resumed run draws the same, and validation data is always changed alike.
     draw = only.draw(model)
@@ -98,4 +98,4 @@ def complete_batches(
         return apply
 
     key = jax.random.key(0)
-    return [source and Augmented(source, change(i), key) for i, source in enumerate(sources)]
+    return [source and AugmentedSource(source, change(i), key) for i, source in enumerate(sources)]

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxonnx._arguments import Argument
 from jaxonnx._data import images
-from jaxonnx._data.batches import Examples, Padded
+from jaxonnx._data.batches import Examples, PaddedExamples
 from jaxonnx._require import is_one_of, require
 from jaxonnx.errors import TrainingError
 from jaxonnx.losses import Loss
@@ -110,7 +110,9 @@ def _balance(data: Any, losses: Sequence[Loss]) -> dict[int, float]:
 
     They are those of scikit-learn: all labels / (classes * labels of the class).
     """
-    targets = data.columns.pair[1] if isinstance(data, Padded) else getattr(data, "targets", None)
+    targets = (
+        data.columns.pair[1] if isinstance(data, PaddedExamples) else getattr(data, "targets", None)
+    )
     if not isinstance(targets, np.ndarray) or targets.dtype.kind not in "iu":
         raise TrainingError(
             "class_weights='balanced' counts the labels of data in one piece, in one array of "

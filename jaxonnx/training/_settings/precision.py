@@ -22,7 +22,7 @@ from jax.extend.core import JaxprEqn, primitives
 
 from jaxonnx._arguments import Argument
 from jaxonnx._jaxpr import Program, inner_program, interpret, programs, retrace_params
-from jaxonnx.lowering import LOOPS, Dot, Rounded, contract, contract_p, has_units
+from jaxonnx.lowering import LOOPS, Dot, RoundedForm, contract, contract_p, has_units
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._settings.plan import Plan
 
@@ -163,10 +163,10 @@ def _multiply(dtype: Any, equation: JaxprEqn, inputs: list, is_transposed: bool)
     """Return the result of a product whose factors are rounded."""
     primitive, params = equation.primitive, equation.params
     if primitive is contract_p:
-        return contract(Rounded(params["form"], dtype), params["out"], *inputs)
+        return contract(RoundedForm(params["form"], dtype), params["out"], *inputs)
     if primitive is primitives.dot_general_p and params["out_sharding"] is None:
         contracted, mapped = params["dimension_numbers"]
         dot = Dot(contracted, mapped, is_transposed)
-        return contract(Rounded(dot, dtype), 2, *inputs)
+        return contract(RoundedForm(dot, dtype), 2, *inputs)
     params = params | {"preferred_element_type": jnp.dtype(jnp.float32), "precision": None}
     return primitive.bind(*(x.astype(dtype) for x in inputs), **params)
