@@ -19,7 +19,7 @@ def import_pyplot() -> Any:
 
 
 def new_axes(axes: Any) -> Any:
-    """Return the axes to draw on, new ones if there are none."""
+    """Return the axes to draw on, new ones by default."""
     if axes is not None:
         return axes
     return import_pyplot().subplots(figsize=(7, 4), layout="constrained")[1]

@@ -303,7 +303,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _read_config(model: Model, original: str | os.PathLike[str] | None) -> dict[str, Any]:
-    """Return the settings of `config.json`; empty where there is none.
+    """Read the settings of `config.json`; empty without the file.
 
     Raises:
       InputError: `original` has no such file.

@@ -55,7 +55,7 @@ class OutOfTime(LimitError):
 
 
 class Budget(NamedTuple):
-    """What an evaluation may take."""
+    """The time and memory that an evaluation may take."""
 
     value: int
     """Bytes of a single value of the graph."""

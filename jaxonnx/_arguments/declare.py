@@ -20,7 +20,7 @@ FOLDERS = (_HERE, _HERE.parent / "training" / "_settings")
 
 
 class Argument(NamedTuple):
-    """What the annotation of an argument says besides its type, which has the choices."""
+    """The declaration of an argument besides its type, which has the choices."""
 
     default: Any = None
     least: float | None = None
@@ -53,7 +53,7 @@ class Argument(NamedTuple):
     words: str = ""
     """The help of its flag, where that takes less than the argument; else the first sentence."""
     needs_loss: bool = False
-    """Whether it changes how a loss is computed or minimized: a file's own algorithm has none."""
+    """Whether it changes how a loss is computed or minimized: not for a file's own algorithm."""
 
     @property
     def has_range(self) -> bool:
@@ -70,7 +70,7 @@ class Declaration(NamedTuple):
 
     @property
     def summary(self) -> str:
-        """What the help of its flag says."""
+        """The help of its flag."""
         return self.argument.words or self.text.partition("\n")[0].rstrip(".")
 
     @property

@@ -107,7 +107,7 @@ K = TypeVar("K", bound="type[Data]")
 
 @dataclass
 class Reading:
-    """What data is read for. A kind that prepares the model, or chooses widths, changes it."""
+    """The purpose of reading data; kinds that prepare the model, or choose widths, change it."""
 
     model: Any
     """The model that takes the batches."""

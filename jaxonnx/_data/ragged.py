@@ -232,7 +232,7 @@ def _count_tokens(mask: Any, dtype: np.dtype) -> Any:
 
 @dataclass(frozen=True)
 class Needs:
-    """What the losses of a run need of the data."""
+    """The needs of the losses of a run: padding, groups, targets and inputs made of labels."""
 
     ignored: Any = IGNORED
     """The padding value of labels; a dict for several targets."""

@@ -212,7 +212,7 @@ def resolve(graph: GraphProto, name: str) -> str:
     A node stands for its first output, a module for the first output of its last node.
 
     Raises:
-      InputError: there is none; the message has similar names.
+      InputError: an unknown name; the message suggests similar ones.
     """
     values = [output for node in graph.node for output in node.output if output]
     if name in values:

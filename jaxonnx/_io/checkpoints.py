@@ -101,7 +101,7 @@ class RunFormat(Format):
 
 
 class Checkpoint(NamedTuple):
-    """What a checkpoint says of a model."""
+    """The tensors of a model and the metadata of adapters in a checkpoint."""
 
     tensors: dict[str, np.ndarray]
     """Parameters to evaluate (not those that are trained, where a run has both), and statistics."""
@@ -113,7 +113,7 @@ def read(folder: str | os.PathLike[str], which: str = "newest") -> Checkpoint:
     """Read the newest checkpoint that can be read, or that of the best epoch.
 
     Raises:
-      ModelError: there is none.
+      ModelError: the folder has no checkpoint that can be read.
     """
     # takes seconds to import
     from orbax import checkpoint as orbax

@@ -35,14 +35,14 @@ _SPARSE_IR = 6
 
 
 class Record(NamedTuple):
-    """What is recorded of sparse weights, by name."""
+    """The record of sparse weights in a file, by name."""
 
     weights: dict[str, Goal]
     method: str = ""
 
 
 def record(proto: ModelProto) -> Record:
-    """Return the record of sparse weights in a file, an empty one if the file has none.
+    """Return the record of sparse weights in a file, empty in a file without sparse weights.
 
     Raises:
       ModelError: the entry is malformed.

@@ -1,4 +1,4 @@
-"""What a format is: how a network is found, read and written, and what lies beside it."""
+"""`Format`: finds, reads and writes a network; `Companion`: the files beside its graph."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from jaxonnx.errors import InputError, ModelError
 
 Graph = Callable[[], ModelProto]
 Weights = Callable[[], Mapping[str, np.ndarray]]
-"""What is to be written, made only when a format asks for it."""
+"""Makes the graph or the tensors to write, when a format asks for them."""
 
 
 class Companion:
-    """What lies beside the graph of a network, and is saved with it; here nothing.
+    """The files beside the graph of a network, which are saved with it; here none.
 
     A format that reads more than a graph has a subclass, an instance of which stays with the model.
     """
 
     def __init_subclass__(cls, **named: Any) -> None:
-        """Check that what accepts paths writes them."""
+        """Check that a class that accepts paths writes them."""
         super().__init_subclass__(**named)
         if cls.accepts is not Companion.accepts and cls.save is Companion.save:
             raise InputError(
@@ -34,7 +34,7 @@ class Companion:
 
     @property
     def folder(self) -> Any:
-        """The folder of a language model (configuration, tokenizer); None if there is none."""
+        """The folder of a language model (configuration, tokenizer), if the file lies in one."""
         return None
 
     @property
@@ -168,7 +168,7 @@ def check_exists(path: str | os.PathLike[str], expected: str = "an .onnx file") 
     """Return the path of a file.
 
     Raises:
-      ModelError: there is none.
+      ModelError: the path is not a file.
     """
     path = Path(path)
     if not path.is_file():

@@ -163,7 +163,7 @@ class ChatTemplates:
         """Return the template for a chat with these variables, as transformers chooses it.
 
         Raises:
-          TrainingError: there is none, or it is not valid.
+          TrainingError: the folder has no template, or it is not valid.
         """
         name, texts, path = variables.get(NAME), self._texts, self.folder.path
         if name is None:

@@ -50,7 +50,7 @@ def token_input(model: Network, what: str = "the data has texts") -> str:
       what: what needs it, for the error.
 
     Raises:
-      TrainingError: there is none.
+      TrainingError: the model has no input of integers.
     """
     spare = derived_inputs(model.inputs)
     kinds = [(v.name, v.dtype) for v in model.inputs if v.name not in spare]

@@ -295,7 +295,7 @@ class ExportedFormat(FolderFormat):
           names: its files.
 
         Raises:
-          InputError: there is none, or several could be meant: the message names them.
+          InputError: no file fits, or several do: the message names them.
         """
         files = sorted(n for n in names if re.fullmatch(r"(onnx/)?[^/]+\.onnx", n))
         stems, variants = ({n: split_variant(n)[i] for n in files} for i in (0, 1))

@@ -213,7 +213,7 @@ def _find_text(graph: GraphProto, places: str) -> str:
 
     Args:
       graph: the embedding.
-      places: its input of the features that it places; "" if there is none.
+      places: its input of the features that it places; "" without one.
 
     Raises:
       ModelError: the features are placed in a way that is not known.
@@ -245,7 +245,7 @@ def _find_text(graph: GraphProto, places: str) -> str:
 
 
 def _cut(graph: GraphProto, text: str) -> None:
-    """Remove, in place, what an embedding does with the features of images."""
+    """Remove the nodes of an embedding that place the features of images, in place."""
     names = ancestors(graph.node, {text})
     for field, of in (("node", lambda n: n.output), ("initializer", lambda t: [t.name])):
         chosen = [x for x in getattr(graph, field) if not names.isdisjoint(of(x))]
@@ -258,7 +258,7 @@ def _cut(graph: GraphProto, text: str) -> None:
 
 
 def _restore(part: ModelProto, header: ModelProto, folder: Path) -> None:
-    """Add to an embedding, in place, what `_cut` removed from its file."""
+    """Put the nodes back into an embedding that `_cut` removed, in place."""
     produced = {name for node in part.graph.node for name in node.output}
     extra = [node for node in header.graph.node if produced.isdisjoint(node.output)]
     needed = {name for node in extra for name in reads(node)}

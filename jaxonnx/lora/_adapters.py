@@ -98,7 +98,7 @@ class Adapters:
         """Return the adapters of a model, with their present values.
 
         Raises:
-          InputError: the model has none.
+          InputError: the model has no adapters.
         """
         merge = model.program.find(Adaption)
         if merge is None:

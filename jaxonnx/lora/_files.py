@@ -79,7 +79,7 @@ _CHANGED_STARTS: Mapping[str, str] = MappingProxyType(
 
 
 class Settings(NamedTuple):
-    """What a configuration of PEFT says of its tensors."""
+    """The meaning of PEFT's tensors, by the configuration beside them."""
 
     scale_of: Callable[[str, int], float]
     """The scale of a change by module and rank."""

@@ -136,7 +136,7 @@ def find(loss: Any) -> Loss:
     """Return the loss of that name, or around that callable, which may be one of optax's itself.
 
     Raises:
-      TrainingError: there is none of that name; the message has those that may be meant.
+      TrainingError: an unknown name; the message suggests similar ones.
     """
     if isinstance(loss, Loss):
         return loss

@@ -104,7 +104,7 @@ def named_primitive(name: str, function: Callable, static: str | tuple[()] = ())
     Args:
       name: of the primitive.
       function: of arrays and one static parameter; it is also the primitive's `plain` attribute.
-      static: the name of the static parameter; () if there is none.
+      static: the name of the static parameter, or ().
     """
     primitive = Primitive(name)
 

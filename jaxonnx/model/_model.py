@@ -95,7 +95,7 @@ class Model(Network, Rendered):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a user of the model should know: about the file, and about unrolled loops."""
+        """Warnings about the file, and about loops that were unrolled."""
         return (*self._file_warnings, *self.program.notes)
 
     @cached_property

@@ -224,7 +224,7 @@ def describe_file(model: Network) -> Iterator[str]:
 
 
 def _gradient_warning(model: Network) -> str:
-    """Return a warning of parameters that no gradient reaches; "" if there are none."""
+    """Return a warning of parameters that no gradient reaches, or ""."""
     names = () if model.program.adapts else model.params
     frozen = [f"'{name}'" for name in find_without_gradient(model.graph, names)]
     trained = [f"'{name}'" for name in model.params if f"'{name}'" not in frozen]

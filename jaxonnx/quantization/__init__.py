@@ -1,4 +1,4 @@
-"""Rounding: schemes, what they round, the record in the file, and views of rounded networks."""
+"""Quantization: schemes, their tensors, the record in the file, and views of rounded networks."""
 
 from jaxonnx.quantization._files import (
     dequantize_weights,

@@ -1,4 +1,4 @@
-"""What the layers of a quantized network round, and to which ranges: a table and a picture."""
+"""The rounded tensors of each layer of a quantized network, with their ranges: a table, a plot."""
 
 from __future__ import annotations
 

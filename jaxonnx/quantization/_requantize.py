@@ -255,9 +255,9 @@ class Grid:
     scale_type: np.dtype
     """The dtype of scales in the file."""
     store_zero: Callable[[np.ndarray], np.ndarray] | None = None
-    """Pack zero points (rows, groups) into the tensor of the file; None if it has none."""
+    """Pack zero points (rows, groups) into the tensor of the file, if it has one."""
     zero_type: np.dtype | None = None
-    """The dtype of zero points before packing (integer or float); None if there are none."""
+    """The dtype of zero points before packing (integer or float); None without zero points."""
     levels: np.ndarray | None = None
     """All codes in ascending order, where they are not the integers between `limits`."""
     limits: tuple[float, float] = (0, 0)

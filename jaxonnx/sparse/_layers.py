@@ -53,7 +53,7 @@ def goals(report: Iterable[Layer]) -> dict[str, Goal]:
 
 @dataclass(frozen=True)
 class Sparsity:
-    """What a model records of its sparse weights."""
+    """The record of sparse weights that a model carries."""
 
     layers: tuple[Layer, ...]
     """The weights, with their axes and patterns."""

@@ -66,7 +66,7 @@ td:first-child { white-space: nowrap; } summary { cursor: pointer; }
 
 @dataclass(frozen=True)
 class Run:
-    """What a run was made with.
+    """The settings and the data of a run.
 
     Attributes:
       held_out: the validation data.

@@ -21,7 +21,7 @@ N = TypeVar("N")
 
 
 class Addition(NamedTuple):
-    """What a view adds to the file of the network before it."""
+    """A view's addition to the file of the network before it."""
 
     tensors: frozenset[str]
     """The tensors that get other values within the graph; copies of them go on reading these."""

@@ -1,4 +1,4 @@
-"""What complex numbers do, as pairs of real ones; Fourier transforms by DFT."""
+"""Operations on complex numbers, as pairs of real ones; Fourier transforms by DFT."""
 
 from typing import Any
 

@@ -62,7 +62,7 @@ class Answers(NamedTuple):
 
 @dataclass(frozen=True)
 class Reader:
-    """What outputs and targets mean.
+    """The meaning of outputs and targets.
 
     Attributes:
       loss: of this output, if it is known.
@@ -298,7 +298,7 @@ def find(metric: Any, reader: Reader) -> tuple[str, Metric]:
     """Return the metric of that name, or around that callable, and its name.
 
     Raises:
-      TrainingError: there is none of that name, or a callable without one.
+      TrainingError: an unknown name, or a callable without a name.
     """
     if callable(metric):
         name = getattr(metric, "__name__", "")

@@ -25,7 +25,7 @@ def smooth_labels(plan: Plan) -> None:
     """Smooth the labels of all cross entropies.
 
     Raises:
-      TrainingError: there are none.
+      TrainingError: no loss takes labels that can be smoothed.
     """
     terms, smoothing = plan.goal.terms, plan.settings.label_smoothing
     if not smoothing:

@@ -39,7 +39,7 @@ def find_embeddings(model: Model) -> dict[str, float]:
     """Return the values that are embeddings of tokens, each with the factor that scales it.
 
     Raises:
-      TrainingError: there are none.
+      TrainingError: the model has no embeddings.
     """
     tokens = token_input(model, "neftune adds noise to embeddings")
     producers, tensors = model.graph.producers, model.tensors

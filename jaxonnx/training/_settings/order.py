@@ -41,7 +41,7 @@ class ModelArguments(
     QuantizeArguments,
     total=False,
 ):
-    """What is trained: a new head, the parameters, adapters, sparse or quantized weights."""
+    """Arguments that choose the tensors to train: a head, adapters, sparse or rounded weights."""
 
 
 class UpdateArguments(
@@ -55,7 +55,7 @@ class UpdateArguments(
     MeshArguments,
     total=False,
 ):
-    """What a step computes: metrics, random numbers, precision, devices, non-finite steps."""
+    """Arguments of a step's computation: metrics, precision, devices, non-finite steps."""
 
 
 class StepArguments(OptimizerArguments, ModelArguments, UpdateArguments, total=False):

@@ -1,4 +1,4 @@
-"""What a training step is made of, before it is built."""
+"""`Plan`: the parts of a training step, before it is built."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

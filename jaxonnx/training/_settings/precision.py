@@ -54,7 +54,7 @@ class PrecisionArguments(TypedDict, total=False):
 
 
 class LossScale(NamedTuple):
-    """What the loss is multiplied by while its gradient is taken."""
+    """The factor of the loss while its gradient is taken."""
 
     factor: jax.Array
     steps: jax.Array
