@@ -40,6 +40,7 @@ def as_pair(
     Raises:
       TrainingError: something is missing, is not numbers, or has another number of examples.
     """
+    # 1. inputs and targets as columns, of which some may be missing
     names, spare = [value.name for value in values], derived_inputs(values)
     needs = padding.needs if labels else Needs()
     spare = [*needs.complete, *spare]
@@ -55,6 +56,7 @@ def as_pair(
         y,
         is_leaf=lambda v: isinstance(v, list),
     )
+    # 2. inputs made of labels, masks and positions, and targets made of inputs
     for name, complete in needs.complete.items():
         inputs, targets = _complete_input(inputs, targets, names.index(name), complete, name, what)
     if all(array is None for array in inputs):
@@ -63,6 +65,7 @@ def as_pair(
     inputs = with_derived(inputs, values)
     if needs.derive is not None and not jax.tree.leaves(targets):
         targets = needs.derive(inputs, values, what)
+    # 3. refuse what is not numbers by example, in equal counts
     named = [(f"input {n!r}", a) for n, a in zip(names, inputs, strict=True)]
     whole = {f"input {value.name!r}" for value in values if value.whole}
     numbers = {f"input {value.name!r}" for value in values if value.shape == ()}

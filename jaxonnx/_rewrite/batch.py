@@ -153,7 +153,7 @@ def _find_changes(
     changes = _Changes()
     targets: dict[str, np.ndarray] = {}
 
-    # first pass, with the file's size: note the targets of Reshape that are known
+    # 1. with the file's size, note the targets of Reshape that are known
     def note_targets(node: Node, scope: Scope) -> Node:
         if node.op.name == "Reshape" and len(node.inputs) > 1 and node.outputs:
             target = scope[node.inputs[1]]
@@ -161,7 +161,7 @@ def _find_changes(
                 targets[node.outputs[0]] = target
         return node
 
-    # second pass, with another size: a target that stays the same may hold the file's size
+    # 2. with another size, a target that stays the same may hold the file's size
     def free_node(node: Node, scope: Scope) -> Node:
         first = node.outputs[0] if node.outputs else ""
         if first in targets and np.array_equal(scope[node.inputs[1]], targets[first]):
@@ -196,7 +196,7 @@ def _find_changes(
                 scope.values[_input_name(first, i)] = np.repeat(scope[row.name], count, row.axis)
         return changes.apply(node)
 
-    # the rest of this pass goes on with the new value, so that later nodes see the batch too
+    # the pass goes on with the new value, so that later nodes see the batch too
     def replace_input(first: str, position: int, value: np.ndarray, scope: Scope) -> None:
         changes.inputs[first, position] = scope.values[_input_name(first, position)] = value
 
@@ -276,6 +276,7 @@ def _write_changes(graph: GraphProto, inputs: list[str], changes: _Changes, size
 
     New constants become initializers without data, which `save` fills in.
     """
+    # 1. the symbolic batch in inputs and outputs
     ends = (*graph.input, *graph.output)
     batch = unused_name("batch", {d.dim_param for v in ends for d in v.type.tensor_type.shape.dim})
     for value in graph.input:
@@ -289,7 +290,7 @@ def _write_changes(graph: GraphProto, inputs: list[str], changes: _Changes, size
                 dim.Clear()
                 if a == size:
                     dim.dim_param = batch
-    # the shapes that the file records for its values hold the old batch size
+    # 2. new inputs of nodes; the shapes that the file records for its values hold the old size
     del graph.value_info[:]
     for node in graph.node:
         first = node.output[0] if node.output else ""
@@ -301,7 +302,7 @@ def _write_changes(graph: GraphProto, inputs: list[str], changes: _Changes, size
             for i in _INITIAL:
                 if i < len(node.input):
                     node.input[i] = ""
-    # a row is repeated right in front of its reader, as nodes must be sorted
+    # 3. rows, repeated right in front of their readers, as nodes must be sorted
     nodes = [*graph.node]
     del graph.node[:]
     for node in nodes:
@@ -331,6 +332,7 @@ def _compare(
       InputError: the results differ (the message names the first node whose values do), or both
         batches give the same, which shows nothing.
     """
+    # 1. two batches that differ in the inputs with a batch axis, and both as one
     batched = {v.name for v in inputs if v.shape and isinstance(v.shape[0], int)}
     draw = np.random.default_rng(0)
     halves: list[dict[str, np.ndarray]] = []
@@ -352,6 +354,7 @@ def _compare(
         n: np.concatenate([half[n] for half in halves]) if n in batched else x
         for n, x in halves[0].items()
     }
+    # 2. the axis along which each value grows with the batch
     rounds = any(node.op.name in ROUND_TOGETHER for node in old.graph.nodes)
     axes = {}
     for name, (a, b) in changes.shapes.items():
@@ -381,6 +384,7 @@ def _compare(
                 )
         return None
 
+    # 3. outputs that differ, and then the first value that does
     if output := find_mixed(old.graph.outputs):
         nodes = old.graph.nodes
         first = find_mixed(name for node in nodes for name in node.outputs) or output

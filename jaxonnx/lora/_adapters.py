@@ -283,6 +283,7 @@ class Adapters:
         base_model: str | None,
     ) -> None:
         """Write a folder of PEFT."""
+        # 1. refuse what PEFT has no form for
         others = {name: x for name, x in self.values.items() if name not in self._members}
         meanings = weights(model.graph, model.tensors) if model else {}
         whole = {n: meanings[n] for n in others if n in meanings and meanings[n].matrix}
@@ -301,6 +302,7 @@ class Adapters:
             )
         if model is None:
             self._refuse_rows("need the model as well: save(path, model)")
+        # 2. adapters of weights as those of modules, of which one may be several of these or a part
         changes = {}
         for name in self._without_rows:
             a, b = (np.asarray(self.values[member], np.float32) for member in pair(name))
@@ -333,6 +335,7 @@ class Adapters:
             moved[block.target] = files.fold_convolution(moved[block.target], shape, groups)
         lookups = {name for name, place in self.layouts.items() if place.lookup}
         tables = {block.target for block in blocks if block.source in lookups}
+        # 3. tensors that were trained whole, and biases
         full: dict[str, np.ndarray] = {}
         for block in (block for block in blocks if block.source in whole):
             if not block.rows == heights[block.target] == rows[block.source]:

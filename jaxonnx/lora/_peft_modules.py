@@ -50,6 +50,8 @@ def read(
       InputError: a module without a weight, or what is not LoRA.
       ModelError: the file is damaged.
     """
+    # 1. the rows of weights that are rows of a module, by each way in which modules are named; the
+    # first way, of the model's own type, goes before others
     modules, rows, fused = find_matrices(model, names)
     places: dict[str, list[Block]] = {}
     layouts = [
@@ -62,7 +64,7 @@ def read(
             module = files.plain_name(block.target)
             targets.setdefault(module, []).append(block._replace(target=module).invert())
         places = targets | places
-    # entries of transformers' vectors (sources) in those of the file (targets)
+    # 2. likewise the entries of transformers' vectors (sources) in those of the file (targets)
     candidates = [name for name, tensor in model.tensors.items() if tensor.ndim]
     vectors = {}
     for blocks in layouts:
@@ -83,6 +85,7 @@ def read(
         for module, blocks in [*places.items()]
         if module.endswith(HEAD) and blocks[0].target in tied
     }
+    # 3. the changes of modules in the file, less those that training began with (PiSSA, OLoRA)
     contents = files.read(path, places, tied)
     changes, scales, tables = contents.changes, contents.scales, contents.tables
     meanings = weights(model.graph, model.tensors)
@@ -92,6 +95,7 @@ def read(
             a, b, norms = changes[module]
             start_a, start_b = _decompose(matrix, len(a), scales[module], contents.settings)
             changes[module] = np.concatenate([a, start_a]), np.hstack([b, -start_b]), norms
+    # 4. tables the other way round, and norms of modules in one matrix with those that DoRA changes
     for module in changes:
         name = places[module][0].target
         place = meanings[name].matrix
@@ -105,6 +109,7 @@ def read(
     alone = [m for m in changes if places[m][0].target in tied]
     if alone:
         raise InputError(f"'{os.fspath(path)}' adapts '{alone[0]}': {files.describe_ties(tied)}")
+    # 5. trained rows of tables, as differences from the rows of the model
     tokens = dict(contents.tokens)
     for module, trained in contents.tokens.items():  # PEFT trains those of a tied layer, too
         matrix = _read_matrix(path, model, module, places)
@@ -130,7 +135,7 @@ def read(
         factors = (chosen, difference.T) if place.lookup else (difference, chosen)
         trained_rows |= dict(zip(pair(block.target), factors, strict=True))
         changes.pop(module, None)
-    # where modules differ, those of another scale than most have the quotient in B
+    # 6. one scale: where modules differ, those of another scale than most have the quotient in B
     scale = max([*scales.values()], key=[*scales.values()].count, default=1.0)
     for module, (a, b, norms) in changes.items():
         if scales[module] != scale:

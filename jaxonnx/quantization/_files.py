@@ -388,6 +388,7 @@ def unfold(
       The new file, the float tensors by name, and zero points that it adds, which set the type that
       a QuantizeLinear rounds to.
     """
+    # 1. the integers that weights are stored in, and the record of what `fold` had
     stored = {
         use.name
         for use in uses(graph, tensors)
@@ -403,6 +404,7 @@ def unfold(
     folds, names, biases = [], dict(entry.names), []
     times = count_readers(proto.graph)
     values = {n for node in proto.graph.node for n in node.output}
+    # 2. each becomes a float tensor: a bias alone, a weight in front of a QuantizeLinear
     for node in [*file.graph.node]:
         if node.op_type != "DequantizeLinear" or node.input[0] not in stored:
             continue
@@ -438,12 +440,13 @@ def unfold(
         file.graph.node.append(inverse)
         folds.append(name)
         floats[weight] = value
-    # some exporters leave weights in floating point, and so does `fold` then; a scalar is none
+    # 3. some exporters leave weights in floating point, and so does `fold` then; a scalar is none
     names |= {
         node.output[0]: node.input[0]
         for node in proto.graph.node
         if node.op_type == "QuantizeLinear" and np.ndim(tensors.get(node.input[0], 0))
     }
+    # 4. the file with these tensors, and its record
     for name, value in (floats | points).items():
         file.add_tensor(name, value)
     result = file.finish()

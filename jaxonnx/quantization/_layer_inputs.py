@@ -115,6 +115,7 @@ def visit(
       InputError: the activation is not finite.
     """
     graph = model.graph
+    # 1. the last reader of each value, the node of each stop, and a scope for each batch
     last = {name: i for i, node in enumerate(graph.nodes) for name in node.reads}
     last |= dict.fromkeys(graph.outputs, -1)  # nothing needs the outputs
     place = {id(node): i for i, node in enumerate(graph.nodes)}
@@ -124,6 +125,7 @@ def visit(
         for inputs in _supply_inputs(model, examples)
     ]
     tokens = find_token_axes(model, [group.value for group in groups], examples)
+    # 2. from stop to stop: step all batches, and sum the products and sizes of the rows
     start = 0
     for group, stop in sorted(zip(groups, stops, strict=True), key=lambda pair: pair[1]):
         total, magnitude, count = 0.0, 0.0, 0
@@ -152,6 +154,7 @@ def visit(
                 "some example of the calibration data"
             )
         yield group, Inputs(mean, np.asarray(magnitude) / max(count, 1))
+        # 3. the caller may have replaced the weights: renew their views
         operands = [use.node.inputs[use.position] for use in group.uses]
         needed = ancestors(graph.nodes, operands)
         views = [node for node in graph.nodes[:stop] if not needed.isdisjoint(node.outputs)]

@@ -128,8 +128,8 @@ def _round(
     Returns:
       The new tensors of codes, scales and (if there are any) zero points, and the error.
     """
-    # arrays below are (rows, groups, members) or (rows, groups); `present` marks the members that
-    # are columns of the matrix, the others pad a group
+    # 1. The changed matrix by groups. Arrays below are (rows, groups, members) or (rows, groups);
+    # `present` marks the members that are columns of the matrix, the others pad a group.
     present = grid.groups >= 0
     columns = grid.groups[present]
 
@@ -177,7 +177,8 @@ def _round(
             fitted = np.divide((parts * target).sum(axes), norm, out=fitted.copy(), where=norm > 0)
             yield (*nearest(fitted if grid.negative else np.abs(fitted), shift), shift)
 
-    # the start is the unchanged matrix, so that groups without a change keep their codes
+    # 2. For each group the candidate of the least error. The start is the unchanged matrix, so that
+    # groups without a change keep their codes.
     least = error(best, scale, zero)
     for fitted, codes, shift in candidates(scale, zero):
         lost = error(codes, fitted, shift)
@@ -289,6 +290,7 @@ def read_grid(
       codes, scale, zero: the tensors of the file.
       index: the group of each column, where groups are not adjacent columns.
     """
+    # 1. the axis that has the scales, and the order of axes in which it is the rows or the columns
     shape, vector = storage.shape, storage.in_channels
     # products of integers take one scale beside zero points per column, and the reverse
     count = max(scale.size, 1 if zero is None else zero.size) if vector else scale.size
@@ -312,6 +314,7 @@ def read_grid(
         order.insert(len(order) if turned else 0, order.pop(axis))
         return np.moveaxis(x.reshape(order), turned, axis)
 
+    # 2. the codes as rows, and the columns of each group
     rows = arrange(np.asarray(storage.unpack(codes, shape)))
     each = 1 if vector else count // len(rows)  # groups of a row
     if index is not None and index.size:
@@ -324,6 +327,7 @@ def read_grid(
         block = min((storage.block or -(-width // each)) if each > 1 else width, width)
         numbers = np.arange(-(-width // block) * block)
         groups = np.where(numbers < width, numbers, -1).reshape(-1, block)
+    # 3. scales and zero points as (rows, groups), and back
     divided = [each if i == place else n for i, n in enumerate(shape)]
 
     def arrange_scales(x: np.ndarray) -> np.ndarray:

@@ -458,7 +458,7 @@ def observe(
       values: the names of the activations.
       batches: inputs, in the order of the model's. Padding does not count.
     """
-    # the program returns the measured values behind the outputs of the graph
+    # 1. a program that returns the measured values behind the outputs of the graph
     measured = [*values]
     program, first = model.program.with_values(measured), len(model.graph.outputs)
     names = [value.name for value in model.inputs]
@@ -480,6 +480,7 @@ def observe(
         samples = [take_sample(jnp.where(k, x, jnp.nan)) for x, k in pairs]
         return (limits, samples, [x.size for x in floats]), sample_outputs(model, outputs[:first])
 
+    # 2. ranges, samples and sizes of each batch, joined
     parts, outputs = [], []
     for inputs in batches:
         part, results = read(model.params, model.state, tuple(inputs))

@@ -93,6 +93,7 @@ def find_sites(model: Network, dtypes: Mapping[str, np.dtype], scheme: Quantizat
       InputError: there is no weight to quantize, `where` or `skip` match nothing, or onnxruntime
         refuses products of integers with 8-bit weights in blocks.
     """
+    # 1. the weights, of which `where` and `skip` choose
     graph, tensors, factors = model.graph, model.tensors, model._factors
     constants = model.program.constants
     weights = {n: s for n, s in find_weights(graph, tensors).items() if n not in constants}
@@ -118,6 +119,7 @@ def find_sites(model: Network, dtypes: Mapping[str, np.dtype], scheme: Quantizat
                 f"{', '.join(wrong)} in blocks of 8 bits: leave out block=, or pass "
                 "activations=None or weights='int4'"
             )
+    # 2. the values that products read, or (in the manner of QNN) any node
     quantized = {*weights}  # with their views (Transpose, Reshape, Cast...)
     for node in graph.nodes:
         if node.op.view and node.inputs[0] in quantized:
@@ -160,6 +162,7 @@ def find_sites(model: Network, dtypes: Mapping[str, np.dtype], scheme: Quantizat
                 biases.append(Bias(bias, value, weight))
     if scheme.dialect == "onnxruntime":
         _add_reads(graph, tensors, reads, is_activation, floats)
+    # 3. the biases that become int32: nothing else reads them
     times = Counter(name for node in graph.nodes for name in node.reads)
     alone = tuple(
         bias
@@ -169,6 +172,7 @@ def find_sites(model: Network, dtypes: Mapping[str, np.dtype], scheme: Quantizat
         # with blocks along the inputs a channel has several weight scales
         if not (scheme.block and weights[bias.weight].in_blocks)
     )
+    # 4. the values with a range, and those that share one with the value they have numbers of
     outputs: tuple[str, ...] = ()
     if scheme.dialect == "qnn":
         outputs = tuple(n for n in graph.outputs if n in graph.producers and is_activation(n))

@@ -170,6 +170,7 @@ def move_ranges(model: N, schedule: Schedule) -> tuple[N, int]:
     Returns:
       The model, and the number of moving ranges.
     """
+    # 1. a counter of steps, and a MovingRange in place of each scale of activations
     graph, tensors = model.graph, model.tensors
     file = Editor(model.proto, {*tensors, *graph.inputs})
     main = file.graph
@@ -196,8 +197,8 @@ def move_ranges(model: N, schedule: Schedule) -> tuple[N, int]:
         for name in filter(None, (scale, zero_point)):
             remove_tensor(main, name)
     if schedule.start:
-        # BeginRounding selects between a value and its rounded copy, and takes over the name that
-        # the readers of the rounded one have
+        # 2. BeginRounding selects between a value and its rounded copy, and takes over the name
+        # that the readers of the rounded one have
         quantizers = {
             node.output[0]: node for node in main.node if node.op_type == "QuantizeLinear"
         }
