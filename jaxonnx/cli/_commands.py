@@ -79,7 +79,7 @@ def validate(options: argparse.Namespace) -> Report:
         model = reading.read(options)
     data, preprocess = None, {}
     if options.data is not None:
-        data, preprocess = reading.unlabeled(options.data, jaxonnx.load(model), options)
+        data, preprocess = reading.read_unlabeled(options.data, jaxonnx.load(model), options)
     result = jaxonnx.validate(
         model,
         data,
@@ -181,7 +181,7 @@ def quantize(options: argparse.Namespace) -> Report:
         if isinstance(options.validation, Path):
             more["validation"], _ = reading.data(options.validation, model, options)
     else:
-        data, preprocess = reading.unlabeled(where, model, options)
+        data, preprocess = reading.read_unlabeled(where, model, options)
         more |= preprocess
     quantized = jaxonnx.quantize(model, data, scheme, **more)
     if reading.image_options(options):
@@ -199,7 +199,7 @@ def sensitivity(options: argparse.Namespace) -> Report:
     model, where = reading.read(options), reading.examples(options)
     if options.plot is not None:
         check_writable(options.plot)
-    data, preprocess = reading.unlabeled(where, model, options)
+    data, preprocess = reading.read_unlabeled(where, model, options)
     values = collect_values(options, "sensitivity")
     result = jaxonnx.sensitivity(model, data, **values, **preprocess)
     if options.plot is not None:

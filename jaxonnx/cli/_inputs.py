@@ -127,7 +127,9 @@ def data(path: Path, model: Model, options: argparse.Namespace) -> tuple[Any, bo
     return (pixels, *rest), True
 
 
-def unlabeled(path: Path, model: Model, options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
+def read_unlabeled(
+    path: Path, model: Model, options: argparse.Namespace
+) -> tuple[Any, dict[str, Any]]:
     """Return the inputs of a file, or the path of a folder and the preparation of its pictures."""
     if table(path) is None:
         return path, {"preprocess": image_options(options) or None} if has_pictures(path) else {}

@@ -29,12 +29,12 @@ from jaxonnx._jaxpr import bind_equation, interpret
 def separate_heads(function: Callable) -> Callable:
     """Rewrite a function so that it splits heads by reshaping weights, not activations."""
 
-    def changed(*args):
+    def evaluate(*args):
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
         results = interpret(closed, _step, jax.tree.leaves(args), enter=lambda _: None)
         return jax.tree.unflatten(jax.tree.structure(shape), map(_array, results))
 
-    return changed
+    return evaluate
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,12 +184,12 @@ def _once(function: Callable[[], Any]) -> Callable[[], Any]:
     """Return a function that calls `function` at its first call, and returns that result again."""
     results: list = []
 
-    def cached():
+    def call_once():
         if not results:
             results.append(function())
         return results[0]
 
-    return cached
+    return call_once
 
 
 _RULES: dict[str, Callable] = {

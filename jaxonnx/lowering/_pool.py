@@ -117,15 +117,15 @@ def _(taps, primals, tangents):
 
     # two equal tangents: taken from the winner of each window, or by the derivative of the
     # instruction
-    def gathered(x, y, dx):
+    def take_winners(x, y, dx):
         return contract(Choice(taps), 2, winner_p.bind(x, y, taps=taps), dx)
 
-    def instructed(x, y, dx):
+    def derive_instruction(x, y, dx):
         return jax.jvp(partial(_reduce_max, taps=taps), (x,), (dx,))[1]
 
-    on_tpu = instructed if _has_instruction(taps) else gathered
+    on_tpu = derive_instruction if _has_instruction(taps) else take_winners
     fixed = map(lax.stop_gradient, (x, y))
-    return y, lax.platform_dependent(*fixed, dx, tpu=on_tpu, default=gathered)
+    return y, lax.platform_dependent(*fixed, dx, tpu=on_tpu, default=take_winners)
 
 
 def _taps(x, window, channels: int) -> Taps:

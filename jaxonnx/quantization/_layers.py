@@ -131,12 +131,12 @@ def _measure(
             (float(low.min()), float(high.max())),
             None,
         )
-    for name, share in _clipped(model, quantizers, limits, inputs).items():
+    for name, share in _measure_clipping(model, quantizers, limits, inputs).items():
         result[name] = replace(result[name], clipped=share)
     return result
 
 
-def _clipped(
+def _measure_clipping(
     model: Network, quantizers: Mapping[str, Node], limits: Mapping[str, Any], inputs: Any
 ) -> dict[str, float]:
     """Return the fraction of each tensor's elements outside of its limits, by QuantizeLinear.

@@ -99,12 +99,12 @@ def write_report(
     configuration: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the page; `Result.report` has the arguments."""
-    text = "\n".join(_page(result, configuration))
+    text = "\n".join(_write_page(result, configuration))
     with write_atomically(path) as file:
         file.write_text(text, "utf-8")
 
 
-def _page(result: ReportSource, configuration: Mapping[str, Any] | None) -> Iterator[str]:
+def _write_page(result: ReportSource, configuration: Mapping[str, Any] | None) -> Iterator[str]:
     model, history = result.model, result.history
     title = f"Training of {model.proto.graph.name or 'a model'}"
     yield "<!doctype html>"
@@ -114,40 +114,42 @@ def _page(result: ReportSource, configuration: Mapping[str, Any] | None) -> Iter
     yield f"<h1>{escape(title)}</h1>"
     yield from (f"<p>{escape(line)}</p>" for line in (str(history), *history.notes))
     yield "<h2>Curves</h2>"
-    yield _picture("curves of losses and metrics", history.plot)
-    yield from _epochs(history)
+    yield _draw_picture("curves of losses and metrics", history.plot)
+    yield from _list_epochs(history)
     matrix = confusion(result)
     if matrix is not None:
         yield "<h2>Confusion matrix of the validation data</h2>"
-        yield _picture("confusion matrix", matrix.plot, (6, 5))
+        yield _draw_picture("confusion matrix", matrix.plot, (6, 5))
         yield f"<details><summary>Counts</summary><pre>{escape(str(matrix))}</pre></details>"
     yield "<h2>Layers</h2>"
-    yield from _layers(result)
-    yield from _rounded(result)
+    yield from _list_layers(result)
+    yield from _list_rounded(result)
     if configuration is None:
         configuration = {} if result.run is None else list_changed(result.run.settings)
     if configuration:
         yield "<h2>Configuration</h2>"
-        yield from _table(
+        yield from _write_table(
             ("setting", "value"), [(k, format_setting(v)) for k, v in configuration.items()]
         )
     yield "<h2>Versions</h2>"
-    yield from _table(("", ""), list_versions())
+    yield from _write_table(("", ""), list_versions())
     yield "</body></html>"
 
 
-def _epochs(history: History) -> Iterator[str]:
+def _list_epochs(history: History) -> Iterator[str]:
     names = list(dict.fromkeys(n for row in history.epochs for n in row if "/" not in n))
     rows = [[row.get(name, "") for name in names] for row in history.epochs]
     yield "<details><summary>Metrics of each epoch</summary>"
-    yield from _table(names, rows)
+    yield from _write_table(names, rows)
     if history.events:
         heads = ("step", "event", "why")
-        yield from _table(heads, [[event[name] for name in heads] for event in history.events])
+        yield from _write_table(
+            heads, [[event[name] for name in heads] for event in history.events]
+        )
     yield "</details>"
 
 
-def _layers(result: ReportSource) -> Iterator[str]:
+def _list_layers(result: ReportSource) -> Iterator[str]:
     """Yield a table of tensors by the layer that first uses each."""
     model = result.model
     learned = {**model.params, **model.state}
@@ -166,16 +168,16 @@ def _layers(result: ReportSource) -> Iterator[str]:
         shape = " x ".join(map(str, x.shape)) or "scalar"
         zeros = f"{float(np.mean(np.asarray(x) == 0)):.0%}" if x.size else ""
         layer, operator = places.get(name, ("", ""))
-        status = _status(result, name)
+        status = _describe_status(result, name)
         rows.append([layer, operator, name, shape, x.size, status, moved, zeros])
     heads = ("layer", "operator", "tensor", "shape", "size", "", "change", "zeros")
-    yield from _table(heads, rows)
+    yield from _write_table(heads, rows)
     trained = sum(x.size for x in model.params.values())
     frozen = sum(x.size for x in model.state.values())
     yield f"<p><small>{trained:,} parameters trained, {frozen:,} frozen.</small></p>"
 
 
-def _rounded(result: ReportSource) -> Iterator[str]:
+def _list_rounded(result: ReportSource) -> Iterator[str]:
     """Draw the rounded inputs of the layers of a quantized network, and list them in a table."""
     model, batch = _fit_to_validation(result)
     layers = list_layers(model, None if batch is None else batch.inputs)
@@ -183,7 +185,7 @@ def _rounded(result: ReportSource) -> Iterator[str]:
         return
     yield "<h2>Ranges</h2>"
     height = 1.5 + 0.3 * len(layers)
-    yield _picture("ranges of layers", lambda axes: plot_ranges(layers, axes), (9, height))
+    yield _draw_picture("ranges of layers", lambda axes: plot_ranges(layers, axes), (9, height))
     scales = "smallest scale", "largest scale"
     heads = ("layer", "operator", "tensor", "type", "scales", *scales, "range", "clipped")
     rows = []
@@ -193,12 +195,12 @@ def _rounded(result: ReportSource) -> Iterator[str]:
             ends = f"{tensor.range[0]:.4g} to {tensor.range[1]:.4g}"
             cells = (tensor.name, tensor.type, tensor.scales, *tensor.scale, ends, clipped)
             rows.append([layer.name, layer.operator, *cells])
-    yield from _table(heads, rows)
+    yield from _write_table(heads, rows)
     seen = "the first batch of the validation data" if batch is not None else "weights only"
     yield f"<p><small>Clipped values are counted on {seen}.</small></p>"
 
 
-def _status(result: ReportSource, name: str) -> str:
+def _describe_status(result: ReportSource, name: str) -> str:
     """Return the status of a tensor: trained, frozen, sparse."""
     model = result.model
     if name not in model.params:
@@ -283,16 +285,16 @@ def list_versions() -> list[tuple[str, str]]:
     return versions
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> Iterator[str]:
+def _write_table(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> Iterator[str]:
     yield "<div class='wide'><table>"
     if any(heads):
         yield f"<tr>{''.join(f'<th>{escape(head)}</th>' for head in heads)}</tr>"
     for row in rows:
-        yield f"<tr>{''.join(map(_cell, row))}</tr>"
+        yield f"<tr>{''.join(map(_write_cell, row))}</tr>"
     yield "</table></div>"
 
 
-def _cell(value: Any) -> str:
+def _write_cell(value: Any) -> str:
     if isinstance(value, int | float):
         text = f"{value:,}" if isinstance(value, int) else f"{value:.5g}"
         return f"<td class='number'>{text}</td>"
@@ -301,7 +303,7 @@ def _cell(value: Any) -> str:
     return f"<td{kind}>{escape(value)}</td>"
 
 
-def _picture(title: str, plot: Any, size: tuple[float, float] = (9, 4.5)) -> str:
+def _draw_picture(title: str, plot: Any, size: tuple[float, float] = (9, 4.5)) -> str:
     """Return a drawing as an SVG inside of an `img`, so that its names meet no other's."""
     try:
         from matplotlib.figure import Figure
@@ -367,17 +369,17 @@ def _list_sections(result: ReportSource, base: str) -> Iterator[str]:
     settings = list_changed(run.settings) if run else {}
     about |= {name: format_setting(value) for name, value in settings.items()}
     yield "\n## Training\n"
-    yield from _markdown_table(("setting", "value"), [(k, v) for k, v in about.items() if v])
+    yield from _write_markdown_table(("setting", "value"), [(k, v) for k, v in about.items() if v])
     if history.epochs:
         names = dict.fromkeys(n for row in history.epochs for n in row if "/" not in n)
         yield "\n## Losses and metrics\n"
         rows = [[format_setting(row.get(name, "")) for name in names] for row in history.epochs]
-        yield from _markdown_table([*names], rows)
+        yield from _write_markdown_table([*names], rows)
     yield "\n## Versions\n"
-    yield from _markdown_table(("package", "version"), list_versions())
+    yield from _write_markdown_table(("package", "version"), list_versions())
 
 
-def _markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+def _write_markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
     for row in (heads, ["---"] * len(heads), *rows):
         yield f"| {' | '.join(str(x).replace('|', '/') for x in row)} |"
 

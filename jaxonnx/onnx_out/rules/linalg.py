@@ -41,8 +41,8 @@ def contract(g: Nodes, x: Any, y: Any, numbers: Any, shape: Any) -> Any:
       shape: that of the result.
     """
     (x_sum, y_sum), (x_batch, y_batch) = (tuple(map(tuple, pair)) for pair in numbers)
-    x_free = _others(x.ndim, x_sum, x_batch)
-    y_free = _others(y.ndim, y_sum, y_batch)
+    x_free = _find_free_axes(x.ndim, x_sum, x_batch)
+    y_free = _find_free_axes(y.ndim, y_sum, y_batch)
     if x.ndim == y.ndim == 2 and len(x_sum) == 1 and not x_batch and x.dtype.kind == "f":
         (x, first), (y, second) = _as_stored(x, x_sum[0] == 0), _as_stored(y, y_sum[0] == 1)
         return g.product(x, first, y, second, shape)
@@ -67,7 +67,7 @@ def _as_stored(x: Any, turned: bool) -> tuple[Any, bool]:
     return x.turned[0], not turned
 
 
-def _others(ndim: int, *taken: tuple) -> tuple:
+def _find_free_axes(ndim: int, *taken: tuple) -> tuple:
     """Return the axes that are in none of the groups."""
     return tuple(i for i in range(ndim) if not any(i in axes for axes in taken))
 

@@ -283,15 +283,15 @@ def _bits(x, unsigned):
     finite = jnp.isfinite(x)
     least = wide.type(2.0 ** (1 - bias))
     normal = jnp.where(finite & (size >= least), size, 1)
-    # the logarithm may round across a power of two: `scaled` must be in [1, 2), correct by one
+    # the logarithm may round across a power of two: `scale` must be in [1, 2), correct by one
     exponent = jnp.floor(jnp.log(normal) * wide.type(1 / np.log(2)))
 
-    def scaled(exponent):  # by two powers of two, as a single one may over- or underflow
+    def scale(exponent):  # by two powers of two, as a single one may over- or underflow
         half = jnp.floor(exponent / 2)
         return normal * jnp.power(two, -half) * jnp.power(two, half - exponent)
 
-    exponent = exponent + (scaled(exponent) >= 2) - (scaled(exponent) < 1)
-    fraction = ((scaled(exponent) - 1) * wide.type(2.0**digits)).astype(as_type)
+    exponent = exponent + (scale(exponent) >= 2) - (scale(exponent) < 1)
+    fraction = ((scale(exponent) - 1) * wide.type(2.0**digits)).astype(as_type)
     bits = ((exponent.astype(jnp.int32) + bias).astype(as_type) << as_type(digits)) | fraction
     # a subnormal number is its fraction in units of 2^(1 - bias - digits); the factor may overflow
     up = bias - 1 + digits

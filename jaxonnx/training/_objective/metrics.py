@@ -144,7 +144,7 @@ def _divide(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.where(b > 0, a / jnp.where(b > 0, b, 1), 0)
 
 
-def _right(decisions: Choices | Answers) -> Sums:
+def _count_right(decisions: Choices | Answers) -> Sums:
     if isinstance(decisions, Choices):
         right = decisions.scores.argmax(1) == decisions.labels
     else:
@@ -256,7 +256,7 @@ def _r_squared(sums: _Moments) -> jax.Array:
 
 
 _CLASSES = {
-    "accuracy": (_right, _ratio),
+    "accuracy": (_count_right, _ratio),
     "dice": (_confusion, _macro(lambda n: _divide(2 * n.both, n.chosen + n.true))),
     "f1": (_confusion, _macro(lambda n: _divide(2 * n.both, n.chosen + n.true))),
     "iou": (_confusion, _macro(lambda n: _divide(n.both, n.chosen + n.true - n.both))),
