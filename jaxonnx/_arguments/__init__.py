@@ -15,14 +15,14 @@ from jaxonnx._arguments.declare import (
     documented,
     list_arguments,
 )
-from jaxonnx._arguments.model import (
+from jaxonnx._arguments.run import Hook, RunArguments
+from jaxonnx._arguments.step import (
     RATE,
+    BasicArguments,
     LossArguments,
     Optimizer,
     OptimizerArguments,
 )
-from jaxonnx._arguments.run import Hook, RunArguments
-from jaxonnx._arguments.step import BasicArguments
 
 OPTIMIZERS = list_arguments(LossArguments)["optimizer"].choices
 """The optimizers that have a name."""

@@ -17,8 +17,7 @@ from jaxonnx._data.images import decode, measure
 from jaxonnx._data.kinds import drop_nones
 from jaxonnx._data.ragged import LazyColumn
 from jaxonnx._graph.bind import bind
-from jaxonnx._rewrite.network import Network
-from jaxonnx._rewrite.outputs import cut
+from jaxonnx._rewrite.network import Network, cut
 from jaxonnx._run.shapes import evaluate_shapes
 from jaxonnx._safe_read import wrap_errors
 from jaxonnx.errors import InputError, TrainingError

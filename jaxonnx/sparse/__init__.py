@@ -11,9 +11,6 @@ from jaxonnx.sparse._layers import (
     plot_masks,
     record,
 )
-
-# for other rooms of the package
-from jaxonnx.sparse._masks import from_bits, mask, to_bits
 from jaxonnx.sparse._nm import Pattern
 from jaxonnx.sparse._pack import (
     INDEX,
@@ -26,7 +23,9 @@ from jaxonnx.sparse._pack import (
     unpack,
     unpack_mask,
 )
-from jaxonnx.sparse._pattern import SparsityPattern, parse, register
+
+# for other rooms of the package
+from jaxonnx.sparse._pattern import SparsityPattern, from_bits, mask, parse, register, to_bits
 from jaxonnx.sparse._products import (
     pack_matrix,
     prepare_products,

@@ -23,9 +23,8 @@ import optax
 from jaxonnx._require import check_arguments
 from jaxonnx.errors import SparsityError
 from jaxonnx.sparse._layers import Patterns, Select, goals, layers
-from jaxonnx.sparse._masks import to_bits
 from jaxonnx.sparse._nm import Pattern, soft_threshold
-from jaxonnx.sparse._pattern import kept_share
+from jaxonnx.sparse._pattern import kept_share, to_bits
 from jaxonnx.sparse._three_phase import ThreePhaseState, make_update, pick, replace
 
 

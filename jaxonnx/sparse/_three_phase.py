@@ -30,8 +30,7 @@ from jaxonnx._arrays import like, on_auto_axes, to_host
 from jaxonnx._require import check_arguments
 from jaxonnx.errors import SparsityError
 from jaxonnx.sparse._layers import Goal, Patterns, Select, by_name, goals, layers, name_of
-from jaxonnx.sparse._masks import from_bits, mask, run_unfused, to_bits
-from jaxonnx.sparse._pattern import kept_share, parse
+from jaxonnx.sparse._pattern import from_bits, kept_share, mask, parse, run_unfused, to_bits
 
 _FOREVER = np.iinfo(np.int32).max
 """A step that the counter, which saturates, does not pass."""

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from jaxonnx import sparse
 from jaxonnx.errors import SparsityError
-from jaxonnx.sparse import _masks as masks
 from jaxonnx.sparse import _nm as nm
+from jaxonnx.sparse import _pattern as masks
 from jaxonnx.sparse._pattern import parse
 from tests.support.lazy_cases import Module
 
