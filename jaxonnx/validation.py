@@ -1,4 +1,4 @@
-"""`validate`: what a user can prove about a model on the machine at hand, as one table."""
+"""`validate`: checks of a model against onnxruntime on the machine at hand, as one table."""
 
 from __future__ import annotations
 

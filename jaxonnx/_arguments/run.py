@@ -159,7 +159,7 @@ class RunArguments(TypedDict, total=False):
         Argument(
             form="FILE...",
             flag="log",
-            expected="a function (step, metrics), or a list of such functions",
+            expected="a function (step, metrics), or a list of them",
             words="Log to a .csv or .jsonl file, a TensorBoard folder, wandb:NAME or mlflow:NAME",
         ),
     ]

@@ -116,7 +116,7 @@ class Integers(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """Whether ties explain what differs."""
+        """Whether ties explain the differences."""
         return self.gap <= 1 and self.unequal <= TIES * self.count and self.outputs.ok
 
 

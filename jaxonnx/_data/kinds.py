@@ -66,7 +66,7 @@ class Rows:
             yield where, self.rename(row)
 
     def rename(self, row: Any) -> Any:
-        """Give the columns of a row their new names, and drop what Arrow has filled in."""
+        """Give the columns of a row their new names, and drop nulls that Arrow has filled in."""
         if not (isinstance(row, Mapping) and (self.names or self.fills_gaps)):
             return row
         columns = {self.names.get(name, name): value for name, value in row.items()}
@@ -204,7 +204,7 @@ class Data:
         return samples
 
     def choose_loss(self, model: Any) -> tuple[str, str] | None:
-        """Return the usual loss of this kind on a model, and what it is the default for."""
+        """Return the usual loss of this kind on a model, and a name of the data for the notes."""
         return None
 
     @property

@@ -249,7 +249,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Padding:
-    """Settings of `train` for padding sequences, and what losses need of the data."""
+    """Settings of `train` for padding sequences, and the needs of its losses."""
 
     pad: Mapping[str, Any] = field(default_factory=dict)
     """Padding values of inputs and targets, by name."""

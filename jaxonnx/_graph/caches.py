@@ -1,4 +1,4 @@
-"""Find what inputs of decoders are: caches that an output continues, and rows of a table.
+"""Find inputs of decoders by their role: caches that an output continues, rows of a table.
 
 Caches are found by the graph: a value carries the input of the graph that it continues: behind
 views, behind Concat and scatters, and at the outputs of operators with a past (`Op.pasts`). An

@@ -1,4 +1,4 @@
-"""Guess from the file what an exporter optimized for inference, such as folded BatchNormalization.
+"""Guess an exporter's optimizations for inference, such as folded BatchNormalization.
 
 A file does not say that BatchNormalization was folded into a convolution, or that Dropout was left
 out. The guesses here rest on these traces. Each can deceive, and a file without them may have been
@@ -108,7 +108,7 @@ def _metadata(node: NodeProto, key: str) -> str:
 
 
 def notes(graph: GraphProto, drops: bool) -> Iterator[str]:
-    """Yield notes for the user on what these traces mean for training.
+    """Yield notes on the consequences of these traces for training.
 
     Args:
       graph: the graph as the file has it.

@@ -1,4 +1,4 @@
-"""Edit graphs: append nodes under unused names, sort them, find and rename what they read."""
+"""Edit graphs: append nodes under unused names, sort them, find and rename their inputs."""
 
 import heapq
 from collections import Counter

@@ -55,7 +55,7 @@ def register(kind: K) -> K:
 
 
 def find(source: Any, **choices: str | None) -> tuple[Format, Any]:
-    """Find a network: its format, and what that reads.
+    """Find a network: its format, and the files that this reads.
 
     Args:
       source: as `load` takes it.

@@ -51,7 +51,7 @@ class Companion:
         return False
 
     def save(self, path: str | os.PathLike[str], graph: Graph, classes: Sequence[str] = ()) -> None:
-        """Write a network with other weights, and what lies beside it.
+        """Write a network with other weights, and the files beside it.
 
         Args:
           path: one that `accepts`.

@@ -36,7 +36,7 @@ _INTERNAL = re.compile(
 
 
 def warn(_: str, text: str) -> None:
-    """Warn the user of what an evaluation noticed (a `Context.note`)."""
+    """Warn the user of a condition that an evaluation noticed (a `Context.note`)."""
     warnings.warn(text, stacklevel=2)
 
 

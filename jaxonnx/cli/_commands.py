@@ -1,4 +1,4 @@
-"""The commands, each a function from options to a report, and what runs one."""
+"""The commands, each a function from options to a report, and the function that runs one."""
 
 import argparse
 import json

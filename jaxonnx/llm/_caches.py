@@ -194,7 +194,7 @@ def _is_attention(node: Node, products: Mapping[str, int]) -> bool:
 def _find_positions(
     graph: Graph, products: Mapping[str, int], constants: Collection[str]
 ) -> list[Node] | None:
-    """Find the nodes that look up what a position has in a table.
+    """Find the nodes that look up the row of a position in a table.
 
     A position is known while compiling, and depends on the length of the caches. None if a node
     computes with such a number and the data, unless it is a size or a bias of scores.

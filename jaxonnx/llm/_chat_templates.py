@@ -71,7 +71,7 @@ class Chat:
 
 
 class _Template(NamedTuple):
-    """A compiled template, and what its text says of it."""
+    """A compiled template, with the properties that its text shows."""
 
     compiled: Any
     variables: frozenset[str]

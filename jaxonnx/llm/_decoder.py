@@ -319,7 +319,7 @@ class Decoder:
         if not rows or not all(
             row.ndim == 1 and row.size and row.dtype.kind in "iu" for row in rows
         ):
-            raise InputError("tokens to continue are integers, [length] or a list of such")
+            raise InputError("prompts must be integer arrays of shape [length], or a list of them")
         name = name or self._prompt_input
         count = next(value.rows for value in self._inputs if value.name == name)
         for number, row in enumerate(rows):

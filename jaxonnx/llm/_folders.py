@@ -45,7 +45,7 @@ _TASKS = {
 
 @dataclass(frozen=True)
 class ModelFolder(Companion):
-    """A folder with a model in one file, and what goes with it.
+    """A folder with a model in one file, its configuration and its tokenizer.
 
     A subclass is of a model in several files, which are one graph in memory.
     """
@@ -164,7 +164,7 @@ class ModelFolder(Companion):
 
     @property
     def task(self) -> str:
-        """The hub's name of what the model does; empty if no configuration tells."""
+        """The hub's name of the model's task; empty if no configuration tells."""
         if self.read_json(GENAI):
             return "text-generation"
         classes = self.read_json("config.json").get("architectures") or ()

@@ -134,7 +134,7 @@ class Texts(RowData):
         return [[{"role": "user", "content": x}] if isinstance(x, str) else x for x in samples]
 
     def choose_loss(self, model: Network) -> tuple[str, str] | None:
-        """Return the loss of the next token (`causal_lm`), or what the model is trained with else.
+        """Return the loss of the next token (`causal_lm`), or that of another kind of model.
 
         Behind an encoder it is `seq2seq_lm`, and for networks that fill masks `masked_lm`. Networks
         that score texts have one here for several labels of a text, and that of any other network

@@ -34,7 +34,7 @@ class Distillation(Loss):
         return label_tokens(model, self.ignore_index) if self.next_token else None
 
     def second(self, model: Model) -> Callable[[Batch], Any] | None:
-        """Return a function that adds what the teacher computes of a batch to its labels.
+        """Return a function that adds the teacher's outputs on a batch to its labels.
 
         Raises:
           TrainingError: the teacher has several outputs.

@@ -1,4 +1,4 @@
-"""A loss: its values, and what it needs of the model, the data and each batch."""
+"""A loss: its values, and its needs of the model, the data and each batch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +34,7 @@ CompleteInput = Callable[[Any], tuple[Any, Any]]
 
 
 class Loss:
-    """A loss of `(outputs, targets)`, and what `jaxonnx.train` must know to compute it.
+    """A loss of `(outputs, targets)`, with the properties that `jaxonnx.train` computes it by.
 
     Called, it returns a scalar, or an array with the examples along its first axis. A function does
     as well, where nothing of the following differs. A subclass sets what does; `register` gives it
@@ -117,7 +117,7 @@ class Loss:
         return {}
 
     def second(self, model: Model) -> Callable[[Batch], Any] | None:
-        """Return a function that adds what a second model computes of a batch to its targets.
+        """Return a function that adds a second model's outputs on a batch to its targets.
 
         Args:
           model: as it is before the training.
@@ -177,7 +177,7 @@ class Loss:
         require(what, loss.dtype, real, "of a floating-point type", TrainingError)
         if not loss.shape and self.denominator == "examples" and not is_zero_or_one(weight):
             raise TrainingError(
-                f"{what} is a scalar, which weights of examples cannot weigh: return one value for "
+                f"{what} is a scalar, so example weights cannot be applied: return one value for "
                 f"each of {size} examples"
             )
 

@@ -136,7 +136,7 @@ class ChangedRows(LowRank):
 
 
 class ChangedWeight(StoredArray):
-    """A quantized tensor of any rank, and the change b a of what it is dequantized to."""
+    """A quantized tensor of any rank, and the change b a of its dequantized values."""
 
     value: Any
     a: Any

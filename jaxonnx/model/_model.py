@@ -89,7 +89,7 @@ class Model(Network, Rendered):
 
     @property
     def sensitivity(self) -> Sensitivity | None:
-        """The errors by which `jaxonnx.quantize(max_loss=)` chose types, and what it tried."""
+        """The errors by which `jaxonnx.quantize(max_loss=)` chose types, and its trials."""
         rounding = self.program.find(Rounding)
         return None if rounding is None else rounding.report
 

@@ -96,7 +96,7 @@ def fill_source(model: Network) -> ModelProto:
 
 
 def _leave_views(model: N, adapters: AdapterForm | None) -> tuple[N, list[Addition]]:
-    """Return a model without views, and what these add to its file, as they entered."""
+    """Remove all views; return their additions to the file in order of entry."""
     additions: list[Addition] = []
     for view in reversed(model.program.views):
         model, added = view.leave(model, adapters)

@@ -303,7 +303,7 @@ class Summary(Rendered):
         return Group(*self._lines(), Text(f"\n{total}"))
 
     def _lines(self) -> Iterator[Text]:
-        """Yield each layer in a line, and below it what else the file calls it, in full."""
+        """Yield each layer in a line, and below it its other names in the file, in full."""
         rows = [_HEADS, *map(_format_row, self.layers)]
         wide = [max(len(row[i]) for row in rows) for i in range(len(_HEADS))]
         # a name that is longer than its column has a line of its own, so that it can be copied

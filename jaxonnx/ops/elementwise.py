@@ -58,7 +58,7 @@ def erf(x):
 
 
 def align_axis(a, b, axis: int | None, broadcast: int):
-    """Reshape `b` so that NumPy's broadcasting does what opsets 1 to 6 define.
+    """Reshape `b` so that NumPy's broadcasting is that of opsets 1 to 6.
 
     There `b` matches a contiguous part of a's shape, from `axis` on or at its end, or has one
     element; and `broadcast` must be set unless the shapes are equal (specification of Add-1).

@@ -75,7 +75,7 @@ class Record:
     """The results of Relu and Clip that the saved file lacks where a QuantizeLinear behind them has
     their limits."""
     positive: tuple[str, ...] = ()
-    """Values whose Relu, if there was one, the file lacks: zero is the least of their integers."""
+    """Non-negative activations: their zero point is the least of their integers."""
     folded: bool = False
     """Whether the file is a saved one, in which integers are initializers."""
     learned: Mapping[str, tuple[str, str]] = field(default_factory=dict)

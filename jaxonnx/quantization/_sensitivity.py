@@ -351,7 +351,7 @@ _MEASURED = 4
 
 
 class Bound(NamedTuple):
-    """A limit of what quantization may lose."""
+    """A limit of the loss by quantization."""
 
     most: float
     evaluate: Callable[[Any], float]
@@ -494,12 +494,12 @@ class _Search:
             yield self.complete(narrow | dict(steps[:high]))
 
     def try_types(self, types: Types) -> float:
-        """Evaluate the trial network with these types; return what it loses."""
+        """Evaluate the trial network with these types; return its loss by quantization."""
         types = self.complete(types)
         return self.try_network(self.trials.round(types), types)
 
     def try_network(self, network: Network, types: Types) -> float:
-        """Evaluate a network of these types, record it, and return what it loses."""
+        """Evaluate a network of these types, record it, and return its loss."""
         loss = self.bound.evaluate(network) - self.exact
         sizes = self.trials.sizes
         size = round(sum(bytes_of(kind, sizes[name]) for name, kind in types.items()))

@@ -1,4 +1,4 @@
-"""`preview`: what a run would read and take, before it begins."""
+"""`preview`: the data, the memory and the time of a run, before it begins."""
 
 import os
 import time

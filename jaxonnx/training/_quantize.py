@@ -1,4 +1,4 @@
-"""`quantize`, after training, and `sensitivity`, which says what it would cost."""
+"""`quantize`, after training, and `sensitivity`, which measures its cost."""
 
 from __future__ import annotations
 

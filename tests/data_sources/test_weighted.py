@@ -220,22 +220,22 @@ REFUSED = {
     ),
     "scalar": (
         {"data": (X, Y, W), "loss": lambda outputs, targets: outputs.mean()},
-        "a scalar, which weights of examples cannot weigh",
+        "a scalar, so example weights cannot be applied",
     ),
     "scalar in validation": (
         {"validation": (X, Y, W), "loss": lambda outputs, targets: outputs.mean()},
-        "a scalar, which weights of examples cannot weigh",
+        "a scalar, so example weights cannot be applied",
     ),
     "scalar metric": (
         {"validation": (X, Y, W), "metrics": [first_score]},
-        "metric .* is a scalar, which weights of examples cannot weigh",
+        "metric .* is a scalar, so example weights cannot be applied",
     ),
     "scalar, later": (
         {
             "data": [(X[:8], Y[:8], np.ones(8)), (X[8:16], Y[8:16], W[8:16])],
             "loss": lambda outputs, targets: outputs.mean(),
         },
-        "batch of epoch 1: the loss is a scalar, which weights of examples cannot weigh",
+        "batch of epoch 1: the loss is a scalar, so example weights cannot be applied",
     ),
     "no such class": ({"class_weights": {4: 1.0}}, "class_weights has 4; the classes .* 0 ... 3"),
     "no names": ({"class_weights": {"cat": 1.0}}, "does not say the names"),

@@ -484,7 +484,6 @@ ALSO = {
     "masks": ("a mask",),
     "values": ("fixed",),
     "function": ("a model", "an ONNX model"),
-    "prompts": ("tokens to continue",),
     "metrics": ("metric",),
     "trainable": ("no parameter is to be trained",),
     "dropout": ("Dropout",),

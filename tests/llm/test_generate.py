@@ -237,8 +237,8 @@ def test_drawn_tokens_depend_on_the_seed():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"ids": []}, "tokens to continue are integers"),
-        ({"ids": np.zeros((1, 2))}, "tokens to continue are integers"),
+        ({"ids": []}, "prompts must be integer arrays"),
+        ({"ids": np.zeros((1, 2))}, "prompts must be integer arrays"),
         ({"max_new_tokens": 0}, "max_new_tokens must be an integer of at least 1"),
         ({"temperature": -1}, "temperature must be at least 0"),
         ({"stop": [1.5]}, "stop must be tokens, or texts for a model of a folder with a tokenizer"),

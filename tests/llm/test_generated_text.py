@@ -250,7 +250,7 @@ def test_the_template_gets_its_variables(copy_of):
     [
         (["a", "list"], {"stream": True}, "stream=True is for one prompt, and there are 2"),
         (7, {}, "prompts must be texts, lists of messages .* or arrays of tokens"),
-        ([CHAT, "a", [0.5]], {}, "tokens to continue are integers"),
+        ([CHAT, "a", [0.5]], {}, "prompts must be integer arrays"),
         ("a", {"stream": True, "max_new_tokens": 0}, "max_new_tokens must be"),
         ([{"content": "a"}], {}, "messages must be objects with a role"),
     ],

@@ -1,4 +1,4 @@
-"""Linear models and support vector machines of ai.onnx.ml, and what all its classifiers share.
+"""Linear models and support vector machines of ai.onnx.ml, and scores of all its classifiers.
 
 Support vector machines follow LIBSVM's conventions.
 """

@@ -1,4 +1,4 @@
-"""Where a run is, and what it can go back to: checkpoints on disk, and a copy in memory."""
+"""The position of a run, and the states that it can go back to: checkpoints, a copy in memory."""
 
 from typing import Any
 

@@ -256,7 +256,7 @@ class Bar:
                 print(line, flush=True)
 
     def _draw(self, history: History) -> str:
-        """Draw the bar, if it is shown; return what it says."""
+        """Draw the bar, if it is shown; return its text."""
         self._done = len(history.losses)
         row = history.epochs[-1] if history.epochs else {}
         if self._steps is None and row.get("epoch"):

@@ -359,7 +359,7 @@ def check(
         require(f"the metric '{name}'", value, fits, expected, TrainingError)
         if not value.shape and not is_zero_or_one(weight):
             raise TrainingError(
-                f"the metric '{name}' is a scalar, which weights of examples cannot weigh: return "
+                f"the metric '{name}' is a scalar, so example weights cannot be applied: return "
                 f"one value for each of {size} examples"
             )
         return

@@ -1,4 +1,4 @@
-"""Give the losses of a run what they need: of the model, of the data, and of each batch.
+"""Meet the needs of a run's losses: of the model, of the data, and of each batch.
 
 What a loss needs it says itself (`losses.Loss`). Only a single loss prepares the model, changes
 batches, or makes inputs of labels.

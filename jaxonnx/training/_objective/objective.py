@@ -187,7 +187,7 @@ class Objective:
         return ["loss", *(f"validation_{name}" for name in names)]
 
     def check(self, batch: Batch) -> Any:
-        """Refuse inputs and targets that do not fit; return the shapes of what is computed."""
+        """Refuse inputs and targets that do not fit; return the shapes of the results."""
         model, key = self.model, jax.random.key(0)
         shapes, _ = jax.eval_shape(
             lambda *inputs: model.apply_train(model.params, model.state, key, *inputs),
@@ -203,7 +203,7 @@ class Objective:
         return shapes
 
     def fit(self, shapes: Any, targets: Any, weight: Any) -> None:
-        """Refuse targets that do not fit the outputs, and weights that a loss cannot weigh."""
+        """Refuse targets that do not fit the outputs, and weights that a loss cannot apply."""
         terms = [term for term in self.terms if term.loss.takes_targets]
         outputs = [part.output for part in (*terms, *self.measures.values()) if part.output]
         for output in outputs if isinstance(targets, Mapping) or len({*outputs}) > 1 else ():

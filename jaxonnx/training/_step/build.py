@@ -266,7 +266,7 @@ def _freeze_without_gradient(plan: Plan) -> None:
 
 
 def _check_file(model: Model) -> None:
-    """Refuse before the training what `save` would refuse after it.
+    """Check before training that `save` can write the result.
 
     That can be a file with integers, or with adapters beside them; others are written as they are.
     Adapters can also be merged, or saved apart, so that there is a warning.

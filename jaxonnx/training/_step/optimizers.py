@@ -1,4 +1,4 @@
-"""The optimizer of a step: by name, fitted to what a step passes, and the weights that it wants.
+"""The optimizer of a step: by name, fitted to the arguments of a step, and its own weights.
 
 The gradient is taken at `State.params`. Other weights are validated, saved and returned where a run
 keeps two sets of them. They are the result of

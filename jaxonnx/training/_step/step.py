@@ -156,7 +156,7 @@ class Step(ABC):
 
     @abstractmethod
     def check(self, batch: Any) -> Any:
-        """Return the shapes of what the model computes of a batch in training.
+        """Return the shapes of the model's results on a batch in training.
 
         Raises:
           TrainingError: the batch does not fit the model, the loss or the metrics.
@@ -282,7 +282,7 @@ def as_batch(batch: Any, model: Model, derive_targets: Callable[[Any], Any] | No
 
 
 def target_names(model: Model) -> set[str]:
-    """Return names that targets can have: those of outputs, and of what a file trains with."""
+    """Return names that targets can have: those of outputs and of inputs of a file's algorithm."""
     training = [value for info in model.proto.training_info for value in info.algorithm.input]
     return {value.name for value in (*model.outputs, *training)}
 
