@@ -281,6 +281,7 @@ class _Binder:
             f"node '{proto.name or (proto.output[0] if proto.output else '?')}' ({proto.op_type})"
         )
         self.count += 1
+        # 1. the values that the node reads and defines, and its attributes, among them bound graphs
         inputs, outputs = _strip_empty(proto.input), _strip_empty(proto.output)
         passed = _resolve_attributes(proto, refs, label)
         attributes, graphs = {}, {}
@@ -295,7 +296,7 @@ class _Binder:
                 attributes[name] = _value(attribute, label)
         captured = [name for graph in _flatten_graphs(graphs) for name in _free_names(graph)]
         index, body, op = self.count, None, None
-        # a function of the model comes before an operator of the same name
+        # 2. its meaning: a function of the model comes before an operator of the same name
         function = self.functions.get((domain, proto.op_type, proto.overload))
         if function is not None:
             check_call(proto, function, passed, label)
@@ -306,6 +307,7 @@ class _Binder:
             op = lookup(domain, proto.op_type, version)
             if op is None and load_plugins():
                 op = lookup(domain, proto.op_type, version)
+        # 3. refuse what the operator does not take
         if op is None:
             # go on, so that the error names every missing operator of the model at once
             version = opsets.get(domain)
@@ -321,6 +323,7 @@ class _Binder:
                 # an operator that sees the scope (Gradient) names values in its attributes
                 strings = [v if isinstance(v, list) else [v] for v in attributes.values()]
                 captured += [s for value in strings for s in value if isinstance(s, str) and s]
+        # 4. all that it reads: inputs, and what its graphs capture
         reads = tuple(dict.fromkeys([*(n for n in inputs if n), *captured]))
         version = opsets.get(domain, 0)
         return Node(label, op, inputs, outputs, attributes, graphs, reads, index, body, version)

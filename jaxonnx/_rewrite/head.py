@@ -309,6 +309,7 @@ class HeadChange:
           InputError: a node mixes the outputs of the layer, or has a number for each of them that
             cannot be initialized; or the output is rounded to integers.
         """
+        # 1. the weight of the layer, and its bias
         layer, node = self.layer, self.layer.node
         self._replace_tensor(node, layer.weight, layer.matrix.output)
         rank = len(self._shape(node.outputs[0]))
@@ -321,6 +322,7 @@ class HeadChange:
             lengths = shape[own_axis : own_axis + 1]
             if i not in (layer.data, layer.weight) and lengths == (self.old,):
                 self._replace_tensor(node, i, own_axis)
+        # 2. the nodes behind it, each with the axis that its outputs become there
         for node, data in layer.path:
             before, after = self._shape(node.inputs[data]), self._shape(node.outputs[0])
             for i, name in enumerate(node.inputs):
@@ -341,8 +343,8 @@ class HeadChange:
             self._resize_target(node, axis, len(after))
             if node.op.name in _ROUNDING:
                 self.left.append(node)
-        # The calibrated ranges of the old outputs do not fit new ones: pairs of QuantizeLinear and
-        # DequantizeLinear are left out. A QuantizeLinear alone makes the output an integer one.
+        # 3. The calibrated ranges of the old outputs do not fit new ones: pairs of QuantizeLinear
+        # and DequantizeLinear are left out. A QuantizeLinear alone makes the output an integer one.
         if len(self.left) % 2:
             raise InputError(
                 f"the output '{layer.output}' is rounded to integers: take the file from before "
