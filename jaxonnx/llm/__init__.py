@@ -6,6 +6,7 @@ modules and tensors have in transformers, by `lora` and `export_safetensors`.
 """
 
 from jaxonnx.llm._caches import hide_caches, without_cache
+from jaxonnx.llm._checkpoints import write_checkpoint
 from jaxonnx.llm._configuration import (
     DECODER_TOKENS,
     decoder_numbers,
@@ -13,7 +14,7 @@ from jaxonnx.llm._configuration import (
     token_input,
     vocabulary,
 )
-from jaxonnx.llm._folders import CHAT_TEMPLATES, ModelFolder, describe_classes
+from jaxonnx.llm._folders import ModelFolder
 from jaxonnx.llm._formats import HubFormat
 from jaxonnx.llm._generate import Continuations, Generator, generate
 from jaxonnx.llm._logits import label_tokens, take_logits, take_next_logits
@@ -30,7 +31,6 @@ from jaxonnx.llm._module_names import (
     find_matrices,
     includes_one,
     module_name,
-    name_weights,
     place_vectors,
     table_of,
     torch_axes,

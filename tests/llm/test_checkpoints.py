@@ -12,7 +12,7 @@ import onnx.parser
 import pytest
 
 import jaxonnx
-from jaxonnx import _hub
+from jaxonnx.llm import _checkpoints
 from tests.support import genai_builder
 from tests.support.paths import DATA
 
@@ -123,7 +123,7 @@ def test_exporters_give_the_same_checkpoint(tmp_path):
 
 
 def test_large_checkpoints_are_several_files_with_an_index(tmp_path, monkeypatch):
-    monkeypatch.setattr(_hub, "SHARD", 20_000)
+    monkeypatch.setattr(_checkpoints, "SHARD", 20_000)
     folder = LLM / "qwen3-optimum"
     jaxonnx.export_safetensors(folder, tmp_path, dtype="bfloat16")
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -225,7 +225,7 @@ def test_a_checkpoint_that_was_written_wrongly_is_refused(tmp_path, monkeypatch)
     """One number of a tensor, and rows that are left out."""
     model = jaxonnx.load(genai_builder.FOLDER / "qwen2.onnx")
     config = write_config(tmp_path, "qwen2")
-    key, write = "model.layers.1.self_attn.k_proj.weight", _hub.write_safetensors
+    key, write = "model.layers.1.self_attn.k_proj.weight", _checkpoints.write_safetensors
 
     def write_other(path, arrays, about):
         other = arrays[key].copy()
@@ -233,19 +233,19 @@ def test_a_checkpoint_that_was_written_wrongly_is_refused(tmp_path, monkeypatch)
         write(path, {**arrays, key: other}, about)
 
     with monkeypatch.context() as patch:
-        patch.setattr(_hub, "write_safetensors", write_other)
+        patch.setattr(_checkpoints, "write_safetensors", write_other)
         with pytest.raises(jaxonnx.ModelError, match=f"'{key}' of the checkpoint .* numbers"):
             jaxonnx.export_safetensors(model, tmp_path / "hf", original=config)
         assert not [*(tmp_path / "hf").iterdir()]
         jaxonnx.export_safetensors(model, tmp_path / "hf", original=config, check=False)
-    name = _hub.name_weights
+    name = _checkpoints.name_weights
 
     def name_fewer(*arguments):
         blocks = name(*arguments)
         del blocks[key]
         return blocks
 
-    monkeypatch.setattr(_hub, "name_weights", name_fewer)
+    monkeypatch.setattr(_checkpoints, "name_weights", name_fewer)
     with pytest.raises(jaxonnx.ModelError, match=r"rows of 'model\.layers\.1\.attn\.qkv_proj"):
         jaxonnx.export_safetensors(model, tmp_path / "hf", original=config)
 
