@@ -138,11 +138,14 @@ class Adapters:
           weights: the factor of each change.
           method: "cat", whose change is the weighted sum of the changes and whose rank is the sum
             of their ranks; "linear", whose A and B are sums of A and of B, each with the root of
-            the factor, so that the rank stays.
+            the factor, so that the rank stays. The result is another than PEFT's
+            for modules whose share of the scale (`alpha_pattern`, `rank_pattern`) differs between
+            folders.
 
         Raises:
-          InputError: the adapters are of different models or, but for "cat", ranks, or have
-            magnitudes (DoRA) or weights that were trained in full.
+          InputError: the adapters are of different models or, but for "cat", ranks, also of modules
+            that the file has in one matrix; or have magnitudes (DoRA) or weights that were trained
+            in full.
         """
         check_arguments(Adapters.combine, locals())
         if not adapters or len(adapters) != len(weights):
@@ -167,8 +170,18 @@ class Adapters:
         for name in layouts:
             having = [(x, w) for x, w in zip(adapters, weights, strict=True) if name in x.layouts]
             pairs = [[np.asarray(x.values[m], np.float32) for m in pair(name)] for x, _ in having]
-            if method != "cat" and len({a.shape for a, _ in pairs}) > 1:
-                raise InputError(f"'{name}' has adapters of several ranks: method='cat' takes them")
+            if method != "cat":
+                if len({a.shape for a, _ in pairs}) > 1:
+                    raise InputError(
+                        f"'{name}' has adapters of several ranks: method='cat' takes them"
+                    )
+                # of each column of B the outputs that it changes: in qkv_proj those of q_proj, say
+                changed = np.stack([(b != 0).reshape(-1, b.shape[-1]) for _, b in pairs])
+                if (changed.any(1).all(0) & ~changed.all(0).any(0)).any():
+                    raise InputError(
+                        f"'{name}' is one matrix of several modules, whose ranks differ between "
+                        "these adapters: method='cat' takes them"
+                    )
             scaled = np.asarray([weight * x.alpha / x.rank for x, weight in having], np.float32)
             (a, b), roots = zip(*pairs, strict=True), np.sqrt(np.abs(scaled))
             if method == "cat":

@@ -117,6 +117,27 @@ def test_combined_adapters():
     assert np.abs(merged - model(IDS)).max() > 0.1
 
 
+def test_ranks_of_other_modules_are_not_added():
+    """Of modules in one matrix (q_proj and v_proj in qkv_proj) with ranks 1 and 2, and 2 and 1."""
+    model, member = decoder(), f"{LAYER}.lora_B"
+
+    def share_ranks(seed, first):
+        adapters = make(model, seed, 3.0, rank=3)
+        blocks = np.zeros((5, 3), np.float32)
+        blocks[:2, :first] = blocks[2:, first:] = 1
+        return replace(
+            adapters, values={**adapters.values, member: adapters.values[member] * blocks}
+        )
+
+    one, other, alike = share_ranks(1, 1), share_ranks(2, 2), share_ranks(3, 1)
+    cat = jaxonnx.Adapters.combine([one, other], [0.7, 0.3])
+    sums = 0.7 * change(one, LAYER) + 0.3 * change(other, LAYER)
+    np.testing.assert_allclose(change(cat, LAYER), sums, atol=1e-5)
+    with pytest.raises(jaxonnx.InputError, match=r"one matrix of several modules.*method='cat'"):
+        jaxonnx.Adapters.combine([one, other], [0.7, 0.3], "linear")
+    assert jaxonnx.Adapters.combine([one, alike], [0.7, 0.3], "linear").rank == 3
+
+
 def test_what_cannot_be_combined_is_refused():
     model = decoder()
     pair = make(model, 1, 2.0), make(model, 2, 3.0, rank=3)
