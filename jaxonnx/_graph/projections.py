@@ -110,14 +110,14 @@ class _Edges:
 
         Projections that are reached are included.
         """
-        seen: set[int] = set()
+        reached: set[int] = set()
         waiting = [*start]
         while waiting:
             at = waiting.pop()
             if at not in self._weighted or at in start:
-                waiting += edges[at] - seen
-                seen |= edges[at]
-        return seen
+                waiting += edges[at] - reached
+                reached |= edges[at]
+        return reached
 
     def find_attentions(self) -> set[int]:
         """Return the attentions: their operators, or the products before and behind a Softmax."""
@@ -135,12 +135,12 @@ class _Edges:
 
 def _find_head(graph: Graph, weighted: set[int]) -> set[int]:
     """Return the projections whose result reaches an output through `_KEEPS_LOGITS` alone."""
-    head, waiting, seen = set(), [*graph.outputs], set()
+    head, waiting, visited = set(), [*graph.outputs], set()
     while waiting:
         node = graph.producers.get(waiting.pop())
-        if node is None or node.index in seen:
+        if node is None or node.index in visited:
             continue
-        seen.add(node.index)
+        visited.add(node.index)
         if node.index in weighted:
             head.add(node.index)
         elif node.op.name in _KEEPS_LOGITS:

@@ -110,12 +110,12 @@ class _Chains:
           step: returns the neighbours of a node in one direction.
           ends: the operators to find.
         """
-        nodes, nearest, seen = [start], [], {start.index}
+        nodes, nearest, visited = [start], [], {start.index}
         for node in nodes:
             for other in step(node):
-                if other.index in seen or other.op.domain:
+                if other.index in visited or other.op.domain:
                     continue
-                seen.add(other.index)
+                visited.add(other.index)
                 if other.op.name in ends:
                     nearest.append(other)
                 elif other.op.name in _BETWEEN:

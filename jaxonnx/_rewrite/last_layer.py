@@ -228,13 +228,13 @@ def _nearest_layers(
     node: Node, producers: Mapping[str, Node], traced: set[str], ranks: Mapping[str, int]
 ) -> Iterator[Node]:
     """Yield the nearest layers before a node, on all paths."""
-    queue, seen = [node], {node.index}
+    queue, visited = [node], {node.index}
     while queue:
         for name in queue.pop(0).reads:
             before = producers.get(name)
-            if before is None or name not in traced or before.index in seen:
+            if before is None or name not in traced or before.index in visited:
                 continue
-            seen.add(before.index)
+            visited.add(before.index)
             data = [i for i, n in enumerate(before.inputs) if n in traced]
             if _factor(before, data, ranks) is not None:
                 yield before

@@ -436,23 +436,25 @@ class Generator(Decoder):
 
     def _choose_first(self, top_k, numbers, key, logits, rows, past, lengths):
         """Return the tokens behind rows [batch, tokens], and what the next step needs."""
-        seen = None
+        occurrences = None
         if "repetition_penalty" in numbers:
-            seen = jnp.zeros(logits.shape, bool)
-            seen = seen.at[jnp.arange(len(rows))[:, None], rows].set(True, mode="drop")
+            occurrences = jnp.zeros(logits.shape, bool)
+            occurrences = occurrences.at[jnp.arange(len(rows))[:, None], rows].set(
+                True, mode="drop"
+            )
         recent = _find_last(rows, logits.shape[1], numbers)
         number, suppressed = jnp.int32(numbers.get("written", 0)), self._suppressed_tokens
         more = jax.random.fold_in(key, number), suppressed["written" in numbers], recent, number
-        new = choose_tokens(logits, seen, top_k, numbers, *more)
-        carry = {"past": past, "lengths": lengths, "seen": seen, "recent": recent}
+        new = choose_tokens(logits, occurrences, top_k, numbers, *more)
+        carry = {"past": past, "lengths": lengths, "occurrences": occurrences, "recent": recent}
         return new, {**carry, "step": number}
 
     def _step(self, side: Side | None, top_k, params, state, encoded, numbers, key, new, carry):
         """Return the tokens behind the `new` ones [batch], and what the next step needs."""
         places, ends = jnp.arange(len(new)), carry["lengths"]
-        lengths, past, seen = ends + 1, carry["past"], carry["seen"]
-        if seen is not None:
-            seen = seen.at[places, new].set(True)
+        lengths, past, occurrences = ends + 1, carry["past"], carry["occurrences"]
+        if occurrences is not None:
+            occurrences = occurrences.at[places, new].set(True)
         if side is None:
             past = past.at[places, ends].set(new.astype(past.dtype), mode="drop")
             logits = self._run_whole(params, state, encoded, past, lengths)
@@ -463,8 +465,14 @@ class Generator(Decoder):
         if (recent := carry["recent"]) is not None:
             recent = jnp.append(recent, new[:, None], 1)[:, 1:]
         more = jax.random.fold_in(key, number), always, recent, number
-        carry = {"past": past, "lengths": lengths, "seen": seen, "recent": recent, "step": number}
-        return choose_tokens(logits, seen, top_k, numbers, *more), carry
+        carry = {
+            "past": past,
+            "lengths": lengths,
+            "occurrences": occurrences,
+            "recent": recent,
+            "step": number,
+        }
+        return choose_tokens(logits, occurrences, top_k, numbers, *more), carry
 
     def _run_whole(self, params, state, encoded, tokens, lengths):
         """Return the logits [batch, tokens] behind the first tokens of each row, without caches."""

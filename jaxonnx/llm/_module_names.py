@@ -453,12 +453,12 @@ def choose_blocks(
     return blocks
 
 
-def describe_base(model: Network | None, base_model: str) -> dict[str, Any]:
+def describe_base(model: Network | None, base_model: str | None) -> dict[str, Any]:
     """Return the entries about the base model in PEFT's configuration of adapters.
 
     Args:
       model: the model that they were trained for.
-      base_model: its name or path; if empty, that of the folder that it was loaded from.
+      base_model: its name or path; by default that of the folder that it was loaded from.
     """
     folder = model.folder if model else None
     if folder and not base_model:

@@ -167,7 +167,7 @@ def stop_tokens(model: Network) -> tuple[int, ...]:
 
 def process_logits(
     logits: jax.Array,
-    seen: jax.Array | None,
+    occurrences: jax.Array | None,
     top_k: int | None,
     numbers: Mapping[str, Any],
     suppressed: Sequence[int] = (),
@@ -178,7 +178,7 @@ def process_logits(
 
     Args:
       logits: [batch, tokens].
-      seen: bool[batch, tokens], the tokens that a penalty applies to.
+      occurrences: bool[batch, tokens], the tokens that a penalty applies to.
       top_k, numbers: those of `Sampling`. Where values tie at the end of the best ones, all of
         them stay.
       suppressed: tokens that are not chosen.
@@ -193,8 +193,10 @@ def process_logits(
         matches = (before == sequences[:, :-1]).all(-1)
         scores = scores.at[:, sequences[:, -1]].add(jnp.where(matches, biases, 0))
     penalty = numbers.get("repetition_penalty")
-    if seen is not None and penalty is not None:
-        scores = jnp.where(seen, jnp.where(scores < 0, scores * penalty, scores / penalty), scores)
+    if occurrences is not None and penalty is not None:
+        scores = jnp.where(
+            occurrences, jnp.where(scores < 0, scores * penalty, scores / penalty), scores
+        )
     if "forced_end" in numbers:
         tokens, last = numbers["forced_end"]
         forced = jnp.full_like(scores, -jnp.inf).at[:, tokens].set(0)
@@ -223,12 +225,12 @@ def process_logits(
 
 def choose_tokens(
     logits: jax.Array,
-    seen: jax.Array | None,
+    occurrences: jax.Array | None,
     top_k: int | None,
     numbers: Mapping[str, Any],
     key: jax.Array,
     *more: Any,
 ) -> jax.Array:
     """Return a token for each row, int[batch]; the arguments are those of `process_logits`."""
-    scores = process_logits(logits, seen, top_k, numbers, *more)
+    scores = process_logits(logits, occurrences, top_k, numbers, *more)
     return jax.random.categorical(key, scores) if "temperature" in numbers else scores.argmax(-1)

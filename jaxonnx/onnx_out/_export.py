@@ -535,7 +535,7 @@ class Functions:
         return self._names[id(program)]
 
 
-def _calls(program: Any, seen: set[int]) -> Iterator[Any]:
+def _calls(program: Any, visited: set[int]) -> Iterator[Any]:
     """Yield the program of each `jit` equation that can be a function.
 
     A program is yielded once for each equation that calls it; equations within a program count
@@ -546,9 +546,9 @@ def _calls(program: Any, seen: set[int]) -> Iterator[Any]:
         for inner in programs(equation.params):
             if equation.primitive.name in ("jit", "pjit") and _fits(inner):
                 yield inner
-            if id(inner) not in seen:
-                seen.add(id(inner))
-                yield from _calls(inner, seen)
+            if id(inner) not in visited:
+                visited.add(id(inner))
+                yield from _calls(inner, visited)
 
 
 def _fits(program: Any) -> bool:

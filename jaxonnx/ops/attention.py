@@ -235,8 +235,8 @@ def attend(q, k, v, masks=(), window=None, scale=None, cap=0.0, sink=None, dtype
         keys, values = (x.astype(y.dtype) for x, y in zip(kv, (k, v), strict=True))
         all_masks = zip(by_query, mask_parts, masks, strict=True)
         parts = [mine if split_it else whole for split_it, mine, whole in all_masks]
-        seen = None if window is None else window._replace(queries=queries)
-        return weigh(q_part, keys, parts, seen, **keywords).weigh(values)
+        part_window = None if window is None else window._replace(queries=queries)
+        return weigh(q_part, keys, parts, part_window, **keywords).weigh(values)
 
     y = jnp.moveaxis(lax.map(block, (split(q, 2), blocks, places)), 0, 2)
     return y.reshape(*y.shape[:2], count * size, y.shape[-1])[:, :, :steps]

@@ -568,12 +568,14 @@ def find_origin(name: str, shared: Mapping[str, str]) -> str:
     return name
 
 
-def _range(low: float, high: float, seen: np.ndarray, scheme: Quantization) -> tuple[float, float]:
+def _range(
+    low: float, high: float, sample: np.ndarray, scheme: Quantization
+) -> tuple[float, float]:
     """Choose the range of an activation by the scheme's method; numbers beyond it saturate.
 
     Args:
       low, high: the least and the greatest number of the calibration data.
-      seen: a sample of the numbers.
+      sample: a sample of the numbers.
       scheme: the method (`calibration`) and the type.
 
     Returns:
@@ -582,7 +584,7 @@ def _range(low: float, high: float, seen: np.ndarray, scheme: Quantization) -> t
     low, high = _with_zero(low, high)
     if scheme.calibration in ("minmax", "average") or low == high:
         return low, high
-    counts, edges = np.histogram(seen, _BINS, (low, high))
+    counts, edges = np.histogram(sample, _BINS, (low, high))
     if scheme.calibration == "percentile":
         # the same small share of elements is left out at both ends
         total, tail = np.cumsum(counts) / counts.sum(), (1 - _KEPT) / 2

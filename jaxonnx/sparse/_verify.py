@@ -321,9 +321,9 @@ class _Weight:
 
     def _has_distinct_elements(self, rows: np.ndarray) -> bool:
         """Check that no row has an element twice."""
-        seen = np.zeros(self._used.size + 1, bool)
-        seen[rows] = True
-        if np.count_nonzero(seen) == rows.size:  # distinct in all rows together, without a sort
+        is_used = np.zeros(self._used.size + 1, bool)
+        is_used[rows] = True
+        if np.count_nonzero(is_used) == rows.size:  # distinct in all rows together, without a sort
             return True
         ordered = np.sort(rows, axis=1)
         return not ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != _NO_ELEMENT)).any()

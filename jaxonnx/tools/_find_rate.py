@@ -128,7 +128,7 @@ def find_rate(
     name = chosen.pop("optimizer", None) or "adam"
     require_choice("optimizer", name, OPTIMIZERS, TrainingError)
     more = {key: chosen.pop(key) for key in ("clip", "weight_decay") if key in chosen}
-    seen: list[tuple[float, float]] = []
+    points: list[tuple[float, float]] = []
 
     def plan(steps):
         rates = optax.exponential_decay(least, max(steps - 1, 1), most / least)
@@ -139,16 +139,16 @@ def find_rate(
             return
         if not np.isfinite(metrics["loss"]):
             raise _Diverged
-        seen.append((metrics["rate"], metrics["loss"]))
-        averages = RateCurve(*np.array(seen).T).averages
+        points.append((metrics["rate"], metrics["loss"]))
+        averages = RateCurve(*np.array(points).T).averages
         if step > _FIRST and averages[-1] > _DIVERGED * averages.min():
             raise _Diverged
 
     with suppress(_Diverged):
         train(model, data, **chosen, optimizer=plan, max_steps=steps, on_log=watch)
-    if len(seen) < 3:
+    if len(points) < 3:
         raise TrainingError(
-            f"the loss is not finite after {len(seen)} steps, from the rate {least} on: pass a "
+            f"the loss is not finite after {len(points)} steps, from the rate {least} on: pass a "
             "smaller least="
         )
-    return RateCurve(*np.array(seen).T)
+    return RateCurve(*np.array(points).T)

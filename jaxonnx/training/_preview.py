@@ -129,8 +129,8 @@ def preview(
     >>> from jaxonnx import demo
     >>> data = np.zeros((40, 1, 8, 8), np.float32), np.arange(40) % 10
     >>> loss = "softmax_cross_entropy_with_integer_labels"
-    >>> seen = preview(demo.model(), data, loss=loss, optimizer=optax.sgd(0.1), epochs=2)
-    >>> seen.rows, seen.steps, seen.classes[0]
+    >>> result = preview(demo.model(), data, loss=loss, optimizer=optax.sgd(0.1), epochs=2)
+    >>> result.rows, result.steps, result.classes[0]
     (40, 4, 4)
 
     Args:
@@ -206,8 +206,8 @@ def _run_step(step: Step, batch: Batch) -> dict[str, Any]:
     times = [time.perf_counter()]
     losses = []
     for _ in range(2):
-        state, seen = update(state, batch, step.frozen)
-        losses.append(float(seen[0]))
+        state, report = update(state, batch, step.frozen)
+        losses.append(float(report[0]))
         times.append(time.perf_counter())
     first, second = np.diff(times)
     compilation = float(max(first - second, 0))

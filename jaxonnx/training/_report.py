@@ -196,8 +196,8 @@ def _list_rounded(result: ReportSource) -> Iterator[str]:
             cells = (tensor.name, tensor.type, tensor.scales, *tensor.scale, ends, clipped)
             rows.append([layer.name, layer.operator, *cells])
     yield from _write_table(heads, rows)
-    seen = "the first batch of the validation data" if batch is not None else "weights only"
-    yield f"<p><small>Clipped values are counted on {seen}.</small></p>"
+    origin = "the first batch of the validation data" if batch is not None else "weights only"
+    yield f"<p><small>Clipped values are counted on {origin}.</small></p>"
 
 
 def _describe_status(result: ReportSource, name: str) -> str:

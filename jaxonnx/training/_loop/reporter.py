@@ -98,14 +98,14 @@ class Reporter:
         totals, counts = self.sums[:, self.sums[1] > 0]
         return float((totals / counts).sum()) if len(counts) else float("nan")
 
-    def add(self, seen: Any) -> bool:
+    def add(self, report: Any) -> bool:
         """Append the report of a step in flight; return whether the run can go on.
 
         Args:
-          seen: [loss, whether all is finite], then the learning rate and the stop flag, if any;
+          report: [loss, whether all is finite], then the learning rate and the stop flag, if any;
             and the numerators and denominators of the losses.
         """
-        self._pending.append(seen)
+        self._pending.append(report)
         if len(self._pending) > _AHEAD:
             self._read(_BEHIND)
         self._bar.show(self.history)

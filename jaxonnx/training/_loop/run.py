@@ -174,10 +174,10 @@ def _with_reports(step: Step, together: Processes) -> Callable[..., tuple[State,
     """Append the learning rate and the stop flag of all processes to the report of a step."""
 
     def update(state: State, batch: Batch, frozen: Any, stop: Any) -> tuple[State, Any]:
-        state, seen, sums = step.advance(state, batch, frozen)
+        state, report, sums = step.advance(state, batch, frozen)
         rate = rate_of(state.optimizer)
-        seen = seen if rate is None else jnp.append(seen, rate.astype(seen.dtype))
-        return state, (together.reduce_stop(seen, stop), sums)
+        report = report if rate is None else jnp.append(report, rate.astype(report.dtype))
+        return state, (together.reduce_stop(report, stop), sums)
 
     return update
 

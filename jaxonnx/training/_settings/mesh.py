@@ -132,9 +132,9 @@ class MeshStep(Step):
 
     def advance(self, state: State, batch: Any, frozen: Any = None) -> tuple[State, Any, Any]:
         with self._use_auto_mesh():
-            state, *seen = self._step.advance(state, self._split(batch), self._or_own(frozen))
-            state, seen = self._constrain_state(state), _constrain(seen, self._whole)
-        return state, *map(_leave_auto, seen)
+            state, *reports = self._step.advance(state, self._split(batch), self._or_own(frozen))
+            state, reports = self._constrain_state(state), _constrain(reports, self._whole)
+        return state, *map(_leave_auto, reports)
 
     def flush(self, state: State) -> tuple[State, jax.Array]:
         with self._use_auto_mesh():

@@ -136,8 +136,8 @@ class Step(ABC):
             like `(x, y)` or `(x, y, weight)`.
           frozen: `self.frozen`.
         """
-        state, seen, _ = self.advance(state, batch, frozen)
-        return state, seen
+        state, report, _ = self.advance(state, batch, frozen)
+        return state, report
 
     @abstractmethod
     def advance(self, state: State, batch: Any, frozen: Any = None) -> tuple[State, Any, Any]:
