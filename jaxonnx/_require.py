@@ -157,14 +157,14 @@ def check_arguments(
 @functools.cache
 def _read_annotations(annotated: Any) -> dict[str, list[_Kind]]:
     """Return the types that arguments may have, without those that may be anything."""
-    read = {}
+    annotations = {}
     for name, annotation in inspect.get_annotations(annotated).items():
         if get_origin(annotation) is Unpack:  # keywords, which Python 3.11 does not print as code
             continue
         text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
         if kinds := read_type(text, name in ("rng", "key")):
-            read[name] = kinds
-    return read
+            annotations[name] = kinds
+    return annotations
 
 
 @functools.cache

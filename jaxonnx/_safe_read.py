@@ -106,10 +106,10 @@ def _check_header(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
         if stream.read(len(np.lib.format.MAGIC_PREFIX)) != np.lib.format.MAGIC_PREFIX:
             raise ValueError("it does not begin as NumPy's arrays do")
         stream.seek(0)
-        read = _HEADERS.get(np.lib.format.read_magic(stream))
-        if read is None:
+        read_header = _HEADERS.get(np.lib.format.read_magic(stream))
+        if read_header is None:
             return
-        shape, _, dtype = read(stream)
+        shape, _, dtype = read_header(stream)
         size, available = math.prod(shape) * dtype.itemsize, member.file_size - stream.tell()
         if size != available and not dtype.hasobject:
             raise ValueError(f"{dtype}{[*shape]} takes {size:,} bytes, there are {available:,}")

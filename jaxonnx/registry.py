@@ -302,10 +302,10 @@ def op(
         defaults = {n: p.default for n, p in attributes.items() if p.default is not p.empty}
         forms, accepted = weights or {}, accepts or {}
         named = {*order, *attributes}
-        read = (form.attributes for form in forms.values())
+        attribute_names = (form.attributes for form in forms.values())
         stored = quantized or {}
         scale = filter(None, (result, bias))
-        for group in (forms, params, vectors, state, accepted, stored, scale, *read):
+        for group in (forms, params, vectors, state, accepted, stored, scale, *attribute_names):
             if unknown := [*filter(lambda what: what not in named, group)]:
                 raise ValueError(f"operator {name} has no input or attribute {unknown[0]!r}")
         starts = [group for group in (params, vectors, state) if isinstance(group, Mapping)]

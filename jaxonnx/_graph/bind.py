@@ -219,7 +219,9 @@ class _Binder:
         tensors: dict[str, Any] = {tensor.name: (to_array, tensor) for tensor in proto.initializer}
         tensors |= {t.values.name: (to_dense, t) for t in proto.sparse_initializer}
         weights = [name for name in tensors if name in self.external]
-        initializers = {n: read(t) for n, (read, t) in tensors.items() if n not in self.external}
+        initializers = {
+            n: convert(t) for n, (convert, t) in tensors.items() if n not in self.external
+        }
         inputs = [v.name for v in proto.input]
         stored = [t.name for t in proto.initializer]
         stored += [t.values.name for t in proto.sparse_initializer]

@@ -138,14 +138,14 @@ class Places:
     @cached_property
     def _read(self) -> dict[str, list[str]]:
         """The weights that the nodes of the main graph read, by the first output of the node."""
-        read: dict[str, list[str]] = {}
-        at: dict[str, list[str]] = {}
+        names_by_output: dict[str, list[str]] = {}
+        names_of: dict[str, list[str]] = {}
         for name, root in self._weights.items():
-            at.setdefault(root, []).append(name)
+            names_of.setdefault(root, []).append(name)
         for use in self.roles.used:
-            if use.name in at and use.outer.outputs:
-                read.setdefault(use.outer.outputs[0], []).extend(at[use.name])
-        return read
+            if use.name in names_of and use.outer.outputs:
+                names_by_output.setdefault(use.outer.outputs[0], []).extend(names_of[use.name])
+        return names_by_output
 
 
 def is_numbered(name: str) -> bool:

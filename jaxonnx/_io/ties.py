@@ -57,19 +57,19 @@ def find_duplicates(graph: GraphProto, tensors: Mapping[str, Any]) -> dict[str, 
     inputs = {value.name for value in graph.input}
     names = [t.name for t in graph.initializer if t.name in tensors and t.name not in inputs]
     stored = {name for name in names if np.ndim(tensors[name]) == 2}
-    read: dict[str, set[str]] = {"Gather": set(), "MatMul": set(), "Gemm": set()}
+    operands: dict[str, set[str]] = {"Gather": set(), "MatMul": set(), "Gemm": set()}
     for node in all_nodes(graph):
-        if node.op_type in read and node.domain in ("", "ai.onnx") and len(node.input) > 1:
-            read[node.op_type].add(node.input[node.op_type != "Gather"])
+        if node.op_type in operands and node.domain in ("", "ai.onnx") and len(node.input) > 1:
+            operands[node.op_type].add(node.input[node.op_type != "Gather"])
     tables: list[str] = []
     duplicates: dict[str, str] = {}
-    for name in (name for name in names if name in stored & read["Gather"]):
+    for name in (name for name in names if name in stored & operands["Gather"]):
         of = next((t for t in tables if _is_twin(tensors[name], tensors[t])), None)
         if of is None:
             tables.append(name)
         else:
             duplicates[name] = of
-    for name in sorted(stored & (read["MatMul"] | read["Gemm"]) - read["Gather"]):
+    for name in sorted(stored & (operands["MatMul"] | operands["Gemm"]) - operands["Gather"]):
         of = next((t for t in tables if _is_twin(tensors[name], tensors[t])), None)
         if of is not None:
             duplicates[name] = of

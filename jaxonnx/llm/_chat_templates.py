@@ -213,8 +213,8 @@ class ChatTemplates:
 
         Messages and the generation prompt are not variables of a chat, but given by `render`.
         """
-        read = (self._choose(variables).variables | {NAME}) - {"messages", "add_generation_prompt"}
-        return [name for name, x in variables.items() if x is not None and name not in read]
+        names = (self._choose(variables).variables | {NAME}) - {"messages", "add_generation_prompt"}
+        return [name for name, x in variables.items() if x is not None and name not in names]
 
     def find_unread_keys(self, chat: Chat, exempt: Collection[str]) -> list[str]:
         """Return the keys of messages, apart from `exempt`, that do not change what is written."""

@@ -61,7 +61,7 @@ Arrays = Mapping[str, Callable[[], np.ndarray]]
 def write_checkpoint(
     net: Network,
     target: Path,
-    read: Callable[[str], np.ndarray],
+    read_weight: Callable[[str], np.ndarray],
     *,
     original: str | os.PathLike[str] | None,
     names: Mapping[str, str],
@@ -72,7 +72,7 @@ def write_checkpoint(
     """Write the checkpoint of `export_safetensors`, which has the arguments and the errors.
 
     Args:
-      read: returns a weight by its name, with the changes of adapters.
+      read_weight: returns a weight by its name, with the changes of adapters.
     """
     if net.folder is not None and len(net.folder.files) > 1:
         raise InputError(
@@ -91,7 +91,7 @@ def write_checkpoint(
             "dequantize=True writes them as floating-point numbers"
         )
     arrays: Arrays = {
-        key: partial(_read_tensor, net, read, meanings, parts, family, dtype)
+        key: partial(_read_tensor, net, read_weight, meanings, parts, family, dtype)
         for key, parts in blocks.items()
     }
     if check:
@@ -154,7 +154,7 @@ def _describe_classes(model: Network, settings: Mapping[str, Any]) -> dict[str, 
 
 def _read_tensor(
     model: Network,
-    read: Callable[[str], np.ndarray],
+    read_weight: Callable[[str], np.ndarray],
     meanings: Mapping[str, Weight],
     blocks: list[Block],
     family: str,
@@ -163,7 +163,7 @@ def _read_tensor(
     """Return a tensor of a checkpoint, made of rows of the file's tensors."""
     pieces = []
     for name, first, _, _, rows in sorted(blocks, key=lambda block: block.start):
-        value = read(name).transpose(torch_axes(model, name, meanings[name]))
+        value = read_weight(name).transpose(torch_axes(model, name, meanings[name]))
         pieces.append(value[first : first + rows] if rows else value)
     result = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype)) if dtype else result.dtype

@@ -137,11 +137,13 @@ class EncoderDecoder(ModelFolder):
         mine = {_NAMES.get(v.name, v.name): v for v in encoder.graph.input}
         theirs = {renamed.get(v.name, v.name): v for v in decoder.graph.input}
         for part, part_values in ((first, mine), (second, theirs)):
-            read = {name for node in part.graph.node for name in reads(node)}
+            operands = {name for node in part.graph.node for name in reads(node)}
             declared = [
                 values.get(n, v) for n, v in part_values.items() if n in values or n in joined
             ]
-            new = [v for n, v in values.items() if n in read and n not in mine and n not in theirs]
+            new = [
+                v for n, v in values.items() if n in operands and n not in mine and n not in theirs
+            ]
             part.graph.input.extend([*declared, *new])
         first.graph.output.extend(encoder.graph.output)
         second.graph.output.extend(proto.graph.output)

@@ -112,9 +112,9 @@ def find_family(model: Network, config: Mapping[str, Any] = MappingProxyType({})
       model: the model.
       config: a `config.json` of another folder.
     """
-    read = model.folder.read_json if model.folder else lambda name: {}
-    family = read("genai_config.json").get("model", {}).get("type")
-    settings = {**config, **read("config.json")}
+    read_json = model.folder.read_json if model.folder else lambda name: {}
+    family = read_json("genai_config.json").get("model", {}).get("type")
+    settings = {**config, **read_json("config.json")}
     if model.folder and model.folder.image_token is not None:
         settings = settings.get("text_config") or settings
     family = family or settings.get("model_type")
@@ -344,11 +344,11 @@ def name_weights(
         has adapters as nodes.
     """
     # list the tensors that are learned, without scales and zero points
-    roles, read = model._places.roles, uses_by_tensor(model.graph, model.tensors)
+    roles, uses_of = model._places.roles, uses_by_tensor(model.graph, model.tensors)
     stored = [name for name, weight in meanings.items() if weight.storage]
-    packed = {part for name in stored for use in read[name] for part in use.parts}
+    packed = {part for name in stored for use in uses_of[name] for part in use.parts}
     looks = {name for name, reader in roles.unplaced.items() if reader not in _ROTATE}
-    trained = model.params.keys() & read.keys()  # factors of adapters are not read as such
+    trained = model.params.keys() & uses_of.keys()  # factors of adapters are not read as such
     learnable = {*stored, *roles.of, *looks, *trained} - packed
     learned = [name for name in model.tensors if name in learnable]
     if factors := sorted(n for n in learned if n in model._factors or ".lora_A" in n):

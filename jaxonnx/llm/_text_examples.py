@@ -205,9 +205,9 @@ class Reader:
             ]
             self.dropped += len(examples) - len(counted)
             answers.append(counted)
-        read = {*shape.columns, *shape.optional, KEY, *(COLUMNS if self.images else ())}
-        read -= set() if texts.is_chat else {*VARIABLES}
-        unread = (name for name in row if name not in read and row[name] is not None)
+        known_columns = {*shape.columns, *shape.optional, KEY, *(COLUMNS if self.images else ())}
+        known_columns -= set() if texts.is_chat else {*VARIABLES}
+        unread = (name for name in row if name not in known_columns and row[name] is not None)
         self.unread |= dict.fromkeys(unread)
         if len(answers) > 1 and {*map(len, answers)} != {1}:
             if max(map(len, answers)) > 1:

@@ -95,9 +95,11 @@ class VisionLanguage(ModelFolder):
         for prefix, header, names in zip((VISION, EMBEDDING, ""), headers, owned, strict=True):
             hidden = {VISION + features} if prefix == VISION else {EMBEDS}
             part = extract_part(proto, header, names & computed, hidden)
-            read = {n for node in part.graph.node for n in reads(node)}
+            operands = {n for node in part.graph.node for n in reads(node)}
             theirs = {v.name: v if prefix else new.get(v.name, v) for v in header.graph.input}
-            others = [v for n, v in new.items() if n in read and n not in {TOKENS, PIXELS, *theirs}]
+            others = [
+                v for n, v in new.items() if n in operands and n not in {TOKENS, PIXELS, *theirs}
+            ]
             declared = [v for n, v in theirs.items() if prefix or n in new or n == EMBEDS]
             part.graph.input.extend([*declared, *others])
             part.graph.output.extend(proto.graph.output if not prefix else header.graph.output)

@@ -429,6 +429,6 @@ def _resize_settings(folder: ModelFolder, before: int, after: int) -> ModelFolde
             for key, value in settings.items()
         }
 
-    read = {name: folder.read_json(name) for name in ("config.json", GENAI)}
-    changed = {name: resize(settings) for name, settings in read.items()}
-    return folder.with_json({n: x for n, x in changed.items() if x != read[n]})
+    files = {name: folder.read_json(name) for name in ("config.json", GENAI)}
+    changed = {name: resize(settings) for name, settings in files.items()}
+    return folder.with_json({n: x for n, x in changed.items() if x != files[n]})

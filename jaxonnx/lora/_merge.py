@@ -103,9 +103,9 @@ class Merge:
 
 def check_magnitudes(model: Model, names: Collection[str]) -> None:
     """Raise an InputError unless the outputs of these weights can be scaled (DoRA)."""
-    read = uses_by_tensor(model.graph, model.tensors)
+    uses_of = uses_by_tensor(model.graph, model.tensors)
     for name in (name for name in names if not is_float(model.tensors[name])):
-        for use in (use for use in read[name] if use.is_direct):
+        for use in (use for use in uses_of[name] if use.is_direct):
             declared = use.node.op.quantized.get(use.position)
             if declared is None or not declared.scalable:
                 raise InputError(

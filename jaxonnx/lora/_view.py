@@ -306,7 +306,7 @@ def insert_adapters(
                 node.input[:] = [renamed.get(name, name) for name in node.input]
                 node.output[:] = [renamed.get(name, name) for name in node.output]
     writer = _Writer(result.graph)  # its lists of nodes are changed, and written at the end
-    read = uses_by_tensor(graph, tensors)
+    uses_of = uses_by_tensor(graph, tensors)
     for weight, change in factors.items():
         pair = pairs[weight]
         if taken := writer.taken.intersection(pair):
@@ -315,9 +315,9 @@ def insert_adapters(
                 "another one of this name: merge it with adapters='merged', or save it apart with "
                 "Adapters.save"
             )
-        dtype = _float_type(weight, read.get(weight, ()), tensors)
+        dtype = _float_type(weight, uses_of.get(weight, ()), tensors)
         writer.declare(pair, change, dtype, as_inputs)
-        writer.add(weight, read.get(weight, ()), change, pair)
+        writer.add(weight, uses_of.get(weight, ()), change, pair)
     earlier = [renamed.get(n, n) for n in records.get(proto, records.ADAPTERS, list) or []]
     records.put(result, records.ADAPTERS, [*earlier, *added])
     del result.graph.node[:]
@@ -329,16 +329,16 @@ def factor_types(
     weights: Collection[str], graph: Graph, tensors: Mapping[str, Any]
 ) -> dict[str, np.dtype]:
     """Return the type that a file has the factors of each weight in."""
-    read = uses_by_tensor(graph, tensors)
-    return {name: _float_type(name, read.get(name, ()), tensors) for name in weights}
+    uses_of = uses_by_tensor(graph, tensors)
+    return {name: _float_type(name, uses_of.get(name, ()), tensors) for name in weights}
 
 
-def _float_type(weight: str, read: Sequence[Use], tensors: Mapping[str, Any]) -> np.dtype:
+def _float_type(weight: str, uses: Sequence[Use], tensors: Mapping[str, Any]) -> np.dtype:
     """Return the type that a weight is computed with: its own, or that of its scales."""
     dtype = np.dtype(tensors[weight].dtype)
     if dtype.kind not in "iu" and dtype.itemsize > 1:
         return dtype
-    for use in direct_uses(read):
+    for use in direct_uses(uses):
         scale = tensors.get((use.parts or use.node.inputs)[0])
         if scale is not None:
             return np.dtype(scale.dtype)
@@ -371,15 +371,15 @@ class _Writer:
                 value = value[..., :0] if axes[name] == -1 else value[..., :0, :]
             self.graph.initializer.append(numpy_helper.from_array(value, name))
 
-    def add(self, weight: str, read: Sequence[Use], change: Factors, pair: tuple[str, str]) -> None:
-        final = [use for use in read if not use.passes]
+    def add(self, weight: str, uses: Sequence[Use], change: Factors, pair: tuple[str, str]) -> None:
+        final = [use for use in uses if not use.passes]
         if final and all(_takes_product(use, change) for use in final):
             flat = None if change.scale is None else change.scale.reshape(-1)
             scale = self._declare_scale(weight, flat, pair[0])
             for use in final:
                 self._add_product(use, change, pair, scale)
             return
-        direct = [use for use in read if use.is_direct]
+        direct = [use for use in uses if use.is_direct]
         scale = self._declare_scale(weight, change.scale, pair[0])
         if all(use.node.op.dequantizes and use.node is use.outer for use in direct):
             change_name = self._whole(weight, change, pair)
@@ -395,7 +395,7 @@ class _Writer:
             self.first += self._sum([weight, change_name], total, total, scale)
         else:
             raise InputError(
-                f"the adapter of '{weight}' cannot be written as nodes at {read[0].node.label}: "
+                f"the adapter of '{weight}' cannot be written as nodes at {uses[0].node.label}: "
                 "merge it with adapters='merged', save it with Adapters.save('x.npz'), or leave "
                 "it out of where="
             )

@@ -369,17 +369,20 @@ def summary(model: Network, reasons: Mapping[str, str]) -> Summary:
     counted: set[str] = set()
     for node in traced_nodes(model):
         # a tensor that a subgraph returns unchanged has no use within it, but is read by the node
-        read = [*readings.get(node.index, ()), *(name for name in node.reads if name in tensors)]
+        tensor_names = [
+            *readings.get(node.index, ()),
+            *(name for name in node.reads if name in tensors),
+        ]
         first = node.outputs[0] if node.outputs else ""
         if not node.op.view and node.index not in views and first not in constants:
             origin, value = origins.get(first), values.get(first)
-            weights_of = list(dict.fromkeys(read))
+            weights_of = list(dict.fromkeys(tensor_names))
             places.append(_origin(model, node, origin, weights_of))
             names = origin, places[-1]
             layer = _layer(model, tensors, stored, node, names, value, weights_of, counted)
             constant = [f"{w}: {reasons[w]}" for w in weights_of if w in reasons]
             layers.append(layer._replace(notes="; ".join(filter(None, [layer.notes, *constant]))))
-            counted.update(read)
+            counted.update(tensor_names)
     trained, frozen = (sum(v.size for v in group.values()) for group in (model.params, model.state))
     size = sum(v.nbytes for v in (*model.params.values(), *model.state.values()))
     matrices = {

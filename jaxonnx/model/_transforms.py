@@ -240,7 +240,7 @@ def append_function(
     result.CopyFrom(proto)
     del result.training_info[:]
     unconsumed = [value for value in proto.graph.output if value.name not in consumed]
-    used, read = {*all_names(result.graph)}, []
+    used, taken_names = {*all_names(result.graph)}, []
     declared = {value.name: value.type.tensor_type.elem_type for value in proto.graph.output}
     for name, example in zip(consumed, examples, strict=True):
         if declared[name] in _WIDE and declared[name] != onnx_type(example.dtype):
@@ -248,8 +248,8 @@ def append_function(
             node = make_node("Cast", [name], [cast], name=cast, to=onnx_type(example.dtype))
             result.graph.node.append(node)
             name = cast
-        read.append(name)
-    written = append(result.graph, function, examples, read, outputs, opset)
+        taken_names.append(name)
+    written = append(result.graph, function, examples, taken_names, outputs, opset)
     del result.graph.output[:]
     result.graph.output.extend([*written.outputs, *unconsumed])
     new = {x.name: to_array(x) for x in result.graph.initializer[len(proto.graph.initializer) :]}

@@ -31,7 +31,7 @@ class OpenedData(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-class ReadData(NamedTuple):
+class DataSources(NamedTuple):
     """Data as sources of batches.
 
     Attributes:
@@ -91,7 +91,7 @@ def choose_loss(model: Model, settings: Settings, data: Data) -> tuple[Settings,
 
 def read_data(
     model: Model, settings: Settings, opened: OpenedData, *, training: bool = True
-) -> ReadData:
+) -> DataSources:
     """Read data in any form that `train` documents.
 
     Args:
@@ -128,7 +128,7 @@ def read_data(
         examples, held_out = examples.split(validation)
     if training and settings.steps_per_epoch is not None:
         examples = Portions(examples, settings.steps_per_epoch)
-    return ReadData(reading.model, examples, held_out, reading)
+    return DataSources(reading.model, examples, held_out, reading)
 
 
 def fit_to_data(model: Model, settings: Settings, batch: Any) -> tuple[Model, list[str]]:

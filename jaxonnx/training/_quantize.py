@@ -245,11 +245,11 @@ def _read_labeled(
     settings = Settings(validation=share if split else None, loss=loss, **options)
     labeled = open_data(data if split else validation, settings)
     fitted = fit_to_evaluation(net, settings, labeled.data.first_batch)
-    read = read_data(fitted, settings, labeled, training=split)
+    sources = read_data(fitted, settings, labeled, training=split)
     if split:
-        open_ = _free_states(read.model, net)
-        return open_, add_states(open_, read.model, read.examples), read.held_out
-    return *read_examples(net, data, **options), read.examples
+        open_ = _free_states(sources.model, net)
+        return open_, add_states(open_, sources.model, sources.examples), sources.held_out
+    return *read_examples(net, data, **options), sources.examples
 
 
 def _free_states(model: Model, before: Model) -> Model:

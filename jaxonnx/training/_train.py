@@ -14,7 +14,7 @@ from jaxonnx._data.batches import Examples
 from jaxonnx._mesh.processes import Processes
 from jaxonnx._text import format_count
 from jaxonnx.model import Model, as_model
-from jaxonnx.training._data import ReadData, choose_loss, fit_to_data, open_data, read_data
+from jaxonnx.training._data import DataSources, choose_loss, fit_to_data, open_data, read_data
 from jaxonnx.training._loop.memory import explain_memory_errors
 from jaxonnx.training._loop.run import run
 from jaxonnx.training._loop.stopping import Interrupt
@@ -157,7 +157,7 @@ class PreparedRun:
     sources: Sequence[Any]
     settings: Settings
     notes_on_model: Sequence[str]
-    data: ReadData
+    data: DataSources
     title: str
 
     @property
@@ -187,17 +187,21 @@ def prepare_run(
     settings, chosen = choose_loss(net, settings, opened.data)
     # 2. Each fitted to the other: the model to the first batch, then the examples to the model.
     net, notes = fit_to_data(net, settings, opened.data.first_batch)
-    read = read_data(net, settings, opened)
+    run_data = read_data(net, settings, opened)
     # 3. The step, for a run whose length is known now.
-    settings = settings.with_length(read.examples.steps)
+    settings = settings.with_length(run_data.examples.steps)
     settings = replace(settings, samples=opened.data.make_prompts(settings.samples))
     step = build_step(
-        *(read.model, settings, settings.epochs, read.examples.steps, read.examples),
-        held_out=read.held_out,
+        run_data.model,
+        settings,
+        settings.epochs,
+        run_data.examples.steps,
+        run_data.examples,
+        held_out=run_data.held_out,
     )
     # 4. The batches as this step takes them.
-    changed = augment_examples(read.examples, settings.augment, settings.seed)
-    sources = [changed, read.held_out]
-    sources = complete_batches(read.model, settings.loss, sources, settings.seed)
+    changed = augment_examples(run_data.examples, settings.augment, settings.seed)
+    sources = [changed, run_data.held_out]
+    sources = complete_batches(run_data.model, settings.loss, sources, settings.seed)
     notes = [*opened.notes, *chosen, *notes]
-    return PreparedRun(step, sources, settings, notes, read, opened.data.title)
+    return PreparedRun(step, sources, settings, notes, run_data, opened.data.title)

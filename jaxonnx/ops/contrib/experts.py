@@ -89,7 +89,7 @@ def _mix(
     router_probs,
     router_weights,
     experts,
-    read,
+    read_arrays,
     *,
     activation_alpha=1.0,
     activation_beta=0.0,
@@ -110,8 +110,8 @@ def _mix(
       x: tokens, (..., size).
       router_probs, router_weights: as in `_mixture_weights`.
       experts: a pytree of arrays with a leading axis of experts.
-      read: a function of one expert's arrays that returns its weights (outputs, inputs) and biases,
-        w1, b1, w2, b2, w3, b3; None for those that it does not have.
+      read_arrays: a function of one expert's arrays that returns its weights (outputs, inputs) and
+        biases, w1, b1, w2, b2, w3, b3; None for those that it does not have.
     """
     refuse(use_sparse_mixer=use_sparse_mixer)
     shares = _mixture_weights(router_probs, router_weights, k, normalize_routing_weights)
@@ -126,7 +126,7 @@ def _mix(
     @jax.checkpoint
     def add(total, expert):
         share, arrays = expert
-        w1, b1, w2, b2, w3, b3 = read(arrays)
+        w1, b1, w2, b2, w3, b3 = read_arrays(arrays)
         y = affine(tokens, w1, b1)
         if activation_type not in _GATED:
             y = _ACTIVATIONS[activation_type](y)

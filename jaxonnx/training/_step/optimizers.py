@@ -122,13 +122,13 @@ def find_vectors(model: Model) -> set[str]:
     tensor. Tables of positions are no vectors: an elementwise operator adds these.
     """
     meanings = weights(model.graph, model.tensors)
-    read = uses_by_tensor(model.graph, model.tensors)
+    uses_of = uses_by_tensor(model.graph, model.tensors)
 
     def is_vector(name: str) -> bool:
-        declared = (not use.node.op.pointwise for use in read[name] if not use.passes)
+        declared = (not use.node.op.pointwise for use in uses_of[name] if not use.passes)
         return named[name].is_vector or any(declared)
 
-    named = {name: meanings[name] for name in model.params if name in read}
+    named = {name: meanings[name] for name in model.params if name in uses_of}
     free = {name for name, x in named.items() if x.matrix is None and x.start is not None}
     return set(filter(is_vector, free))
 
