@@ -137,6 +137,9 @@ class RunArguments(TypedDict, total=False):
         Argument(
             False,
             form="switch",
+            expected="True or False or 'anyway' (the folder to continue in is checkpoint_dir=; a "
+            "checkpoint of onnxruntime-training goes to jaxonnx.load(path, weights=checkpoint), "
+            "its moments to jaxonnx.training.restore_checkpoint)",
             needs=("checkpoint_dir",),
             reason="needs the checkpoint_dir of the run to continue",
         ),

@@ -30,6 +30,9 @@ _LINEAR = ("Gemm", "MatMul")
 # a line of PyTorch's FX graph: a linear layer or sum whose first or second argument is a clone
 _OF_CLONE = re.compile(r"aten\.(linear|addmm|mm|add)\.\w+\]\(args = \((%\w+, )?%clone")
 
+_OF_BLOCKS = re.compile(r"onnx::\w+::\d+$")
+"""The names that onnxruntime-training's blocks give to what they compute, like a loss."""
+
 
 def find_folded_norms(graph: GraphProto) -> tuple[int, str]:
     """Count convolutions that seem to have BatchNormalization folded in, and say why."""
@@ -121,6 +124,12 @@ def notes(graph: GraphProto, drops: bool) -> Iterator[str]:
             "goes on without it and may need a smaller learning rate. A file that keeps it trains "
             "as the network did; PyTorch writes one with torch.onnx.export(..., dynamo=False, "
             "training=torch.onnx.TrainingMode.PRESERVE)"
+        )
+    if not graph.initializer and any(_OF_BLOCKS.match(value.name) for value in graph.output):
+        yield (
+            "this seems to be an eval_model.onnx of onnxruntime-training, whose weights are "
+            "inputs: jaxonnx.load(path, weights='checkpoint') makes tensors of them, and "
+            f".with_outputs([...]) returns the network without the loss '{graph.output[0].name}'"
         )
     places = [] if drops else find_missing_dropout(graph)
     if places:

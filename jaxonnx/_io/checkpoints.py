@@ -312,8 +312,19 @@ def read_training_checkpoint(path: str | os.PathLike[str]) -> TrainingCheckpoint
         if version not in _VERSIONS:
             raise ValueError(f"version {version}, and versions 1 and 2 are known")
         module = root.table(1)
-        if module is None or module.number(2, "b") or module.number(3, "b"):
-            raise ValueError("its tensors are not in it: a nominal one, or with external data")
+        if module is None:
+            raise ValueError("it has no tensors")
+        if module.number(2, "b") or module.number(3, "b"):
+            where = (
+                "a nominal one, which has their names; give the 'checkpoint' that "
+                "generate_artifacts wrote beside it"
+                if module.number(2, "b")
+                else "they are in a file beside it, which is not read"
+            )
+            raise ModelError(
+                f"'{os.fspath(path)}' is a checkpoint of onnxruntime-training without tensors: "
+                f"{where}"
+            )
         params, frozen = (_unique(map(_tensor, module.tables(i))) for i in (0, 1))
         checkpoint = TrainingCheckpoint(params, frozen, properties=_properties(root.table(3)))
         groups = [*root.tables(2)]

@@ -30,6 +30,7 @@ from jaxonnx.onnx_out import (
     OPSET,
     ExportedFunction,
     known_tensor,
+    least_opset,
     reads,
     split_into_blocks,
     split_state,
@@ -96,12 +97,16 @@ def export_step(
         accepts any batch size, pass `jax.ShapeDtypeStruct`s with a symbolic first dimension.
       loss: as in `train`.
       optimizer: as in `train`.
-      opset: the ONNX opset; random numbers need 18.
+      opset: the ONNX opset. The manifest has the least that would do ("least_opset"): 16 for most
+        steps, 18 with random numbers.
       epochs: as in `jaxonnx.training.step`.
       steps_per_epoch: as in `jaxonnx.training.step`.
       web: examples, in the form of `batch`. Adds a web page that trains with them in a browser. It
         shows loss and accuracy on a fifth of them, which is held out, and offers the trained file
-        for download. Any file server can serve the folder (`python -m http.server`).
+        for download. Any file server can serve the folder (`python -m http.server`). Small gray
+        images can be drawn in it; `{"inputs": kind, "examples": examples}` says what the inputs
+        are, "image", "audio" or "table", where that is not recognized (without examples, those of
+        `batch`).
       runtime: the folder of the npm package onnxruntime-web, which the page needs; by default it is
         taken from `node_modules`, or downloaded by npm.
       init: "safetensors" or "npz" writes the initial state as a file of arrays instead of a graph.
@@ -136,6 +141,7 @@ def export_step(
     model, _ = start_at_zeros(with_heads(as_model(model), chosen), batch)
     step = build_step(model, chosen, epochs, steps_per_epoch, platform="onnx")
     exporter = _Exporter(step, batch, opset)
+    kind, web = _web.split_setting(web, batch)
     web = web if web is None else as_batch(web, step.model)  # refused before all is written
     with nullcontext() if web is None else _web.runtime(runtime) as source:
         names = [n for n in FILES if source or exporter.finishes or n != "weights"]
@@ -148,7 +154,7 @@ def export_step(
         chosen_files = {n: files[n] for n in names}
         manifest = exporter.write(Path(path), graphs, chosen_files, external_data)
         if source is not None:
-            manifest["web"] = _web.write(Path(path), source, step.model, web, manifest)
+            manifest["web"] = _web.write(Path(path), source, step.model, web, manifest, kind)
         with write_atomically(Path(path) / "manifest.json") as file:
             file.write_text(json.dumps(manifest, indent=1) + "\n")
     return manifest
@@ -308,6 +314,7 @@ class _Exporter:
         return {
             "format": FORMAT,
             "opset": self.opset,
+            "least_opset": max(least_opset(proto) for proto, _ in graphs.values()),
             "state": self._describe_state(entries.get("weights", {}).get("state")),
             "params": [*self.state.params],
             "statistics": [*self.state.state],
@@ -429,12 +436,21 @@ class _Exporter:
         return proto
 
     def _batch(self, proto: ModelProto) -> dict[str, Any]:
-        """Return the dtype and shape of each input of the batch, for the manifest."""
+        """Return the dtype and shape of each input of the batch, for the manifest.
+
+        Types of 64 bits that have 32 in JAX are "narrowed_from" these.
+        """
         declared = {value.name: to_value(value) for value in proto.graph.input}
-        return {
-            name: {"dtype": str(declared[name].dtype), "shape": list(declared[name].shape or ())}
-            for name in self.batch
-        }
+        leaves = jax.tree.leaves(self.example)
+        types = dict(zip(self.batch, (np.dtype(leaf.dtype) for leaf in leaves), strict=True))
+        types |= {value.name: value.dtype for value in self._step.model.inputs}
+        entries = {}
+        for name in self.batch:
+            dtype = declared[name].dtype
+            entries[name] = {"dtype": str(dtype), "shape": list(declared[name].shape or ())}
+            if types[name] != dtype:
+                entries[name]["narrowed_from"] = str(types[name])
+        return entries
 
 
 _ROLES = {

@@ -17,6 +17,7 @@ from onnx import ModelProto, numpy_helper
 
 from jaxonnx._atomic_write import write_atomically
 from jaxonnx._data import images
+from jaxonnx._require import require_choice
 from jaxonnx.errors import InputError
 from jaxonnx.lora import file_tensors
 from jaxonnx.model import Model, to_proto
@@ -38,6 +39,8 @@ RUNTIME = {
 
 _HELD_OUT = 0.2
 """The fraction of the examples that the page evaluates on."""
+KINDS = ("image", "audio", "table")
+"""What the inputs of a page may be."""
 _SIDES = range(8, 65)
 """The sides of images that can be drawn by hand."""
 
@@ -88,8 +91,27 @@ def _fetch_package(folder: Path) -> Path:
     return folder / "package" / "dist"
 
 
+def split_setting(web: Any, batch: Any) -> tuple[str | None, Any]:
+    """Return the kind of inputs that `web` names, if it does, and the examples of the page.
+
+    Raises:
+      InputError: there is no such kind or entry.
+    """
+    if not isinstance(web, Mapping) or not isinstance(web.get("inputs"), str):
+        return None, web
+    require_choice("web['inputs']", web["inputs"], KINDS)
+    if unknown := sorted(map(str, web.keys() - {"inputs", "examples"})):
+        raise InputError(f"web has the entries 'inputs' and 'examples', not '{unknown[0]}'")
+    return web["inputs"], web.get("examples", batch)
+
+
 def write(
-    folder: Path, source: Path, model: Model, data: Any, manifest: Mapping[str, Any]
+    folder: Path,
+    source: Path,
+    model: Model,
+    data: Any,
+    manifest: Mapping[str, Any],
+    kind: str | None = None,
 ) -> dict[str, Any]:
     """Write the page, its data and its runtime into the folder of an exported step.
 
@@ -99,6 +121,7 @@ def write(
       model: before the training.
       data: examples in a form that `as_batch` takes.
       manifest: of the step, with `weights`.
+      kind: of the inputs, one of `KINDS`; by default images that can be drawn are recognized.
 
     Returns:
       The entry of the page in the manifest.
@@ -132,10 +155,13 @@ def write(
         "examples": _examples(folder, arrays),
         "model": {"file": "model.onnx", "tensors": places},
     }
+    drawing = None if kind in ("audio", "table") else _drawing(model, arrays, kind == "image")
     if classes := _classes(model, arrays):
         entry["classes"] = classes
-        if drawing := _drawing(model, arrays):
+        if drawing:
             entry["drawing"] = drawing
+    if kind or drawing:
+        entry["inputs"] = kind or "image"
     return entry
 
 
@@ -208,11 +234,14 @@ def _classes(model: Model, arrays: Mapping[str, np.ndarray]) -> dict[str, Any] |
     }
 
 
-def _drawing(model: Model, arrays: Mapping[str, np.ndarray]) -> dict[str, Any] | None:
+def _drawing(
+    model: Model, arrays: Mapping[str, np.ndarray], is_image: bool = False
+) -> dict[str, Any] | None:
     """Return the settings for drawing an input; None unless it is a small gray image.
 
     The background is the median of the first and last rows; the ink is the extreme value that is
-    farther from it.
+    farther from it. Features of audio have such shapes, too: without `is_image` the image must be
+    nearly square, and a quarter of all pixels the background.
     """
     try:
         where = images.layout(model)
@@ -225,6 +254,9 @@ def _drawing(model: Model, arrays: Mapping[str, np.ndarray]) -> dict[str, Any] |
     pixels = arrays[name].reshape(-1, *where.size)
     edge = np.concatenate([pixels[:, 0].ravel(), pixels[:, -1].ravel()])
     paper, low, high = np.median(edge), pixels.min(), pixels.max()
+    is_drawn = max(where.size) <= 2 * min(where.size) and np.mean(pixels == paper) >= 0.25
+    if not (is_image or is_drawn):
+        return None
     return {
         "input": name,
         "height": where.size[0],

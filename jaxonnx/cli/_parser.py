@@ -305,6 +305,7 @@ COMMANDS: Mapping[str, Command] = {
     --opset N=18      the ONNX opset to write
     --web [FOLDER]    also write a web page that trains in a browser; FOLDER is the npm package
                       onnxruntime-web (default: downloaded with npm)
+    --web-inputs KIND  with --web: what the inputs are, image, audio or table
 """,
                 *read_flags("_step_files/export.py", "export_step", ("check",)),
             ],

@@ -139,6 +139,8 @@ def export_step(options: argparse.Namespace) -> Report:
     arguments |= {"epochs": options.epochs or 1, "steps_per_epoch": examples.steps}
     arguments |= collect_values(options, "export_step")
     batches = [*examples.batches(0)] if options.web else [next(examples.batches(0))]
+    if options.web_inputs is not None and not options.web:
+        raise InputError("--web-inputs goes with --web")
     if options.web:
         if len({tuple(x.shape[1:] for x in jax.tree.leaves(batch)) for batch in batches}) > 1:
             raise InputError("--web takes examples of one shape: pad them to one width")
@@ -148,6 +150,8 @@ def export_step(options: argparse.Namespace) -> Report:
             return np.concatenate([x[keep] for x, keep in zip(arrays, real, strict=True)])
 
         arguments["web"] = jax.tree.map(join, *batches)
+        if options.web_inputs is not None:
+            arguments["web"] = {"inputs": options.web_inputs, "examples": arguments["web"]}
         arguments["runtime"] = None if options.web == "auto" else options.web
     batch = batches[0]
     if options.any_batch:
@@ -157,7 +161,9 @@ def export_step(options: argparse.Namespace) -> Report:
     names = [part["file"] for name, part in manifest.items() if name in FILES]
     names += ["index.html", "manifest.json"] if options.web else ["manifest.json"]
     written = [options.output / name for name in names]
-    return Report({"written": written, "manifest": manifest}, None, False, written)
+    shown = "\n".join(f"note: {text}" for text in model.warnings) or None
+    data = {"written": written, "manifest": manifest, "warnings": model.warnings}
+    return Report(data, shown, False, written)
 
 
 def import_step(options: argparse.Namespace) -> Report:

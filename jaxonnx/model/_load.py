@@ -178,7 +178,7 @@ def load(
     model = model if outputs is None else model.with_outputs(outputs)
     model = model if batch is None else model.with_any_batch()
     for warning in model.warnings:
-        if warning.startswith(("64-bit", "metadata_props")):
+        if warning.startswith(("64-bit", "metadata_props", "this seems to be an eval_model.onnx")):
             warnings.warn(warning, stacklevel=2)
     return model if trainable is None else model.with_trainable(trainable)
 

@@ -12,7 +12,7 @@ from jaxonnx.onnx_out._export import (
     to_onnx,
     write_function,
 )
-from jaxonnx.onnx_out._nodes import Nodes, Tensor
+from jaxonnx.onnx_out._nodes import Nodes, Tensor, least_opset
 from jaxonnx.onnx_out._rule_table import composed, primitive
 from jaxonnx.onnx_out._tensors import known_tensor
 from jaxonnx.onnx_out.passes import split_into_blocks, split_state

@@ -22,7 +22,7 @@ from jaxonnx._jaxpr import bind_equation, interpret, live, programs
 from jaxonnx._require import check_arguments
 from jaxonnx.errors import InputError
 from jaxonnx.onnx_out import _dims as dims
-from jaxonnx.onnx_out._nodes import Nodes, Tensor, plain, value_info
+from jaxonnx.onnx_out._nodes import OLDEST, Nodes, Tensor, plain, value_info
 from jaxonnx.onnx_out._rule_table import is_complex, primitive
 from jaxonnx.onnx_out._simplify import scales_by_bits
 from jaxonnx.onnx_out._tensors import known_tensor
@@ -30,9 +30,6 @@ from jaxonnx.onnx_out._tracing import trace
 
 OPSET = 18
 """The opset that is written where none is asked for: the oldest that has bitwise operators."""
-
-OLDEST = 13
-"""The oldest opset that is written; bitwise operators and some scatters need a newer one."""
 
 IR_VERSION = 10
 """The newest version of the file format that onnxruntime 1.18 reads."""

@@ -7,9 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend.core import InconclusiveDimensionOperation
-from onnx import GraphProto, ValueInfoProto, defs, helper
+from onnx import GraphProto, ModelProto, ValueInfoProto, defs, helper
 
 from jaxonnx._io.build import Writer, onnx_type
+from jaxonnx._io.protos import all_nodes
 from jaxonnx._jaxpr import inner_program, interpret, source
 from jaxonnx.errors import UnsupportedError
 from jaxonnx.onnx_out import _dims as dims
@@ -36,6 +37,11 @@ from jaxonnx.onnx_out._tensors import (
     plain,
 )
 from jaxonnx.onnx_out._tracing import describe_equation, explain_inconclusive
+
+OLDEST = 13
+"""The oldest opset that is written; bitwise operators and some scatters need a newer one."""
+SCATTERED = {"add": 16, "mul": 16, "min": 18, "max": 18}
+"""The opsets that brought reductions of ScatterElements and ScatterND."""
 
 
 class Nodes:
@@ -85,7 +91,9 @@ class Nodes:
     def several(self, operator: str, count: int, *operands: Any, **attributes: Any) -> list[str]:
         """Append a node with `count` outputs; return their names."""
         if "domain" not in attributes and (oldest := _first_opsets()[operator]) > self.opset:
-            raise Refusal(f"it needs {operator}, which ONNX has from opset {oldest} on")
+            raise Refusal(
+                f"it needs {operator}, which ONNX has from opset {oldest} on: pass opset={oldest}"
+            )
         outputs = [self.fresh(operator.lower()) for _ in range(count)]
         self.writer.nodes(operator, map(self.name, operands), outputs, **attributes)
         return outputs
@@ -368,6 +376,18 @@ def _first_opsets() -> dict[str, int]:
             since = schema.since_version
             opsets[schema.name] = min(since, opsets.get(schema.name, since))
     return opsets
+
+
+def least_opset(proto: ModelProto) -> int:
+    """Return the first opset that has all operators of a model that was written here."""
+    opsets = [OLDEST]
+    for node in all_nodes(proto.graph):
+        if node.domain == "":
+            opsets.append(_first_opsets()[node.op_type])
+        for attribute in node.attribute:
+            if attribute.name == "reduction" and node.op_type.startswith("Scatter"):
+                opsets.append(SCATTERED.get(attribute.s.decode(), OLDEST))
+    return max(opsets)
 
 
 def value_info(name: str, like: Any) -> ValueInfoProto:

@@ -7,7 +7,10 @@ In the environment of make_ort_trajectories.py:
 `ort/net.onnx` is a small network, `ort/eval_model.onnx` one of its artifacts, `ort/plain.ckpt` and
 `ort/moments.ckpt` its checkpoints after three steps of AdamW, the latter with moments, and
 `ort/steps.npz` has the data, the parameters after these steps (`at:<name>`), the losses of three
-further steps and the parameters behind them (`end:<name>`).
+further steps and the parameters behind them (`end:<name>`). `ort/summed.npz` has the parameters
+after six updates of AdamW and of SGD, for each of which the gradients of both halves of the data
+were summed, and the rates of a LinearLRScheduler of 10 and 100 steps. `ort/sgd.ckpt` is the
+checkpoint behind those of SGD, `ort/nominal.ckpt` a nominal one.
 """
 
 import shutil
@@ -18,7 +21,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.training import artifacts
-from onnxruntime.training.api import CheckpointState, Module, Optimizer
+from onnxruntime.training.api import CheckpointState, LinearLRScheduler, Module, Optimizer
 
 HERE = Path(__file__).parent / "ort"
 
@@ -45,11 +48,52 @@ def network() -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 15)], ir_version=8)
 
 
+def sum_gradients(x: np.ndarray, y: np.ndarray) -> None:
+    summed = {}
+    for name in ("AdamW", "SGD"):
+        with tempfile.TemporaryDirectory() as made:
+            folder = Path(made)
+            artifacts.generate_artifacts(
+                network(),
+                requires_grad=["fc1.weight", "fc2.weight", "fc2.bias"],
+                frozen_params=["fc1.bias"],
+                loss=artifacts.LossType.CrossEntropyLoss,
+                optimizer=artifacts.OptimType[name],
+                artifact_directory=folder,
+                nominal_checkpoint=True,
+            )
+            shutil.copy(folder / "nominal_checkpoint", HERE / "nominal.ckpt")
+            state = CheckpointState.load_checkpoint(str(folder / "checkpoint"))
+            module = Module(str(folder / "training_model.onnx"), state)
+            optimizer = Optimizer(str(folder / "optimizer_model.onnx"), module)
+            optimizer.set_learning_rate(0.01)
+            module.train()
+            for _ in range(6):
+                for half in (slice(0, 4), slice(4, 8)):
+                    module(x[half], y[half])
+                optimizer.step()
+                module.lazy_reset_grad()
+            summed |= {f"{name}:{n}": np.array(p.data) for n, p in state.parameters}
+            if name == "SGD":
+                path = str(HERE / "sgd.ckpt")
+                CheckpointState.save_checkpoint(state, path, include_optimizer_state=True)
+            state = CheckpointState.load_checkpoint(str(folder / "checkpoint"))  # counts from 0
+            module = Module(str(folder / "training_model.onnx"), state)
+            optimizer = Optimizer(str(folder / "optimizer_model.onnx"), module)
+            schedule, rates = LinearLRScheduler(optimizer, 10, 100, 1e-3), []
+            for _ in range(110):
+                rates.append(optimizer.get_learning_rate())
+                optimizer.step()
+                schedule.step()
+    np.savez(HERE / "summed.npz", rates=np.float32(rates), **summed)
+
+
 def main() -> None:
     HERE.mkdir(exist_ok=True)
     onnx.save(network(), HERE / "net.onnx")
     draw = np.random.default_rng(1)
     x, y = draw.standard_normal((8, 4)).astype(np.float32), np.arange(8, dtype=np.int64) % 3
+    sum_gradients(x, y)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         artifacts.generate_artifacts(

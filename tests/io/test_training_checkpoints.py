@@ -140,6 +140,58 @@ def test_what_cannot_be_restored():
         restore_checkpoint(whole, ORT / "moments.ckpt")
 
 
+@pytest.mark.parametrize(
+    ("name", "optimizer"), [("AdamW", jaxonnx.optim.adam(0.01, T=1)), ("SGD", optax.sgd(0.01))]
+)
+def test_gradients_are_summed_there_and_averaged_here(name, optimizer, steps):
+    with np.load(ORT / "summed.npz") as file:
+        wanted = {n: file[f"{name}:{n}"] for n in TRAINED}
+    ends = []
+    for rule in (optax.chain(optax.scale(2), optimizer), optimizer):
+        step = jaxonnx.training.step(ORT / "net.onnx", LOSS, rule, trainable=TRAINED, accumulate=2)
+        update, state = step.jit().update, step.init()
+        for half in [slice(0, 4), slice(4, 8)] * 6:
+            state, _ = update(state, (steps["x"][half], steps["y"][half]))
+        ends.append(step.view(state))
+    summed, mean = ends
+    for n, value in wanted.items():
+        np.testing.assert_allclose(summed[n], value, atol=3e-7)
+    assert max(np.abs(mean[n] - value).max() for n, value in wanted.items()) > 1e-4
+
+
+def test_the_linear_schedule_has_its_counts_swapped():
+    with np.load(ORT / "summed.npz") as file:
+        rates = file["rates"]  # LinearLRScheduler(optimizer, 10, 100, 1e-3)
+    parts = [optax.linear_schedule(0, 1e-3, 100), optax.constant_schedule(0)]
+    schedule = optax.join_schedules(parts, [100])
+    np.testing.assert_allclose([schedule(i) for i in range(110)], rates, atol=1e-9)
+
+
+def test_what_another_program_would_do_is_named(steps):
+    batch = steps["x"], steps["y"]
+    with pytest.raises(jaxonnx.ModelError, match=r"a nominal one, .*generate_artifacts wrote"):
+        jaxonnx.load(ORT / "net.onnx", weights=ORT / "nominal.ckpt")
+    with pytest.raises(jaxonnx.TrainingError, match=r"goes to jaxonnx\.load\(path, weights="):
+        jaxonnx.train(
+            ORT / "net.onnx", batch, loss=LOSS, optimizer=ADAM, resume=ORT / "moments.ckpt"
+        )
+    with pytest.warns(UserWarning, match=r"eval_model\.onnx .* weights='checkpoint'.*'onnx::loss"):
+        jaxonnx.load(ORT / "eval_model.onnx")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = jaxonnx.load(ORT / "eval_model.onnx", weights=ORT / "plain.ckpt")
+    network = model.with_outputs(["y"])  # only artifacts left
+    assert [value.name for value in network.inputs] == ["x"]
+    whole = jaxonnx.load(ORT / "net.onnx", weights=ORT / "plain.ckpt")
+    np.testing.assert_array_equal(network(steps["x"]), whole(steps["x"]))
+    step = jaxonnx.training.step(ORT / "net.onnx", LOSS, optax.sgd(0.01), trainable=TRAINED)
+    with pytest.raises(jaxonnx.TrainingError, match=r"1 moments .* SGD, which continues from its"):
+        restore_checkpoint(step, ORT / "sgd.ckpt")
+    saved = read_training_checkpoint(ORT / "sgd.ckpt")
+    assert not any(x.any() for moments in saved.moments.values() for x in moments)
+    assert saved.learning_rate == pytest.approx(1e-3)  # and 0.01 was set: it is never that
+
+
 def test_damaged_files_end_in_an_error(tmp_path):
     data, path, draw = (ORT / "moments.ckpt").read_bytes(), tmp_path / "c", random.Random(0)
     refused = 0

@@ -268,6 +268,25 @@ def test_a_run_with_adapters_of_another_scale_does_not_resume(other, tmp_path):
 
 
 @pytest.mark.deep
+def test_a_rank_is_adapters_of_this_rank():
+    short, written = (train(mlp(), lora=lora, epochs=1).lora for lora in (2, jaxonnx.LoRA(rank=2)))
+    assert short.rank == 2
+    for name, value in written.values.items():
+        np.testing.assert_array_equal(short.values[name], value)
+    with pytest.raises(jaxonnx.TrainingError, match=r"lora must be .* a rank, or Adapters"):
+        train(mlp(), lora=True)
+    with pytest.raises(jaxonnx.Error, match="rank must be"):
+        train(mlp(), lora=0)
+
+
+def test_a_file_of_integers_names_what_trains_it():
+    """All its parameters are stored in few bits, which print(model) alone said."""
+    proto = jaxonnx.quantize(mlp(), X).to_onnx()
+    words = r"no parameter is to be trained; .*lora=.*jaxonnx\.quantize\(model, data\)"
+    with pytest.raises(jaxonnx.TrainingError, match=words):
+        jaxonnx.train(proto, (X, Y), loss=LABELS, optimizer=optax.sgd(0.1))
+
+
 def test_an_optimizer_for_each_group():
     still = {"b": optax.adam(0.05), "rest": optax.set_to_zero()}
     optimizer = optax.multi_transform(still, jaxonnx.labels({"b": ".*lora_B"}, default="rest"))
@@ -305,7 +324,7 @@ def test_rates_of_lora_plus():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"lora": 8}, r"jaxonnx.LoRA, like LoRA\(rank=8\).*got 8"),
+        ({"lora": "8"}, r"jaxonnx.LoRA, like LoRA\(rank=8\), a rank, or .*got '8'"),
         ({"lora": jaxonnx.LoRA(2), "sparsity": "2:4"}, "leave one of the two out"),
         ({"statistics": "running"}, "'frozen', 'recompute' or None"),
         ({"dropout": 0.1}, "no Dropout node"),

@@ -600,3 +600,50 @@ def test_adapters_of_a_base_in_few_bits(tmp_path):
     path.write_text(path.read_text().replace('"layouts"', '"places"'))
     with pytest.raises(jaxonnx.InputError, match="'adapters' are none"):
         jaxonnx.import_step(model, tmp_path, values)
+
+
+@pytest.mark.parametrize(("dropout", "least"), [(False, 16), (True, 18)])
+def test_the_least_opset_is_in_the_manifest(dropout, least, tmp_path):
+    model, (x, y) = mlp(dropout=dropout), examples(8)
+    export = partial(jaxonnx.export_step, model, tmp_path, (x, y), LABELS, optax.sgd(0.1))
+    assert export()["least_opset"] == least
+    manifest = export(opset=least)
+    assert manifest["opset"] == manifest["least_opset"] == least
+    batch = x, y.astype(np.int32), np.ones(8, np.float32)
+    losses, *_ = trained(tmp_path, batch, 3)
+    assert losses[-1] < losses[0]
+    for opset in (13, least - 1):
+        with pytest.raises(jaxonnx.UnsupportedError, match=rf"pass opset=(16|{least})"):
+            export(opset=opset)
+    assert manifest["step"]["batch"]["targets"]["narrowed_from"] == "int64"
+    assert "narrowed_from" not in manifest["step"]["batch"]["x"]
+    session, _, init = sessions(tmp_path)
+    short = {"x": x[:3], "targets": batch[1][:3], "weight": batch[2][:3]}
+    with pytest.raises(Exception, match="Got invalid dimensions for input"):  # the page names it
+        session.run(None, run(init, {}) | short)
+
+
+def test_the_command_says_what_is_folded(tmp_path, monkeypatch, capsys):
+    """As `print(model)` does: a step without BatchNormalization trains as another network does."""
+    monkeypatch.chdir(tmp_path)
+    random = np.random.default_rng(0)
+    arrays = {
+        "onnx::Conv_12": random.normal(0, 0.3, (4, 1, 3, 3)),
+        "onnx::Conv_13": np.zeros(4),
+        "w": random.normal(0, 0.3, (144, 10)),
+    }
+    nodes = [
+        helper.make_node("Conv", ["x", "onnx::Conv_12", "onnx::Conv_13"], ["c"]),
+        helper.make_node("Flatten", ["c"], ["f"]),
+        helper.make_node("MatMul", ["f", "w"], ["y"]),
+    ]
+    values = [helper.make_tensor_value_info("x", 1, ["n", 1, 8, 8])]
+    values += [helper.make_tensor_value_info("y", 1, ["n", 10])]
+    tensors = [numpy_helper.from_array(a.astype(np.float32), n) for n, a in arrays.items()]
+    graph = helper.make_graph(nodes, "g", values[:1], values[1:], tensors)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]), "net.onnx")
+    x = random.normal(size=(8, 1, 8, 8)).astype(np.float32)
+    np.savez("data.npz", x=x, y=np.arange(8))
+    command = "export-step net.onnx data.npz -o step --optimizer sgd --rate 0.1"
+    assert main(command.split()) == 0
+    assert "note: BatchNormalization seems to be folded into 1" in capsys.readouterr().out

@@ -106,6 +106,41 @@ def test_a_picture_can_be_drawn():
     told = _web._drawing(demo.model(), {"x": x})
     assert told == {"input": "x", "height": 8, "width": 8, "paper": 0.0, "ink": 2.0}
     assert _web._drawing(demo.model(), {"x": 1 - x})["ink"] == -1
+    photographs = np.random.default_rng(0).random(x.shape, np.float32)
+    assert _web._drawing(demo.model(), {"x": photographs}) is None
+    assert _web._drawing(demo.model(), {"x": photographs}, is_image=True) is not None
+
+
+def test_the_page_is_told_what_its_inputs_are(tmp_path, package):
+    """Features of audio look like images: 49 x 10 of a keyword spotter got a drawing board."""
+    x = np.zeros((8, 1, 8, 8), np.float32)
+    x[:, :, 2:6, 3], y = 2, np.arange(8)
+    settings = {"loss": LABELS, "optimizer": optax.sgd(0.1), "runtime": package, "check": False}
+
+    def write(web):
+        return jaxonnx.export_step(demo.model(), tmp_path, (x, y), web=web, **settings)["web"]
+
+    entry = write((x, y))
+    assert entry["inputs"] == "image"
+    assert "drawing" in entry
+    for web in ({"inputs": "audio"}, {"inputs": "table", "examples": (x[:4], y[:4])}):
+        entry = write(web)
+        assert entry["inputs"] == web["inputs"]
+        assert "drawing" not in entry
+    assert entry["examples"]["count"] == 4
+    with pytest.raises(jaxonnx.InputError, match=r"web\['inputs'\] must be 'image', 'audio' or"):
+        write({"inputs": "video"})
+    with pytest.raises(jaxonnx.InputError, match="not 'data'"):
+        write({"inputs": "audio", "data": (x, y)})
+    tall = np.zeros((8, 1, 49, 10), np.float32)
+    wide = jaxonnx.load(keyword_spotter())
+    assert _web._drawing(wide, {"x": tall}) is None
+    assert _web._drawing(wide, {"x": tall}, is_image=True)["height"] == 49
+
+
+def keyword_spotter():
+    return onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 17]>
+    g (float[n, 1, 49, 10] x) => (float[n, 490] y) { y = Flatten(x) }""")
 
 
 def test_what_is_not_there_is_named(tmp_path, package, monkeypatch):

@@ -6,6 +6,7 @@ const ARRAYS = {
   int8: Int8Array, int16: Int16Array, int32: Int32Array, int64: BigInt64Array,
   uint8: Uint8Array, uint16: Uint16Array, uint32: Uint32Array, uint64: BigUint64Array,
 };
+const KINDS = { image: "images", audio: "audio", table: "rows of a table" };
 const SHOWN = 40; // held-out examples in the gallery
 const $ = (id) => document.getElementById(id);
 const fetched = async (name) => {
@@ -534,7 +535,7 @@ const handled = (action) => () => {
 function about() {
   const added = drawn.length ? ` and ${drawn.length} drawn by hand` : "";
   $("about").textContent = `${web.examples.count - web.examples.held_out} examples${added} to train with, ` +
-    `${web.examples.held_out} held out.`;
+    `${web.examples.held_out} held out.${web.inputs ? ` Their inputs: ${KINDS[web.inputs]}.` : ""}`;
 }
 
 let original;

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from jaxonnx.onnx_out import _dims as dims
-from jaxonnx.onnx_out._nodes import Nodes, Tensor
+from jaxonnx.onnx_out._nodes import SCATTERED, Nodes, Tensor
 from jaxonnx.onnx_out._rule_table import Refusal, primitive
 
 REDUCTIONS = {
@@ -27,9 +27,6 @@ REDUCTIONS = {
     "scatter-max": "max",
 }
 
-
-SINCE = {"add": 16, "mul": 16, "min": 18, "max": 18}
-"""The opsets that brought reductions of ScatterElements and ScatterND."""
 
 FURTHEST = 2**31 - 1
 """The greatest int32: flat indices are computed in this dtype."""
@@ -174,8 +171,9 @@ for _name, _reduction in REDUCTIONS.items():
         )  # fmt: skip
         if reduction == "sub":
             (updates,), reduction = g.run(jnp.negative, updates), "add"
-        if g.opset < SINCE.get(reduction, 0):
-            raise Refusal(f"ONNX scatters by {reduction} from opset {SINCE[reduction]} on")
+        if g.opset < SCATTERED.get(reduction, 0):
+            least = SCATTERED[reduction]
+            raise Refusal(f"ONNX scatters by {reduction} from opset {least} on: pass opset={least}")
         starts = _starts(g, windows, indices)
         dropping = "FILL" in str(mode).upper() and not _fit(windows, indices)
         if windows.rows() == 0 and reduction == "add":

@@ -40,8 +40,8 @@ def restore_checkpoint(step: Step, path: str | os.PathLike[str]) -> State:
     if incomplete := next((name for name, x in saved.moments.items() if len(x) != 2), None):
         raise TrainingError(
             f"{where} has {len(saved.moments[incomplete])} moments of '{incomplete}', and AdamW "
-            "two: it is of another optimizer; jaxonnx.load(model, weights=path) reads its "
-            "parameters"
+            "two: it is of SGD, which continues from its parameters alone, "
+            "jaxonnx.load(model, weights=path)"
         )
     copies = sources(step.model.proto.graph, step.model.tensors)
     for name, x in step.params.items():

@@ -33,10 +33,10 @@ class LoraArguments(TypedDict, total=False):
     tensors are the parameters of the resulting model. With `lora` they are trained in addition to
     the adapters."""
     lora: Annotated[
-        LoRA | Adapters | None,
+        LoRA | Adapters | int | None,
         Argument(
             form="N",
-            expected="a jaxonnx.LoRA, like LoRA(rank=8), or Adapters to continue with",
+            expected="a jaxonnx.LoRA, like LoRA(rank=8), a rank, or Adapters to continue with",
             excludes=("sparsity",),
             reason="cannot be combined with sparsity: merge the adapters into the model first, or "
             "leave one of the two out",
@@ -44,7 +44,7 @@ class LoraArguments(TypedDict, total=False):
             words="Train adapters of this rank instead of the weights",
         ),
     ]
-    """Train low-rank adapters instead of the weights: a `jaxonnx.LoRA`.
+    """Train low-rank adapters instead of the weights: a `jaxonnx.LoRA`, or its rank.
 
     The adapters of the resulting model are merged into its weights. `result.lora` has the adapters
     alone: save them with `Adapters.save`, or pass them here to continue training."""
@@ -57,6 +57,7 @@ def select_parameters(plan: Plan) -> None:
       InputError: a choice that does not fit the model.
     """
     model, lora, trainable = plan.model, plan.settings.lora, plan.settings.trainable
+    lora = LoRA(lora) if isinstance(lora, int) else lora
     if isinstance(lora, LoRA):
         key = jax.random.fold_in(jax.random.key(plan.settings.seed), _ADAPTERS)
         model = lora.attach(model, key, trainable=_with_heads(model, trainable))

@@ -24,7 +24,7 @@ from jaxonnx.llm import scores_tokens
 from jaxonnx.lora import writes_apart
 from jaxonnx.losses import cross_entropy
 from jaxonnx.model import Model, as_model, check_nodes, labels
-from jaxonnx.quantization import record_of
+from jaxonnx.quantization import describe_integers, record_of
 from jaxonnx.training._data import has_own_algorithm
 from jaxonnx.training._objective import objective
 from jaxonnx.training._objective.needs import prepare_model
@@ -119,7 +119,14 @@ def build_step(
     for change in order.MODEL:
         change(plan)
     if not plan.model.params:
-        raise TrainingError("no parameter is to be trained; print(model) shows what the model has")
+        integers = [*describe_integers(plan.model.graph, plan.model.tensors)]
+        if integers:
+            integers.append(
+                "the float model that the file was made from can be trained and quantized: "
+                "jaxonnx.quantize(model, data), or jaxonnx.train(..., quantize='int8')"
+            )
+        reasons = integers or ["print(model) shows what the model has"]
+        raise TrainingError(f"no parameter is to be trained; {'; '.join(reasons)}")
     _check_file(plan.model)
     # 2. A loss and an optimizer, if neither the settings nor the file have one.
     plan.settings, notes = _complete_settings(plan.model, plan.settings)
