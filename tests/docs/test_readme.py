@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 from base64 import b64decode
+from importlib.util import find_spec
 from pathlib import Path
 
 import jax
@@ -26,6 +27,7 @@ from tests.support.paths import ROOT
 LONG = {
     "back_to_onnx",
     "command_line",
+    "jax_recipes",
     "language_models",
     "many_devices",
     "onnx_training",
@@ -50,6 +52,23 @@ def test_the_recipe_with_optuna(folder):
         exec(compile(code, page.name, "exec"), names)
     assert len(names["study"].trials) == 4
     assert names["study"].best_value > 0.5
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("page", ["frozen_networks", "jax_recipes"])
+def test_examples_with_other_packages(page, folder):
+    page = ROOT / "jaxonnx" / "docs" / f"{page}.md"
+    marked = re.findall(
+        r"<!-- not run: test_readme runs it where (\w+) is installed -->\n```python\n(.*?)```",
+        page.read_text(),
+        re.DOTALL,
+    )
+    marked = [(package, code) for package, code in marked if find_spec(package)]
+    if not marked:
+        pytest.skip("none of them is installed")
+    names = python(page)
+    for package, code in marked:
+        exec(compile(code, f"{page.name}: {package}", "exec"), names)
 
 
 def python(page):
