@@ -102,7 +102,10 @@ def split_setting(web: Any, batch: Any) -> tuple[str | None, Any]:
     require_choice("web['inputs']", web["inputs"], KINDS)
     if unknown := sorted(map(str, web.keys() - {"inputs", "examples"})):
         raise InputError(f"web has the entries 'inputs' and 'examples', not '{unknown[0]}'")
-    return web["inputs"], web.get("examples", batch)
+    examples = web.get("examples", batch)
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(examples)):
+        raise InputError("web['examples'] is missing: the batch has shapes and no numbers")
+    return web["inputs"], examples
 
 
 def write(

@@ -4,6 +4,7 @@ import json
 import re
 import time
 
+import jax
 import numpy as np
 import onnx
 import onnxruntime
@@ -132,6 +133,8 @@ def test_the_page_is_told_what_its_inputs_are(tmp_path, package):
         write({"inputs": "video"})
     with pytest.raises(jaxonnx.InputError, match="not 'data'"):
         write({"inputs": "audio", "data": (x, y)})
+    with pytest.raises(jaxonnx.InputError, match="shapes and no numbers"):
+        _web.split_setting({"inputs": "audio"}, jax.ShapeDtypeStruct((8, 10), np.float32))
     tall = np.zeros((8, 1, 49, 10), np.float32)
     wide = jaxonnx.load(keyword_spotter())
     assert _web._drawing(wide, {"x": tall}) is None
