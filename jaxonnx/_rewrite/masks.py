@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxonnx._graph.bind import Graph
 from jaxonnx._io.build import Editor
-from jaxonnx._rewrite.network import Network, with_file, with_outputs
+from jaxonnx._rewrite.network import Network, drop_unread, with_file
 from jaxonnx._text import list_some
 from jaxonnx.errors import InputError
 
@@ -70,5 +70,4 @@ def fold_masks(model: N) -> N:
             del file.graph.node[i]
     for name, value in (groups[True] | groups[False]).items():
         file.add_tensor(name, value)
-    network = with_file(model, file.proto, groups[False], groups[True])
-    return with_outputs(network, network.graph.outputs)  # drops the tensors that nothing reads
+    return drop_unread(with_file(model, file.proto, groups[False], groups[True]))

@@ -232,6 +232,20 @@ def with_outputs(model: N, outputs: str | Iterable[str]) -> N:
     return with_file(model, cut(model.proto, model.graph, model.tensors, outputs))
 
 
+def drop_unread(model: N) -> N:
+    """Drop the nodes and tensors that no output is computed from; all inputs stay.
+
+    Callers, data and runtimes go by the inputs of a file, and some read none of their numbers
+    (`token_type_ids` of exported encoders).
+    """
+    proto = cut(model.proto, model.graph, model.tensors, model.graph.outputs)
+    needed = {value.name for value in proto.graph.input}
+    inputs = [v for v in model.proto.graph.input if v.name in needed or v.name not in model.tensors]
+    del proto.graph.input[:]
+    proto.graph.input.extend(inputs)
+    return with_file(model, proto)
+
+
 def with_tensors(model: N, values: Mapping[str, Any]) -> N:
     """Replace the values of some parameters, state or constants."""
     params, state = (

@@ -33,12 +33,12 @@ from jaxonnx._rewrite.batch import free_batch
 from jaxonnx._rewrite.head import Classes, replace_head
 from jaxonnx._rewrite.network import (
     Network,
+    drop_unread,
     enter,
     leave,
     reenter,
     refuse_change,
     with_file,
-    with_outputs,
     with_params,
 )
 from jaxonnx._run.shapes import evaluate_shapes, infer_types
@@ -142,7 +142,7 @@ def with_any_batch(model: M, *, prove: bool = False) -> M:
         return model
     net = with_file(model, proto, added)
     # what the changes leave over is dropped; an algorithm of the file may read it
-    return net if proto.training_info else with_outputs(net, net.graph.outputs)
+    return net if proto.training_info else drop_unread(net)
 
 
 def with_new_values(model: M, rng: jax.Array, names: Select, initializer: Initializer) -> M:
@@ -177,8 +177,7 @@ def with_new_head(
         originals={**model.originals, **wide},
         heads=(*(h for h in model.heads if fresh.keys().isdisjoint(h.tensors)), new.head),
     )
-    net = with_file(net, new.proto, new.constants)
-    net = with_outputs(net, net.graph.outputs)
+    net = drop_unread(with_file(net, new.proto, new.constants))
     statistics = running_statistics(net.graph) & fresh.keys()
     params = {name: x for name, x in net.params.items() if name not in statistics}
     state = {**net.state, **{name: fresh[name] for name in statistics}}

@@ -17,10 +17,10 @@ from jaxonnx._graph.bind import Graph
 from jaxonnx._io.build import Editor, rename_reads
 from jaxonnx._rewrite.network import (
     Network,
+    drop_unread,
     enter,
     reenter,
     with_file,
-    with_outputs,
     with_tensors,
 )
 from jaxonnx._run.fold_norms import folds, read_names
@@ -263,8 +263,7 @@ def fold_normalizations(model: N, keep: Collection[str] = ()) -> N:
             norm = before[node.output[0]]
             node.input[2:] = [norm.inputs[2]]
             node.output[0] = norm.outputs[0]
-    net = with_tensors(with_file(model, file.proto), values)
-    return with_outputs(net, net.graph.outputs)  # drops the statistics that no node reads any more
+    return drop_unread(with_tensors(with_file(model, file.proto), values))
 
 
 def folded_outputs(graph: Graph, tensors: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
