@@ -64,7 +64,7 @@ def scale_inputs(
     by_name = uses_by_tensor(model.graph, tensors)
     for group, inputs in visit(model, find_products(model, sites), examples, dict(tensors)):
         weights = {n: np.asarray(values.get(n, tensors[n])) for n in group.weights}
-        hessian = inputs.hessian
+        hessian = inputs.hessian + np.diag(inputs.squares - np.diag(inputs.hessian))
         divided = find_divided(model.graph, model.params, group, by_place, len(inputs.magnitude))
         # a weight with other readers than the group, as one that is the embedding, too, stays
         products = {id(use.node) for use in group.uses}

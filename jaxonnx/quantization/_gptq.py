@@ -54,7 +54,7 @@ def round_weights(
         factor = factor_inverse(inputs.hessian[np.ix_(order, order)])
         for name in group.weights:
             w, site, scheme = np.asarray(tensors[name]), sites[name], schemes[name]
-            scales[name] = fit(name, squares)
+            scales[name] = fit(name, inputs.squares)
             spread = as_rows(np.broadcast_to(spread_scale(scales[name], w), w.shape), site)
             rows = round_rows(as_rows(w, site)[:, order], spread[:, order], factor, scheme)
             values[name] = from_rows(rows[:, np.argsort(order)], w, site)

@@ -45,6 +45,10 @@ class Products:
         return x.reshape(-1, x.shape[-1])
 
 
+_LEAST = 0.1
+"""The least mean square of an input, as a share of the median one."""
+
+
 @dataclass(frozen=True)
 class Inputs:
     """Statistics of the rows that products read."""
@@ -53,6 +57,18 @@ class Inputs:
     """The mean of x x^T, [inputs, inputs] in float32: half the Hessian of an output's error."""
     magnitude: np.ndarray
     """The mean of |x|, [inputs]."""
+
+    @property
+    def squares(self) -> np.ndarray:
+        """The mean of x^2, [inputs], by which scales weigh the errors of weights.
+
+        An input that is 0 in (nearly) all of the data counts as a small one: the weights that read
+        it would be clipped or rounded away, and other data may reach it.
+        """
+        squares = np.diag(self.hessian)
+        if not squares.any():
+            return squares
+        return np.maximum(squares, _LEAST * np.median(squares[squares > 0]))
 
 
 def find_products(model: Network, sites: Mapping[str, WeightSite]) -> list[Products]:

@@ -115,6 +115,36 @@ def test_outputs_change_less_than_with_the_nearest_numbers(method, block):
         np.testing.assert_allclose(y, ours, rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.parametrize(
+    ("method", "weights", "block"), [("gptq", "int8", None), ("awq", "int4", 16)]
+)
+def test_inputs_that_are_zero_in_the_data_keep_their_weights(method, weights, block):
+    """Units that no example of the calibration activates, as rare experts and words do."""
+    random = np.random.default_rng(0)
+    first, second = random.normal(size=(64, 96)) / 8, random.normal(size=(96, 16)) / 10
+    if method == "gptq":
+        second[::5] *= 4  # their weights would be clipped to the range of the others
+    off = first[:, ::5]
+    x = random.normal(size=(512, 64))
+    x -= (x @ off + 0.5) @ np.linalg.pinv(off)  # every fifth unit is -0.5
+    model = network(
+        """g (float[n, 64] x) => (float[n, 16] y) {
+            h = MatMul(x, w1)
+            r = Relu(h)
+            y = MatMul(r, w2)
+        }""",
+        w1=first,
+        w2=second,
+    )
+    scheme = Quantization(weights=weights, activations=None, block=block, where="w2")
+    held = random.normal(size=(256, 64)).astype(np.float32)
+    nearest, better = (
+        jaxonnx.quantize(model, x.astype(np.float32), scheme, batch_size=64, method=m)
+        for m in (None, method)
+    )
+    assert error(model, better, held) < 2 * error(model, nearest, held)
+
+
 @pytest.mark.parametrize("weights", ["int4", "int2"])
 def test_awq_chooses_the_scales_of_blocks_by_outputs(weights):
     """No input is larger than others, so that errors that cancel each other are all that is won."""
