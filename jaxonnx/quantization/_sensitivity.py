@@ -15,6 +15,7 @@ from jaxonnx._rewrite.network import Network, reenter, with_file, with_tensors
 from jaxonnx.errors import InputError
 from jaxonnx.ops.contrib.moving_ranges import DOMAIN
 from jaxonnx.quantization._insert import fold_normalizations, insert
+from jaxonnx.quantization._padding import find_token_axes
 from jaxonnx.quantization._scheme import (
     TYPES,
     Quantization,
@@ -131,14 +132,19 @@ def output_error(model: Network, examples: Sequence[Sequence[Any]]) -> Callable[
 
     Args:
       model: the network to compare with.
-      examples: batches of inputs, in the order of the model's.
+      examples: batches of inputs, in the order of the model's. Padding does not count.
     """
     names = [value.name for value in model.inputs]
+    tokens = find_token_axes(model, model.graph.outputs, examples)
 
     def evaluate(network: Network, inputs: Sequence[Any]) -> list[Any]:
         feed = dict(zip(names, map(jnp.asarray, inputs), strict=True))
         outputs = network.program(network.params, network.state, None, feed)
-        return [y for y in outputs if jnp.issubdtype(y.dtype, jnp.floating)]
+        return [
+            jnp.where(tokens[name].find_tokens(feed, y.ndim), y, 0) if name in tokens else y
+            for name, y in zip(model.graph.outputs, outputs, strict=True)
+            if jnp.issubdtype(y.dtype, jnp.floating)
+        ]
 
     exact = [evaluate(model, inputs) for inputs in examples]
     size = sum(float(jnp.square(y).sum()) for outputs in exact for y in outputs)

@@ -102,3 +102,34 @@ def test_the_range_of_a_table_is_that_of_the_tokens_in_the_data():
     np.testing.assert_allclose(
         numpy_helper.to_array(scale), (used.max() - used.min()) / 255, rtol=1e-5
     )
+
+
+def test_padding_counts_for_nothing_in_errors():
+    """The outputs of padding are as large as its embedding: `sensitivity` and `max_loss`."""
+    proto = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["" : 21]>
+        g (int64[n, s] input_ids, int64[n, s] attention_mask) => (float[n, s, 4] y) {
+            e = Gather(table, input_ids)
+            a = MatMul(e, w1)
+            f32 = Cast<to = 1>(attention_mask)
+            y = MatMul(a, w3)
+        }"""
+    )
+    tensors = {n: WEIGHTS[n].astype(np.float32) for n in ("w1", "w3")} | {"table": TABLE}
+    proto.graph.initializer.extend(numpy_helper.from_array(x, n) for n, x in tensors.items())
+    model = jaxonnx.load(proto, trainable=["w1", "w3"])
+    padded, alone = (
+        jaxonnx.sensitivity(model, data, ("int4",), batches=len(IDS)).errors
+        for data in (PADDED, ALONE)
+    )
+    for name, errors in alone.items():
+        np.testing.assert_allclose(padded[name]["int4"], errors["int4"], rtol=1e-4, err_msg=name)
+    tried = [
+        jaxonnx.quantize(
+            model, data, Quantization(weights="int4", activations=None), max_loss=1e-4, check=False
+        ).sensitivity.trials
+        for data in (PADDED, ALONE)
+    ]
+    assert [trial.loss for trial in tried[0]] == pytest.approx(
+        [trial.loss for trial in tried[1]], rel=1e-3
+    )
