@@ -32,6 +32,11 @@ DECODERS = ("decoder_model_merged", "decoder_model", "decoder_with_past_model")
 """Files of optimum with the same weights; the first contains the others."""
 WEIGHTS = (".onnx", ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 VARIANTS = ("fp32", "fp16", "bf16", "int8", "uint8", "q8", "quantized", "q4", "q4f16", "bnb4")
+_VARIANT = re.compile(rf"(.+?)_({'|'.join(VARIANTS)}|O[1-4]|q?u?int8_(arm64|avx2|avx512(_vnni)?))")
+"""The name of a file with its variant: those of transformers.js, and the levels of optimization and
+the processors that optimum and sentence-transformers write files for."""
+MODULES = "modules.json"
+"""The file in which sentence-transformers lists a network and the modules behind it."""
 _TASKS = {
     "ForCausalLM": "text-generation",
     "ForSequenceClassification": "text-classification",
@@ -179,7 +184,8 @@ class ModelFolder(Companion):
         """Write a folder like this one, with other weights.
 
         All other files are copied as they are, but for files of weights that are not part of this
-        model. The model has the name that it had, its external data as well.
+        model or of a module of sentence-transformers behind it. The model has the name that it had,
+        its external data as well.
 
         Args:
           classes: the names of the classes if these are others, for `config.json`.
@@ -242,8 +248,25 @@ def describe_classes(classes: Sequence[str]) -> dict[str, Any]:
 def split_variant(name: str) -> tuple[str, str]:
     """Return the name of a file without its suffix and variant, and the variant."""
     stem = PurePosixPath(name).stem
-    base, _, last = stem.rpartition("_")
-    return (base, last) if base and last in VARIANTS else (stem, "fp32")
+    named = _VARIANT.fullmatch(stem)
+    return (named[1], named[2]) if named else (stem, "fp32")
+
+
+def list_modules(folder: Path) -> list[str]:
+    """Return the folders of sentence-transformers' modules behind a network, with a slash.
+
+    Some have weights of their own, like "2_Dense/".
+
+    Raises:
+      ModelError: the file that lists them is damaged.
+    """
+    path = folder / MODULES
+    if not path.is_file():
+        return []
+    with _safe_read.wrap_errors(f"'{path}' is not JSON, or is damaged", ModelError):
+        modules = json.loads(path.read_text("utf-8"))
+        behind = [m["path"] for m in modules if not m["type"].endswith(".Transformer")]
+    return [f"{name.strip('/')}/" for name in behind if name.strip("/")]
 
 
 def list_data_files(path: Path) -> list[str]:
@@ -267,7 +290,8 @@ def _sort_files(home: ModelFolder) -> tuple[list[str], list[str]]:
     }
     needed = {n for model in others for n in data[model]}
     dropped = {n for model in models if model not in others for n in data[model]} - needed
-    copied = [n for n in names if n in needed or not n.endswith(WEIGHTS)]
+    modules = (*list_modules(home.path),)
+    copied = [n for n in names if n in needed or not n.endswith(WEIGHTS) or n.startswith(modules)]
     copied = [n for n in copied if n not in dropped]
     left = [n for n in models if n not in others and n not in home.files]
     return sorted({*copied, *others}), left

@@ -43,6 +43,7 @@ from jaxonnx.llm._folders import (
     ancestors,
     extract_part,
     list_data_files,
+    list_modules,
     refuse_records,
     split_variant,
 )
@@ -355,7 +356,7 @@ def _choose_parts(
     chosen = []
     for part in _PARTS:
         files = {variants[name]: name for name, stem in stems.items() if stem == part}
-        ordered = (choice or "fp32", *VARIANTS)
+        ordered = (choice or "fp32", *VARIANTS, *sorted(files))
         chosen.append(next(files[variant] for variant in ordered if variant in files))
     return chosen
 
@@ -378,6 +379,9 @@ def _download(name: str, variant: str | None) -> ModelFolder:
         names = [n.removeprefix(prefix) for n in names]
         needed = [prefix + n for n in names if not n.endswith(WEIGHTS) and _is_part(n)]
         path = Path(hub.snapshot_download(repository, allow_patterns=needed), inner)
+        if modules := list_modules(path):
+            patterns = [f"{prefix}{module}*" for module in modules]
+            hub.snapshot_download(repository, allow_patterns=patterns)
         folder = _choose(name, path, names, variant)
         files = folder.files
         hub.snapshot_download(repository, allow_patterns=[f"{prefix}{file}*" for file in files])

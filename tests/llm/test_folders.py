@@ -169,6 +169,47 @@ def test_other_forms_of_the_model_stay_behind(browser, tmp_path):
     assert names == {"config.json", "tokenizer.json", *(f"onnx/{name}" for name in files)}
 
 
+MODULES = {
+    "0_Transformer": "Transformer",
+    "1_Pooling": "Pooling",
+    "2_Dense": "Dense",
+    "3_Normalize": "Normalize",
+}
+
+
+def make_sentence_transformer(folder):
+    """Add the modules of sentence-transformers to a folder, and the files of its exporter."""
+    file = folder / "onnx" / "model.onnx"
+    for variant in ("O3", "qint8_avx512_vnni", "quint8_avx2"):
+        shutil.copy(file, file.with_name(f"model_{variant}.onnx"))
+    listed = [{"path": p, "type": f"sentence_transformers.models.{t}"} for p, t in MODULES.items()]
+    (folder / "modules.json").write_text(json.dumps(listed))
+    for path in MODULES:
+        (folder / path).mkdir()
+        (folder / path / "config.json").write_text("{}")
+    for path in ("0_Transformer", "2_Dense"):
+        (folder / path / "model.safetensors").write_bytes(b"1")
+
+
+def test_modules_of_sentence_transformers_go_along(browser, tmp_path):
+    for file in (browser / "onnx").glob("model_q4*"):
+        file.unlink()
+    make_sentence_transformer(browser)
+    with pytest.raises(jaxonnx.InputError, match=r"variant= .one of 'O3', 'fp32', 'qint8_avx512"):
+        jaxonnx.load(browser)
+    assert jaxonnx.load(browser, variant="O3").folder.files == ("onnx/model_O3.onnx",)
+    with pytest.warns(UserWarning, match="old ones: onnx/model_O3.onnx, onnx/model_qint8_avx512"):
+        jaxonnx.load(browser, variant="fp32").save(f"{tmp_path}/new/")
+    new = tmp_path / "new"
+    assert (new / "2_Dense" / "model.safetensors").read_bytes() == b"1"
+    assert all((new / path / "config.json").is_file() for path in MODULES)
+    assert not (new / "0_Transformer" / "model.safetensors").exists()
+    assert [p.name for p in (new / "onnx").iterdir()] == ["model.onnx"]
+    (browser / "modules.json").write_text("[{}]")
+    with pytest.raises(jaxonnx.ModelError, match=r"modules.json' is not JSON, or is damaged"):
+        jaxonnx.load(browser, variant="fp32").save(f"{tmp_path}/other/")
+
+
 def test_a_folder_is_for_models_of_folders(tmp_path):
     model = jaxonnx.load((OPTIMUM / "model.onnx").read_bytes())
     with pytest.raises(jaxonnx.InputError, match="is a folder: give the path of a file"):
@@ -226,6 +267,7 @@ def test_a_name_of_the_hub_brings_one_variant(browser, tmp_path):
     pytest.importorskip("huggingface_hub")
     (browser / "additional_chat_templates").mkdir()
     (browser / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    make_sentence_transformer(browser)
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Hub, browser))
     server.given = []
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -238,7 +280,8 @@ def test_a_name_of_the_hub_brings_one_variant(browser, tmp_path):
     source = """if True:
         import jaxonnx
         model = jaxonnx.load("us/tiny", variant="q4")
-        print(*model.folder.files, sorted(p.name for p in model.folder.path.rglob("*.*")))
+        files = [p.relative_to(model.folder.path) for p in model.folder.path.rglob("*.*")]
+        print(*model.folder.files, *sorted(f.as_posix() for f in files))
         try:
             jaxonnx.load("us/none")
         except jaxonnx.InputError as error:
@@ -254,9 +297,11 @@ def test_a_name_of_the_hub_brings_one_variant(browser, tmp_path):
         server.server_close()
     assert not done.returncode, done.stderr[-2000:]
     first, second = done.stdout.splitlines()
-    files = ["config.json", "model_q4.onnx", "model_q4.onnx_data", "tokenizer.json"]
-    files.append("tool_use.jinja")
-    assert first == f"onnx/model_q4.onnx {files}"
+    files = {"config.json", "onnx/model_q4.onnx", "onnx/model_q4.onnx_data", "tokenizer.json"}
+    files |= {"additional_chat_templates/tool_use.jinja", "modules.json"}
+    files |= {f"{path}/config.json" for path in MODULES if path != "0_Transformer"}
+    files.add("2_Dense/model.safetensors")
+    assert first.split() == ["onnx/model_q4.onnx", *sorted(files)]
     assert second.startswith("'us/none' does not exist, and the Hugging Face hub did not return it")
     assert not any(name.endswith("model.onnx") for name in server.given)
 
