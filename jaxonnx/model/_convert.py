@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 import onnx
-from onnx import ModelProto
+from onnx import ModelProto, NodeProto
 
 from jaxonnx._compare.written import check_written, make_origin
 from jaxonnx._graph.caches import find_continued
@@ -56,7 +56,8 @@ def convert(
       model: a Model, or anything that `jaxonnx.load` accepts.
       type: the type of weights and values; types stay by default.
       opset: the opset of the default domain, the model's by default. Functions are inlined.
-      keep: names of nodes, or operators ("Softmax"), that stay in float32.
+      keep: names of nodes, or operators ("Softmax"), that stay in float32. A node without a name
+        goes by that of its first output.
       keep_inputs: inputs and outputs of the model stay in float32, but for the caches of a decoder.
       fold_masks: replace each product of a weight and a pruning mask (PyTorch's `weight_orig` and
         `weight_mask`) by a weight of the masked numbers, which can be quantized, adapted and made
@@ -93,7 +94,7 @@ def convert(
     if type is None:
         return net
     operators = {node.op_type for node in net.proto.graph.node}
-    names = {node.name for node in net.proto.graph.node}
+    names = {*map(_name_of, net.proto.graph.node)}
     unknown = [name for name in keep if name not in names | operators]
     expected = f"names of nodes, or operators of the model ({list_some(sorted(operators))})"
     require("keep", unknown, not unknown, expected)
@@ -166,14 +167,20 @@ def _to_float16(model: Model, keep: Sequence[str], keep_inputs: bool) -> ModelPr
         ) from error
     proto, continued = model.to_onnx(), find_continued(model.graph, model.inputs)
     graph = proto.graph
-    halved = {
-        name for n in graph.node if not {n.name, n.op_type} & {*keep} for name in n.input
-    } & model.tensors.keys()
-    large = [f"'{name}'" for name in sorted(halved) if _overflows(model.tensors[name])]
+    halved: dict[str, dict[str, None]] = {}
+    for node in graph.node:
+        name = _name_of(node)
+        if {name, node.op_type} & {*keep}:
+            node.name = name  # by which the converter finds it
+            continue
+        for tensor in {*node.input} & model.tensors.keys():
+            halved.setdefault(tensor, {})[name] = None
+    large = [tensor for tensor in sorted(halved) if _overflows(model.tensors[tensor])]
     if large:
+        readers = dict.fromkeys(repr(reader) for tensor in large for reader in halved[tensor])
         raise InputError(
-            f"numbers of {list_some(large)} are beyond {_LARGEST:,.0f}, the largest of float16: "
-            "keep= takes the nodes that read them"
+            f"numbers of {list_some([*map(repr, large)])} are beyond {_LARGEST:,.0f}, the largest "
+            f"of float16: keep= takes the nodes that read them, {list_some([*readers])}"
         )
     ends = [value.name for value in (*graph.input, *graph.output)]
     carried = {*continued, *continued.values()}
@@ -186,6 +193,11 @@ def _to_float16(model: Model, keep: Sequence[str], keep_inputs: bool) -> ModelPr
             op_block_list=[*float16.DEFAULT_OP_BLOCK_LIST, *keep],
             node_block_list=[*keep],
         )
+
+
+def _name_of(node: NodeProto) -> str:
+    """Return the name of a node, or that of its first output if it has none."""
+    return node.name or next(filter(None, node.output), "")
 
 
 def _overflows(x: Any) -> bool:

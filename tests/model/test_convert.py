@@ -74,6 +74,21 @@ def test_numbers_beyond_float16_are_refused_unless_kept():
     assert kept.params["w"].dtype == np.float32
 
 
+def test_nodes_without_names_are_kept_by_their_output():
+    proto = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 17]> g (float[n, 2] x) => (float[n, 2] y) '
+        "{ h = MatMul(x, w) y = MatMul(h, v) }"
+    )
+    for name, x in {"w": [[1e5, 1], [1, 1]], "v": np.eye(2)}.items():
+        proto.graph.initializer.append(numpy_helper.from_array(np.array(x, np.float32), name))
+    with pytest.raises(jaxonnx.InputError, match=r"keep= takes the nodes that read them, 'h'$"):
+        jaxonnx.convert(proto, "float16")
+    kept = jaxonnx.convert(proto, "float16", keep=["h"])
+    assert {n: x.dtype.name for n, x in kept.params.items()} == {"w": "float32", "v": "float16"}
+    with pytest.raises(jaxonnx.InputError, match="keep must be names of nodes, or operators"):
+        jaxonnx.convert(proto, "float16", keep=[""])
+
+
 def test_wrong_arguments():
     with pytest.raises(jaxonnx.InputError, match="keep must be names of nodes, or operators"):
         jaxonnx.convert(demo.mlp(), "float16", keep=["Softmax"])
