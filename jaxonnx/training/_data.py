@@ -205,7 +205,7 @@ def _open_batch(model: Model, settings: Settings) -> tuple[Model, list[str]]:
             "the file fixes the batch to 1, so that each step sees one example, and that cannot be "
             f"opened: {error}. batch_size=1 trains so without this warning; accumulate= makes one "
             "update of several steps",
-            stacklevel=4,
+            stacklevel=5,
         )
         return model, []
     return opened, [
