@@ -2,8 +2,15 @@
 
 Types are exactly those of the specification: 64-bit types are on during a call, whatever the
 setting of the caller. Training flags of the file are followed.
+
+`python -m jaxonnx.backend [PATTERN ...]` runs ONNX's suite, or the cases whose names match, and
+prints the counts of the backend scoreboard (github.com/onnx/backend-scoreboard).
 """
 
+import re
+import sys
+import unittest
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -91,3 +98,37 @@ run_model: Callable[..., tuple[Any, ...]] = JaxBackend.run_model
 run_node: Callable[..., tuple[Any, ...]] = JaxBackend.run_node
 supports_device: Callable[[str], bool] = JaxBackend.supports_device
 is_compatible: Callable[..., bool] = JaxBackend.is_compatible
+
+
+def main(patterns: Sequence[str] = ()) -> None:
+    """Run ONNX's suite on the CPU; print the counts, and the names of cases that fail.
+
+    Args:
+      patterns: regular expressions of names of cases; all cases without them.
+    """
+    import onnx.backend.test
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the suite computes its own data, with overflows
+        cases = onnx.backend.test.BackendTest(JaxBackend, __name__).test_cases
+        print(f"{'cases':<38}{'passed':>8}{'failed':>8}{'skipped':>8}")
+        failed: list[str] = []
+        for name, case in cases.items():
+            chosen = [
+                case(label)
+                for label in unittest.defaultTestLoader.getTestCaseNames(case)
+                if not label.endswith("_cuda")
+                and any(re.search(pattern, label) for pattern in patterns or ("",))
+            ]
+            result = unittest.TestResult()
+            unittest.TestSuite(chosen).run(result)
+            broken = [test.id().rpartition(".")[2] for test, _ in result.failures + result.errors]
+            skipped = len(result.skipped)
+            passed = result.testsRun - len(broken) - skipped
+            print(f"{name:<38}{passed:>8}{len(broken):>8}{skipped:>8}")
+            failed += broken
+    print(*failed, sep="\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -11,6 +11,7 @@ import pytest
 from onnx.backend.test.case.model import collect_testcases
 from onnx.reference.ops import op_pool_common
 
+from jaxonnx import backend
 from jaxonnx.backend import JaxBackend, Rep
 from tests.support import lazy_cases
 
@@ -117,3 +118,11 @@ def test_models_that_are_not_on_disk(case):
 
 def test_every_exclusion_names_a_case():
     assert _names.issuperset(EXCLUDED)
+
+
+@pytest.mark.deep
+def test_the_command_counts_cases(capsys):
+    backend.main(["^test_relu_cpu$", "^test_bernoulli_cpu$"])  # the latter is random
+    rows = capsys.readouterr().out.split("\n")
+    assert "OnnxBackendNodeModelTest".ljust(38) + "       1       1       0" in rows
+    assert "test_bernoulli_cpu" in rows
