@@ -170,9 +170,11 @@ def fit(value: Value, array: Any, sizes: dict[str, tuple[int, str]]) -> Any:
     if dtype is None:
         raise InputError(f"input '{value.name}' must be an array, got {type(array).__name__}")
     if dtype != value.dtype and dtype != jax.dtypes.canonicalize_dtype(value.dtype):
+        widens = dtype == np.float64 and jnp.issubdtype(value.dtype, jnp.floating)
         raise InputError(
             f"input {value} was given {dtype}; convert it with .astype('{value.dtype}'), jaxonnx "
             "casts nothing silently"
+            + (", or the model with jaxonnx.convert(model, 'float64')" if widens else "")
         )
     if value.shape is not None:
         shape = tuple(array.shape)
@@ -236,9 +238,10 @@ def matching(what: str, current: dict, new: Mapping[str, Any] | None) -> dict[st
 def check_dtype(what: str, name: str, value: Any, dtype: np.dtype) -> None:
     """Raise an InputError if a new tensor is not of the dtype of the model's."""
     if value.dtype != dtype:
-        narrow = jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize == 2
+        half, wider = value.dtype.name == "float16", value.dtype.name in ("float32", "float64")
+        converts = half or (wider and value.dtype.itemsize > dtype.itemsize)
         raise InputError(
             f"{what} '{name}' is {value.dtype}, the model's is {dtype}, which the nodes that read "
             f"it need; convert it with .astype('{dtype}')"
-            + (f", or the model with jaxonnx.convert(model, '{value.dtype}')" if narrow else "")
+            + (f", or the model with jaxonnx.convert(model, '{value.dtype}')" if converts else "")
         )

@@ -1,4 +1,4 @@
-"""`convert`: the file of a model in float16, or with a newer opset."""
+"""`convert`: the file of a model in another floating-point type, or with a newer opset."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from jaxonnx._graph.caches import find_continued
 from jaxonnx._io.protos import opset_of
 from jaxonnx._require import check_arguments, require, require_integer
 from jaxonnx._rewrite import masks
+from jaxonnx._rewrite.floats import with_dtype
 from jaxonnx._rewrite.linear_models import open_linear_models
 from jaxonnx._rewrite.opset import to_opset
 from jaxonnx._text import list_some
@@ -31,7 +32,7 @@ _MASK = 1e30
 
 def convert(
     model: Model | str | os.PathLike[str] | bytes | ModelProto,
-    type: Literal["float16"] | None = None,
+    type: Literal["float16", "float32", "float64"] | None = None,
     *,
     opset: int | None = None,
     keep: Sequence[str] = (),
@@ -40,11 +41,17 @@ def convert(
     linear_as_gemm: bool = False,
     check: bool = True,
 ) -> Model:
-    """Convert a float32 model to float16, or to a newer version of ONNX's operators.
+    """Convert a model to another floating-point type, or to a newer version of ONNX's operators.
 
     Half precision halves the file, for runtimes on GPUs, NPUs and in browsers. The conversion is
     that of onnxruntime's tools, which leave operators without a float16 kernel in float32 between
     Casts. The result can be trained further.
+
+    "float64" is for derivatives, solvers and samplers, and "float32" for training of a file in
+    float16. Weights, constants, inputs and outputs get the type, and so do Casts to a type that
+    weights of the file have, or a wider one; a Cast to a narrower type stays, and rounds as the
+    file says. Operators that ONNX has in float32 alone stay there, between Casts, and a warning
+    names them. Many runtimes have no float64 kernels, of which `save` warns.
 
     >>> import jaxonnx
     >>> from jaxonnx import demo
@@ -54,11 +61,13 @@ def convert(
 
     Args:
       model: a Model, or anything that `jaxonnx.load` accepts.
-      type: the type of weights and values; types stay by default.
+      type: the type of weights and values; types stay by default. "float64" needs JAX's
+        `jax_enable_x64`.
       opset: the opset of the default domain, the model's by default. Functions are inlined.
-      keep: names of nodes, or operators ("Softmax"), that stay in float32. A node without a name
-        goes by that of its first output.
-      keep_inputs: inputs and outputs of the model stay in float32, but for the caches of a decoder.
+      keep: for float16: names of nodes, or operators ("Softmax"), that stay in float32. A node
+        without a name goes by that of its first output.
+      keep_inputs: for float16: inputs and outputs of the model stay in float32, but for the caches
+        of a decoder.
       fold_masks: replace each product of a weight and a pruning mask (PyTorch's `weight_orig` and
         `weight_mask`) by a weight of the masked numbers, which can be quantized, adapted and made
         2:4. Its name is that of the product, and further training does not keep its zeros.
@@ -76,7 +85,7 @@ def convert(
       InputError: `keep` names nothing of the model; no weight has a mask to fold; there is no
         linear model, or one with a transform that ONNX has no operator for; a weight is too large
         for float16; the converter does not take the model; onnxruntime is not installed, for
-        float16.
+        float16; for float64, x64 is off; or the weights have a wider type than float32, for it.
       ModelError: `check` finds a difference, or onnxruntime refuses the converted file; the message
         names the first node that differs.
     """
@@ -93,6 +102,9 @@ def convert(
             check_written("the file with Gemm", net.to_onnx(), before)
     if type is None:
         return net
+    if type != "float16":
+        require("keep", keep, not keep, f"empty for type={type!r}")
+        return with_dtype(net, type)
     operators = {node.op_type for node in net.proto.graph.node}
     names = {*map(_name_of, net.proto.graph.node)}
     unknown = [name for name in keep if name not in names | operators]

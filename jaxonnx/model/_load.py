@@ -30,6 +30,7 @@ from jaxonnx._io.ties import find_duplicates, is_shared, replace_duplicates, sou
 from jaxonnx._mesh.rules import Sharding
 from jaxonnx._mesh.shardings import model_shardings
 from jaxonnx._require import check_arguments, require_integer
+from jaxonnx._rewrite.floats import with_dtype
 from jaxonnx._run.program import Program
 from jaxonnx.errors import InputError
 from jaxonnx.model._model import Model, Trainable
@@ -53,6 +54,7 @@ def load(
     outputs: str | Iterable[str] | None = None,
     batch: Literal["any"] | None = None,
     dequantize: bool = False,
+    dtype: Literal["float32", "float64"] | None = None,
     trainable: Trainable | None = None,
     weights: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     checkpoint: Literal["newest", "best"] | None = None,
@@ -94,6 +96,8 @@ def load(
         floating-point parameters. They have the name of the output of DequantizeLinear, and are
         saved in floating point. Activations that pass QuantizeLinear and DequantizeLinear are still
         rounded, with straight-through gradients.
+      dtype: the type that the model computes in, its inputs and outputs included, if it is wider
+        than that of the file, as in `jaxonnx.convert`. "float64" needs JAX's `jax_enable_x64`.
       trainable: the parameters, instead of the weights and biases of operators: names of tensors,
         modules or nodes, regular expressions, wildcards, or a predicate of name and value, as in
         `Model.with_trainable`.
@@ -177,6 +181,7 @@ def load(
             trim(0)
     model = model if outputs is None else model.with_outputs(outputs)
     model = model if batch is None else model.with_any_batch()
+    model = model if dtype is None else with_dtype(model, dtype)
     for warning in model.warnings:
         if warning.startswith(("64-bit", "metadata_props", "this seems to be an eval_model.onnx")):
             warnings.warn(warning, stacklevel=2)

@@ -174,7 +174,7 @@ def check_tensors(
 
     Args:
       params: the parameters; other names and dtypes than the model's are refused.
-      state: the state.
+      state: the state; other dtypes are refused.
       dtypes: the dtypes of the model's tensors, by name.
     """
     for what, tensors in (("params", params), ("state", state)):
@@ -195,6 +195,9 @@ def check_tensors(
             )
         if getattr(value, "dtype", dtypes[name]) != dtypes[name]:
             check_dtype("params", name, value, dtypes[name])
+    for name, value in state.items():
+        if name in dtypes and getattr(value, "dtype", dtypes[name]) != dtypes[name]:
+            check_dtype("state", name, value, dtypes[name])
 
 
 def signature(inputs: Sequence[Any]) -> tuple | None:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 import numpy as np
-from onnx import ModelProto, helper
+from onnx import ModelProto, TensorProto, helper
 
 from jaxonnx._compare.written import (
     Origin,
@@ -178,10 +178,24 @@ def save(
         return
     options = {"external_data": external_data, "sparse": sparse}
     form = save_alone(path, proto, partial(_merge, model), **options)
+    if form.has_graph and _has_float64(model.proto) and not _has_float64(model.source):
+        warnings.warn(
+            f"'{os.fspath(path)}' is in float64, for which many runtimes have no kernels "
+            "(onnxruntime has none of Conv and LSTM, for example). To deploy it, load the file "
+            "that it was made from: .replace(params={n: x.astype('float32') for n, x in "
+            "model.params.items()})",
+            stacklevel=3,
+        )
     if not form.has_graph or model.sparsity is not None:
         return
     if message := describe_unrecorded(model):
         warnings.warn(f"'{os.fspath(path)}': {message}", stacklevel=3)
+
+
+def _has_float64(proto: ModelProto | None) -> bool:
+    """Check whether a file has inputs or outputs in float64."""
+    values = () if proto is None else (*proto.graph.input, *proto.graph.output)
+    return any(value.type.tensor_type.elem_type == TensorProto.DOUBLE for value in values)
 
 
 def _find_new_classes(model: Network) -> Sequence[str]:
