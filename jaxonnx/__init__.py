@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     )
     from jaxonnx.lora import Adapters, LoRA
     from jaxonnx.lowering import kernels_first
-    from jaxonnx.model import Model, Value, add_training, convert, labels, load
+    from jaxonnx.model import Model, Stack, Value, add_training, convert, labels, load, stack
     from jaxonnx.onnx_out import to_onnx
     from jaxonnx.quantization import Quantization, Sensitivity
     from jaxonnx.tools import RateCurve, find_rate
@@ -43,6 +43,7 @@ __all__ = [
     "Result",
     "Sensitivity",
     "SparsityError",
+    "Stack",
     "StaticError",
     "TrainingError",
     "UnsupportedError",
@@ -67,6 +68,7 @@ __all__ = [
     "quantize",
     "sensitivity",
     "sparse",
+    "stack",
     "to_onnx",
     "train",
     "training",
@@ -80,7 +82,9 @@ _MODULES = {
     "jaxonnx._step_files.load": ("average_states", "import_step"),
     "jaxonnx.lora": ("Adapters", "LoRA"),
     "jaxonnx.lowering": ("kernels_first",),
-    "jaxonnx.model": ("Model", "Value", "add_training", "convert", "labels", "load"),
+    "jaxonnx.model": (
+        *("Model", "Stack", "Value", "add_training", "convert", "labels", "load", "stack"),
+    ),
     "jaxonnx.onnx_out": ("to_onnx",),
     "jaxonnx.quantization": ("Quantization", "Sensitivity"),
     "jaxonnx.tools": ("RateCurve", "find_rate"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,13 +21,15 @@ from jaxonnx._graph.select import Select, resolve, select
 from jaxonnx._graph.values import Value, to_value
 from jaxonnx._graph.weight_names import Places
 from jaxonnx._io import records
+from jaxonnx._io.build import unused_name
 from jaxonnx._io.protocol import ALONE, Companion
-from jaxonnx._io.protos import subgraphs
+from jaxonnx._io.protos import subgraphs, value_names
 from jaxonnx._io.save import in_file_types
 from jaxonnx._require import require
 from jaxonnx._rewrite.head import Head
 from jaxonnx._run.program import Program
 from jaxonnx._run.shapes import declared_types, evaluate_shapes, infer_types, type_of
+from jaxonnx._text import list_some
 from jaxonnx.errors import InputError
 from jaxonnx.views import View
 
@@ -246,6 +248,12 @@ def drop_unread(model: N) -> N:
     return with_file(model, proto)
 
 
+def with_inputs(model: N, inputs: str | Iterable[str]) -> N:
+    """Return the model of `Model.with_inputs`."""
+    proto = cut(model.proto, model.graph, model.tensors, model.graph.outputs, inputs)
+    return with_file(model, proto)
+
+
 def with_tensors(model: N, values: Mapping[str, Any]) -> N:
     """Replace the values of some parameters, state or constants."""
     params, state = (
@@ -279,7 +287,11 @@ def with_params(model: N, selection: Select) -> N:
 
 
 def cut(
-    proto: ModelProto, graph: Graph, tensors: Mapping[str, Any], outputs: str | Iterable[str]
+    proto: ModelProto,
+    graph: Graph,
+    tensors: Mapping[str, Any],
+    outputs: str | Iterable[str],
+    inputs: str | Iterable[str] | None = None,
 ) -> ModelProto:
     """Cut a model at values of its main graph; return the smaller file.
 
@@ -294,25 +306,25 @@ def cut(
       tensors: the values of its named tensors.
       outputs: names of values, inputs included, or of nodes (then: the node's first output), or of
         modules as PyTorch's exporters record them (then: what the last node of the module gives).
+      inputs: the values at which the smaller graph begins, named alike; None for the inputs of the
+        file that the outputs need.
 
     Raises:
-      InputError: a name is unknown; the message has similar ones.
+      InputError: a name is unknown; the message has similar ones. Or the outputs do not depend on
+        one of `inputs`, or depend on other inputs, too.
     """
-    listed = [outputs] if isinstance(outputs, str) or not isinstance(outputs, Iterable) else outputs
-    listed = [*listed]
-    named = all(isinstance(name, str) for name in listed)
-    require("outputs", outputs, named, "names of values of the graph")
-    # `resolve` knows results of nodes only; an output may be an initializer or an input
-    ends = {value.name for value in (*proto.graph.output, *proto.graph.input)}
-    names = [name if name in ends else resolve(proto.graph, name) for name in listed]
-    fits = names and len({*names}) == len(names)
-    require("outputs", listed, fits, "different values of the graph")
+    names = _resolve_all(proto, "outputs", outputs)
+    starts = [] if inputs is None else _resolve_all(proto, "inputs", inputs)
     # 1. the values from which the outputs are computed, themselves included
-    needed = ancestors(graph.nodes, names)
+    needed = ancestors(graph.nodes, {*names} - {*starts}, starts)
     for node in reversed(proto.graph.node):
         # the bound graph lacks nodes that give named tensors, and those of fused groups
         if not needed.isdisjoint(node.output):
-            needed.update(filter(None, node.input))
+            needed.update({*node.input} - {"", *starts})
+    new_inputs: Sequence[ValueInfoProto] = ()
+    if inputs is not None:
+        new_inputs = cut(proto, graph, tensors, starts).graph.output
+        _check_inputs(graph, names, new_inputs, needed)
     # 2. drop the old outputs, and all that is not needed
     result = ModelProto()
     result.CopyFrom(proto)
@@ -321,6 +333,13 @@ def cut(
     _filter(main.node, lambda node: not needed.isdisjoint(node.output))
     for entries in (main.input, main.initializer, main.value_info):
         _filter(entries, lambda entry: entry.name in needed)
+    others = [*main.input]
+    del main.input[:]
+    main.input.extend([*new_inputs, *others])
+    used = {*value_names(proto.graph)}
+    for node in main.node:  # one that stays for another of its outputs
+        new = [unused_name(name, used) if name in starts else name for name in node.output]
+        node.output[:] = new
     _filter(main.sparse_initializer, lambda sparse: sparse.values.name in needed)
     _filter(main.quantization_annotation, lambda entry: entry.tensor_name in needed)
     # the declared type of an output that stays a value moves to value_info
@@ -360,6 +379,44 @@ def cut(
         if value.name in kinds:
             value.type.CopyFrom(kinds[value.name])
     return result
+
+
+def _resolve_all(proto: ModelProto, argument: str, values: str | Iterable[str]) -> list[str]:
+    """Return the values of the main graph that an argument names.
+
+    Raises:
+      InputError: there is no such value, or one comes twice.
+    """
+    listed = [values] if isinstance(values, str) or not isinstance(values, Iterable) else values
+    listed = [*listed]
+    named = all(isinstance(name, str) for name in listed)
+    require(argument, values, named, "names of values of the graph")
+    # `resolve` knows results of nodes only; an output may be an initializer or an input
+    ends = {value.name for value in (*proto.graph.output, *proto.graph.input)}
+    names = [name if name in ends else resolve(proto.graph, name) for name in listed]
+    fits = names and len({*names}) == len(names)
+    require(argument, listed, fits, "different values of the graph")
+    return names
+
+
+def _check_inputs(
+    graph: Graph,
+    outputs: Sequence[str],
+    new_inputs: Sequence[ValueInfoProto],
+    needed: Collection[str],
+) -> None:
+    """Raise an InputError unless the outputs depend on these inputs, and on no others."""
+    starts = [value.name for value in new_inputs]
+    if others := [name for name in graph.inputs if name in needed]:
+        raise InputError(
+            f"the outputs depend on {list_some(others)} besides {list_some(starts)}: name all of "
+            f"them, {[*starts, *others]}"
+        )
+    used = {name for n in graph.nodes if not needed.isdisjoint(n.outputs) for name in n.reads}
+    if unread := [name for name in starts if name not in used and name not in outputs]:
+        raise InputError(f"the outputs {list_some(outputs)} do not depend on {list_some(unread)}")
+    if unknown := [value.name for value in new_inputs if not value.HasField("type")]:
+        raise InputError(f"the type of {list_some(unknown)} is not known, which an input must have")
 
 
 def _key(item: NodeProto | FunctionProto, name: str) -> tuple[str, str, str]:

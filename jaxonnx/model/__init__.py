@@ -10,6 +10,7 @@ from jaxonnx.model._predict import read_inputs
 from jaxonnx.model._save import check_nodes, compare_merged, fill_source, to_proto
 from jaxonnx.model._show import operator_name
 from jaxonnx.model._sparsity import report_layers
+from jaxonnx.model._stack import Stack, stack
 from jaxonnx.model._statistics import (
     MOST,
     apply_totals,

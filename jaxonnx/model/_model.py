@@ -23,7 +23,7 @@ from jaxonnx._graph.select import Select
 from jaxonnx._graph.values import arguments, data, list_values
 from jaxonnx._mesh.rules import Sharding
 from jaxonnx._mesh.shardings import Shardings, shardings
-from jaxonnx._require import check_arguments
+from jaxonnx._require import check_arguments, require
 from jaxonnx._rewrite import network
 from jaxonnx._rewrite.head import Classes
 from jaxonnx._rewrite.network import Network, enter, leave
@@ -197,6 +197,29 @@ class Model(Network, Rendered):
         )
         new_state = {name: updates.get(name, value) for name, value in state.items()}
         return _unpack_single(outputs), new_state
+
+    def name_outputs(self, outputs: Any) -> dict[str, Any]:
+        """Return the outputs of a call by their names, as a dict in the order of the file.
+
+        It takes what the model itself, `apply` or `apply_train` returned, also while these are
+        traced.
+
+        >>> from jaxonnx import demo
+        >>> model = demo.model()
+        >>> [*model.name_outputs(model(jax.numpy.ones((2, 1, 8, 8))))]
+        ['logits']
+
+        Args:
+          outputs: one array, or a tuple if the model has several outputs.
+
+        Raises:
+          InputError: there are more or fewer than the model has.
+        """
+        values = outputs if isinstance(outputs, tuple) else (outputs,)
+        names = [value.name for value in self.outputs]
+        fits = len(values) == len(names)
+        require("outputs", outputs, fits, f"what a call returns: {list_values(self.outputs)}")
+        return dict(zip(names, values, strict=True))
 
     def predict(
         self,
@@ -472,6 +495,50 @@ class Model(Network, Rendered):
         """
         check_arguments(Model.with_outputs, locals())
         return network.with_outputs(self, outputs)
+
+    def with_inputs(self, inputs: str | Iterable[str]) -> Model:
+        """Return a model that begins at other values, such as the features before the last layer.
+
+        It takes these values in the order of `inputs`. Nodes and tensors that it does not need are
+        removed, also from the saved file.
+
+        >>> from jaxonnx import demo
+        >>> tail = demo.model().with_inputs("13")
+        >>> tail(jax.numpy.ones((2, 64))).shape
+        (2, 10)
+
+        Args:
+          inputs: names of values of the main graph, nodes or modules, as in `with_outputs`. If the
+            outputs depend on inputs of the file, too, these are named as well.
+
+        Raises:
+          InputError: a name is unknown; the message suggests similar ones. Or the outputs do not
+            depend on a value, or depend on inputs that are not named; the message lists them.
+        """
+        check_arguments(Model.with_inputs, locals())
+        return network.with_inputs(self, inputs)
+
+    def split(self, values: str | Iterable[str]) -> tuple[Model, Model]:
+        """Split a model in two: `head`, which ends at values, and `tail`, which begins at them.
+
+        `tail(*head(x))` is what the model gives; for a single value, `tail(head(x))`. Each part has
+        the parameters and state that it reads, and is saved as a file of its own.
+
+        >>> from jaxonnx import demo
+        >>> head, tail = demo.model().split("13")
+        >>> tail(head(jax.numpy.ones((2, 1, 8, 8)))).shape
+        (2, 10)
+
+        Args:
+          values: as `inputs` in `with_inputs`. An input of the file among them is passed through by
+            the head.
+
+        Raises:
+          InputError: as in `with_inputs`.
+        """
+        check_arguments(Model.split, locals())
+        values = [values] if isinstance(values, str) else [*values]
+        return self.with_outputs(values), self.with_inputs(values)
 
     def with_head(
         self,

@@ -280,6 +280,8 @@ CALLS: dict[str, Call] = {
     "jaxonnx.convert": Call(lambda: jaxonnx.convert, model=net),
     "jaxonnx.quantize": Call(lambda: jaxonnx.quantize, model=net, data=X),
     "jaxonnx.sensitivity": Call(lambda: jaxonnx.sensitivity, model=net, data=X, types=("int8",)),
+    "jaxonnx.stack": Call(lambda: jaxonnx.stack, models=lambda: [net(), net()]),
+    "jaxonnx.Stack.member": Call(lambda: jaxonnx.stack([net()]).member, index=0),
     "jaxonnx.to_onnx": Call(lambda: jaxonnx.to_onnx, function=lambda: double, examples=W),
     "jaxonnx.train": Call(lambda: jaxonnx.train, **RUN),
     "jaxonnx.validate": Call(lambda: jaxonnx.validate, model=net),
@@ -388,6 +390,8 @@ CALLS |= calls(
     replace={},
     reinitialize={"rng": KEY, "names": ".*"},
     with_outputs={"outputs": "y"},
+    with_inputs={"inputs": "a"},
+    split={"values": "a"},
     with_head={"classes": 3},
     then={"function": lambda: double},
     with_fixed_inputs={"values": {}},
@@ -459,6 +463,7 @@ NOT_CALLED = {
     "jaxonnx.sparse.register_products": OF_PATTERNS,
     "jaxonnx.onnx_out": "decorates rules for primitives of one's own",
     "jaxonnx.training.Step": PROTOCOL,
+    "jaxonnx.Model.name_outputs": "names whatever a call returned",
     "jaxonnx.training_info.Training.__init__": "Model.training makes one",
 }
 """Documented names without a call, or beginnings of them, and why."""

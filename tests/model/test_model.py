@@ -546,3 +546,29 @@ def test_apply_takes_traced_parameters():
     assert jax.jit(jax.vmap(lambda p: model.apply(p, x)))(twice).shape == (2, 2, 10)
     gradients = jax.grad(lambda p: model.apply(p, x).sum())(model.params)
     jax.jvp(lambda p: model.apply(p, x), (model.params,), (gradients,))
+
+
+TWO = """
+g (float[n,3] x) => (float[n,2] score, float[n,3] twice)
+<float[3,2] w = {1,2,3,4,5,6}> { score = MatMul(x, w)  twice = Add(x, x) }
+"""
+
+
+def test_outputs_have_names():
+    model = load(TWO)
+    apply = jax.jit(lambda params, x: model.name_outputs(model.apply(params, x)))
+    session = onnxruntime.InferenceSession(model.to_onnx().SerializeToString())
+    expected = dict(zip(("score", "twice"), session.run(None, {"x": X}), strict=True))
+    trained, _ = model.apply_train(model.params, model.state, None, X)
+    for outputs in (
+        model.name_outputs(model(X)),
+        apply(model.params, X),
+        model.name_outputs(trained),
+        jax.vmap(lambda x: apply(model.params, x[None]))(X),
+    ):
+        assert [*outputs] == ["score", "twice"]
+        for name, value in expected.items():
+            np.testing.assert_array_equal(np.reshape(outputs[name], value.shape), value)
+    assert [*load(MODEL).name_outputs(load(MODEL)(X, Z))] == ["y"]
+    with pytest.raises(jaxonnx.InputError, match=r"outputs must be .*score: .*twice: "):
+        model.name_outputs(model(X)[0])

@@ -131,3 +131,94 @@ def test_a_new_head_is_a_function_of_the_features():
     value, gradient = jax.jit(jax.value_and_grad(loss))(params)
     np.testing.assert_allclose(value, np.log(3), rtol=1e-6)
     assert np.abs(gradient["head"]).max() > 0
+
+
+def run_file(model, *arrays):
+    """The outputs of onnxruntime's default session, in a tuple."""
+    proto = model.to_onnx()
+    onnx.checker.check_model(proto, full_check=True)
+    session = onnxruntime.InferenceSession(proto.SerializeToString())
+    return tuple(session.run(None, dict(zip((v.name for v in model.inputs), arrays, strict=True))))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("lenet.legacy", "features"),
+        ("lenet_bn.dynamo", "features"),
+        ("transformer.legacy", "encoder.layers.0"),
+        ("lstm.legacy", "embedding"),
+    ],
+)
+def test_both_parts_of_a_split_network_run_alone(name, value):
+    model, x = jaxonnx.load(DATA / f"{name}.onnx"), np.load(DATA / f"{name}.npz")["x"]
+    head, tail = model.split(value)
+    assert [v.name for v in tail.inputs] == [v.name for v in head.outputs]
+    assert [v.name for v in tail.outputs] == [v.name for v in model.outputs]
+    assert {*head.params} | {*tail.params} == {*model.params}
+    assert {*head.params}.isdisjoint(tail.params)
+    assert {*head.state} | {*tail.state} == {*model.state}
+    (expected,) = run_file(model, x)
+    (features,) = run_file(head, x)
+    np.testing.assert_allclose(features, head(x), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(run_file(tail, features)[0], expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(tail(head(x)), expected, rtol=1e-4, atol=1e-4)
+    # a derivative with respect to the features, as Grad-CAM takes it
+    gradient = jax.grad(lambda f: tail.apply(tail.params, f).ravel()[0])(head(x))
+    assert gradient.shape == features.shape
+    assert float(jnp.abs(gradient).max()) > 0
+
+
+def test_a_network_begins_at_several_values_in_their_order():
+    model = jaxonnx.load(several())
+    tail = model.with_inputs(["b", "kept"])
+    assert [value.name for value in tail.inputs] == ["b", "kept"]
+    assert {*tail.params} == {"v"}
+    a, b = np.ones((2, 3), np.float32), np.ones((2, 4), np.float32)
+    kept = model.with_outputs("kept")(a)
+    np.testing.assert_allclose(tail(b, kept), model(a, b), rtol=1e-6)
+    both = model.with_outputs(["right", "kept"]).split("kept")[1]
+    np.testing.assert_array_equal(run_file(both, np.asarray(kept))[0], kept[:, 2:])
+    np.testing.assert_array_equal(both(kept)[1], kept)  # an output that is an input
+
+
+def test_a_node_stays_for_those_of_its_outputs_that_are_not_given():
+    proto = onnx.parser.parse_model("""
+    <ir_version: 9, opset_import: ["": 18]>
+    g (float[n,4] x) => (float[n,2] y) {
+      left, right = Split <axis = 1, num_outputs = 2> (x)
+      y = Sub(left, right)
+    }""")
+    tail = jaxonnx.load(proto).with_inputs(["left", "x"])
+    x, left = np.arange(4, dtype=np.float32)[None], np.float32([[7, 9]])
+    np.testing.assert_array_equal(tail(left, x), [[5, 6]])
+    np.testing.assert_array_equal(run_file(tail, left, x)[0], [[5, 6]])
+
+
+@pytest.mark.parametrize(
+    ("inputs", "words"),
+    [
+        ("kept", r"depend on b besides kept.*\['kept', 'b'\]"),
+        (["kept", "b", "a"], "do not depend on a"),
+        ("kep", "no value, node or module 'kep'.*kept"),
+        (["c", "c"], "different values"),
+        ([], "different values"),
+        (3, "a string or a list of strings"),
+    ],
+)
+def test_values_at_which_no_network_begins(inputs, words):
+    with pytest.raises(jaxonnx.InputError, match=words):
+        jaxonnx.load(several()).with_inputs(inputs)
+
+
+def test_a_value_within_a_branch_is_no_input():
+    proto = onnx.parser.parse_model("""
+    <ir_version: 9, opset_import: ["": 18]>
+    g (float[2] x, bool c) => (float[2] y) {
+      y = If (c) <
+        then_branch = t () => (float[2] z) { inner = Neg(x) z = Neg(inner) },
+        else_branch = e () => (float[2] w) { w = Neg(x) }
+      >
+    }""")
+    with pytest.raises(jaxonnx.InputError, match="no value, node or module 'inner'"):
+        jaxonnx.load(proto).split("inner")
