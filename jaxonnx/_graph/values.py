@@ -138,7 +138,8 @@ def fit(value: Value, array: Any, sizes: dict[str, tuple[int, str]]) -> Any:
 
     Args:
       value: the input.
-      array: the argument; numbers and lists are converted, arrays must have the right dtype.
+      array: the argument; numbers and lists are converted, arrays must have the right dtype. Those
+        of NumPy have the one that JAX gives them, as under `jax.jit`.
       sizes: the size of each symbolic dimension so far, and the input that had it; it is extended.
 
     Raises:
@@ -169,7 +170,11 @@ def fit(value: Value, array: Any, sizes: dict[str, tuple[int, str]]) -> Any:
     dtype = getattr(array, "dtype", None)
     if dtype is None:
         raise InputError(f"input '{value.name}' must be an array, got {type(array).__name__}")
-    if dtype != value.dtype and dtype != jax.dtypes.canonicalize_dtype(value.dtype):
+    canonical = jax.dtypes.canonicalize_dtype(value.dtype)
+    if isinstance(array, np.ndarray | np.generic) and dtype not in (value.dtype, canonical):
+        array = _canonicalize(array)
+        dtype = array.dtype
+    if dtype not in (value.dtype, canonical):
         widens = dtype == np.float64 and jnp.issubdtype(value.dtype, jnp.floating)
         raise InputError(
             f"input {value} was given {dtype}; convert it with .astype('{value.dtype}'), jaxonnx "
@@ -197,6 +202,16 @@ def fit(value: Value, array: Any, sizes: dict[str, tuple[int, str]]) -> Any:
                     f"{list(shape)}{way}"
                 )
     return array
+
+
+def _canonicalize(array: Any) -> Any:
+    """Convert an array of NumPy to the type that it has as an argument of `jax.jit`.
+
+    While JAX's 64-bit types are off, that of 64 bits has 32. Integers that do not fit stay.
+    """
+    narrow = array.astype(jax.dtypes.canonicalize_dtype(array.dtype))
+    fits = array.dtype.kind not in "iu" or bool((narrow == array).all())
+    return narrow if fits else array
 
 
 def data(values: Mapping[str, Any]) -> dict[str, Any]:

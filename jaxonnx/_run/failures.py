@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import onnx
-from jax.extend.core import InconclusiveDimensionOperation
+from jax.extend.core import InconclusiveDimensionOperation, Primitive
 from jaxlib.mlir.ir import MLIRError
 
 from jaxonnx._graph.bind import Node
@@ -75,10 +75,10 @@ def translate_error(node: Node, arguments: Sequence[Any], error: Exception) -> N
             f"{node.label}: what it calls is nested deeper than Python's recursion limit of "
             f"{sys.getrecursionlimit()} allows; sys.setrecursionlimit sets another"
         )
-    text = str(error).strip().partition("\n")[0]
+    text = explain_jet(error) or str(error).strip().partition("\n")[0]
     if clashes := "; ".join(_clashes(node, arguments)):
         text = clashes
-    elif not text or isinstance(error, KeyError) or _INTERNAL.search(text):
+    elif not text or (not explain_jet(error) and _is_internal(error, text)):
         values = {
             name: _kind(value) if isinstance(value, np.ndarray) else repr(value)
             for name, value in node.attributes.items()
@@ -87,6 +87,21 @@ def translate_error(node: Node, arguments: Sequence[Any], error: Exception) -> N
         listed = ", ".join(f"{name}={x}" for name, x in short.items())
         text = f"{node.op.name} does not take these inputs" + (f" with {listed}" if listed else "")
     return NodeError(message(node, arguments, text))
+
+
+def _is_internal(error: Exception, text: str) -> bool:
+    return isinstance(error, KeyError) or _INTERNAL.search(text) is not None
+
+
+def explain_jet(error: Exception) -> str:
+    """Explain an error of `jax.experimental.jet`; "" for any other."""
+    if isinstance(error, KeyError) and isinstance(error.args[0], Primitive):
+        cause = f"has no rule for JAX's primitive '{error.args[0]}'"
+    elif "JetTracer" in str(error) or "no attribute 'process_primitive'" in str(error):
+        cause = "does not take functions with a custom derivative, as jax.nn.softplus has"
+    else:
+        return ""
+    return f"jax.experimental.jet {cause}: nested jax.jvp computes the same derivatives"
 
 
 def check_types(node: Node, arguments: Sequence[Any]) -> None:
@@ -198,6 +213,8 @@ def convert_errors(what: str, *values: Mapping[str, Any]) -> Iterator[None]:
                 f"take {format_bytes(sum(sizes.values()))} ({listed}). What helps: a smaller batch "
                 "(model.predict has batch_size), weights in 16 bits, or a mesh of devices"
             ) from error
+        if cause := explain_jet(error):
+            raise NodeError(f"{what} does not run: {cause}") from error
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise NodeError(
             f"{what} does not run: {' '.join(lines[:3])}; under jax.disable_jit() it is evaluated "

@@ -95,6 +95,17 @@ contract_p = Primitive("contract")
 contract_p.plain = lambda u, v, *, form, out: form.plain(out, u, v)  # type: ignore[attr-defined]
 
 
+class _NamedPrimitive(Primitive):
+    """A primitive of `named_primitive`, which `jax.experimental.jet` has no rule for."""
+
+    plain: Callable
+
+    def bind(self, *args: Any, **params: Any) -> Any:
+        if any(type(x).__name__ == "JetTracer" for x in args):
+            return self.plain(*args, **params)
+        return super().bind(*args, **params)
+
+
 def named_primitive(name: str, function: Callable, static: str | tuple[()] = ()) -> Primitive:
     """Return a primitive that stands for a function of arrays in a jaxpr.
 
@@ -106,12 +117,12 @@ def named_primitive(name: str, function: Callable, static: str | tuple[()] = ())
       function: of arrays and one static parameter; it is also the primitive's `plain` attribute.
       static: the name of the static parameter, or ().
     """
-    primitive = Primitive(name)
+    primitive = _NamedPrimitive(name)
 
     def batch(arguments, axes, **params):
         return jax.vmap(partial(function, **params), axes)(*arguments), 0
 
-    primitive.plain = function  # type: ignore[attr-defined]
+    primitive.plain = function
     primitive.def_impl(jax.jit(function, static_argnames=static))
     primitive.def_abstract_eval(
         lambda *avals, **params: jax.make_jaxpr(partial(function, **params))(*avals).out_avals[0]
