@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -131,7 +132,9 @@ class Model(Network, Rendered):
         if form.reads.isdisjoint(values):
             arguments_of_form = form.params, form.state, rng, values
             outputs = self.program(*arguments_of_form, changes=form.changes)
-            if key is not None and (compiled := self.program.find_compiled(form.changes, values)):
+            # the values of an array that was converted were checked, too
+            repeats = key is not None and all(map(operator.is_, inputs, values.values()))
+            if repeats and (compiled := self.program.find_compiled(form.changes, values)):
                 self._checked_calls[key] = compiled
             return _unpack_single(outputs)
         # the caller replaces a tensor of which another one was made
@@ -197,6 +200,19 @@ class Model(Network, Rendered):
         )
         new_state = {name: updates.get(name, value) for name, value in state.items()}
         return _unpack_single(outputs), new_state
+
+    def function(self) -> Callable[..., Any]:
+        """Return the model as a pure function of its inputs alone, for use in a JAX program.
+
+        It is `apply` with these parameters and this state, which are constants of a program that is
+        compiled around it; `jaxonnx.to_onnx` names them as in the file.
+
+        >>> from jaxonnx import demo
+        >>> f = demo.model().function()
+        >>> jax.jit(jax.grad(lambda x: f(x).max()))(jax.numpy.ones((2, 1, 8, 8))).shape
+        (2, 1, 8, 8)
+        """
+        return partial(self.apply, self.params)
 
     def name_outputs(self, outputs: Any) -> dict[str, Any]:
         """Return the outputs of a call by their names, as a dict in the order of the file.
@@ -616,10 +632,12 @@ class Model(Network, Rendered):
     def then(
         self, function: Any, *, outputs: Sequence[str] | None = None, check: bool = True
     ) -> Model:
-        """Return a model followed by a JAX function or a Flax module.
+        """Return a model followed by a JAX function, a Flax module or another model.
 
         The saved file has the nodes of the model, followed by the nodes of the function. The
-        weights of a module become parameters, named by their path in the module.
+        weights of a module become parameters, named by their path in the module. Another model
+        keeps its nodes, and its parameters, state and constants keep their names, with a number
+        behind those that this model has, too ("weight_2").
 
         >>> from jaxonnx import demo
         >>> model = demo.model().then(jax.nn.softmax, outputs=["probabilities"])
@@ -627,10 +645,11 @@ class Model(Network, Rendered):
         Model(x: float32[batch, 1, 8, 8] -> probabilities: float32[batch, 10]; 13 trained tensors)
 
         Args:
-          function: a function of the outputs of this model, in file order; an `nnx.Module`; or a
-            linen module as `net.bind(variables)`. Outputs that continue caches are not passed to it
-            and stay outputs, after the results.
-          outputs: the names of the results; by default "output" followed by their path.
+          function: a function of the outputs of this model, in file order; an `nnx.Module`; a
+            linen module as `net.bind(variables)`; or a `Model` of the same opset. Outputs that
+            continue caches are not passed to it and stay outputs, after the results.
+          outputs: the names of the results; by default "output" followed by their path, and those
+            of another model.
           check: compare the file of both on random inputs with the model's file followed by the
             function itself, by onnxruntime where it is installed. A warning says so where this is
             not possible.
@@ -640,7 +659,9 @@ class Model(Network, Rendered):
           UnsupportedError: a primitive of the function cannot be expressed in ONNX; the message has
             its source line.
           InputError: the opset of the file is below 13; or the shape of an output depends on values
-            of inputs and is not declared; or a name is already used.
+            of inputs and is not declared; or a name is already used. Of another model: its inputs
+            do not fit, its opset differs (`jaxonnx.convert(model, opset=...)`), or it has views,
+            such as fixed inputs.
         """
         check_arguments(Model.then, locals())
         return transforms.append_jax(self, function, outputs, check)

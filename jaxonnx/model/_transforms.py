@@ -31,6 +31,7 @@ from jaxonnx._io.build import onnx_type, unused_name
 from jaxonnx._io.protos import opset_of
 from jaxonnx._rewrite.batch import free_batch
 from jaxonnx._rewrite.head import Classes, replace_head
+from jaxonnx._rewrite.join import join
 from jaxonnx._rewrite.network import (
     Network,
     drop_unread,
@@ -190,6 +191,8 @@ def append_jax(model: M, function: Callable, outputs: Sequence[str] | None, chec
     """Return the model of `Model.then`."""
     continued = {*find_continued(model.graph, model.inputs).values()}
     taken = [name for name in model.graph.outputs if name not in continued]
+    if isinstance(function, Network):
+        return _append_network(model, function, taken, outputs, check)
     proto, added, written = append_function(
         model.proto, model.graph, model.tensors, function, taken, outputs
     )
@@ -200,6 +203,26 @@ def append_jax(model: M, function: Callable, outputs: Sequence[str] | None, chec
         origin = make_origin(leave(model, CallView), partial(to_proto, model))
         before = [value.name for value in model.proto.graph.output]
         whole = continue_origin(origin, before, written, taken)
+        check_written("the file of both networks", partial(to_proto, new), whole)
+    return reenter(new, model)
+
+
+def _append_network(
+    model: M, following: Network, taken: Sequence[str], outputs: Sequence[str] | None, check: bool
+) -> M:
+    """Return the model that another one follows, as `append_jax` does for a function."""
+    new = join(model, following, taken, outputs)
+    if check:
+        first = make_origin(leave(model, CallView))
+        after, inputs = make_origin(following), [value.name for value in following.inputs]
+        before = [value.name for value in model.proto.graph.output]
+
+        def run(feeds: Mapping[str, Any], names: Sequence[str] = ()) -> list[Any]:
+            values = dict(zip(before, first.run(feeds), strict=True))
+            results = after.run(dict(zip(inputs, (values[n] for n in taken), strict=True)))
+            return [*results, *(values[name] for name in before if name not in taken)]
+
+        whole = first._replace(run=run, names=())
         check_written("the file of both networks", partial(to_proto, new), whole)
     return reenter(new, model)
 

@@ -1,10 +1,12 @@
 """`to_onnx`: a JAX function as a ModelProto."""
 
+import functools
 import inspect
 import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import jax
@@ -20,9 +22,10 @@ from jaxonnx._io.build import names as names_of
 from jaxonnx._io.protos import subgraphs
 from jaxonnx._jaxpr import bind_equation, interpret, live, programs
 from jaxonnx._require import check_arguments
+from jaxonnx._rewrite.network import Network
 from jaxonnx.errors import InputError
 from jaxonnx.onnx_out import _dims as dims
-from jaxonnx.onnx_out._nodes import OLDEST, Nodes, Tensor, plain, value_info
+from jaxonnx.onnx_out._nodes import OLDEST, Nodes, Tensor, digest, plain, value_info
 from jaxonnx.onnx_out._rule_table import is_complex, primitive
 from jaxonnx.onnx_out._simplify import scales_by_bits
 from jaxonnx.onnx_out._tensors import known_tensor
@@ -46,7 +49,9 @@ def to_onnx(
     """Return a JAX function as an ONNX model of standard operators.
 
     Gradients, `vmap`, random numbers, loops and branches become nodes like all else; arrays that
-    the function captures become initializers.
+    the function captures become initializers. Those of a `Model` whose `apply` or `function` it
+    calls have the names of its tensors, unless they are computed with first, like the statistics of
+    BatchNormalization.
 
     Args:
       function: a pure function of pytrees of arrays; or a module of Flax (nnx, or linen as
@@ -184,6 +189,7 @@ def append(
     writer.graph = graph
     g = Nodes(writer, opset)
     g.whole = closed
+    g.labels = {} if gates else name_captured(function)
     g.gates = gates
     g.factors = gates and not scales_by_bits(closed)
     if functions is not None:
@@ -420,6 +426,58 @@ def _key(path: Any) -> str:
     """Return a path within a pytree as ".key.key", or "" if it is empty."""
     text = jax.tree_util.keystr(tuple(path), simple=True, separator=".")
     return f".{text}" if text else ""
+
+
+# Names of tensors of models that a function captures.
+
+_SILENT = {"jax", "jaxlib", "jaxonnx", "numpy", "flax", "optax"}
+"""Packages whose functions capture no models by global names."""
+
+
+def name_captured(function: Any) -> dict[Any, str]:
+    """Return the names of the tensors of models that a function captures, by their `digest`.
+
+    A matrix that the function transposes has its name, too.
+    """
+    labels: dict[Any, str] = {}
+    for model in _find_models(function):
+        for name, tensor in {**model.state, **model.params}.items():
+            array = np.asarray(tensor)
+            if array.size > 1:
+                labels.setdefault(digest(array), name)
+                if array.ndim == 2:
+                    labels.setdefault(digest(array.T), name)
+    return labels
+
+
+def _find_models(function: Any) -> list[Network]:
+    """Find the models in closures, arguments and global names of a function and of those it has."""
+    waiting, visited, models = [function], set[int](), list[Network]()
+    while waiting:
+        x = waiting.pop()
+        if id(x) in visited:
+            continue
+        visited.add(id(x))
+        if isinstance(x, Network):
+            models.append(x)
+        elif isinstance(x, functools.partial):
+            waiting += [x.func, *x.args, *x.keywords.values()]
+        elif isinstance(x, Mapping):
+            waiting += x.values()
+        elif isinstance(x, tuple | list):
+            waiting += x
+        elif inspect.ismethod(x):
+            waiting += [x.__self__, x.__func__]
+        elif inspect.isfunction(x):
+            waiting += x.__defaults__ or ()
+            for cell in x.__closure__ or ():
+                with suppress(ValueError):  # it is empty
+                    waiting.append(cell.cell_contents)
+            if (x.__module__ or "").partition(".")[0] not in _SILENT:
+                waiting += [x.__globals__.get(name) for name in x.__code__.co_names]
+        elif callable(getattr(x, "__wrapped__", None)):  # of `jax.jit`
+            waiting.append(x.__wrapped__)
+    return models
 
 
 # Modules of Flax as functions of named weights.

@@ -1,6 +1,7 @@
 """The graph under construction, as rules see it: operators on tensors that know their shapes."""
 
-from collections.abc import Callable, Iterable, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -44,6 +45,12 @@ SCATTERED = {"add": 16, "mul": 16, "min": 18, "max": 18}
 """The opsets that brought reductions of ScatterElements and ScatterND."""
 
 
+def digest(array: np.ndarray) -> tuple[Any, ...]:
+    """Compute a key that arrays share if they are equal but for axes of size 1."""
+    shape = tuple(size for size in array.shape if size > 1)
+    return array.dtype, shape, hashlib.sha256(array.tobytes()).digest()
+
+
 class Nodes:
     """A builder of one graph: `g("Add", x, y)` appends a node and returns the name of its output.
 
@@ -62,6 +69,7 @@ class Nodes:
         gradient share one node.
       products: the result of each matrix product, by its operands.
       constants: of the main builder: (name, array) of each initializer, by value or identity.
+      labels: names for initializers, by the `digest` of their values.
       sizes: of the main builder: symbolic sizes, see `_dims`.
       bounds: of the main builder: comparisons with numbers, see `Bounds`.
       numbers: of the main builder: how often each base of a name was used.
@@ -80,6 +88,7 @@ class Nodes:
         self.products: dict[Any, Tensor] = {}
         if main is None:
             self.constants: dict[Any, tuple[str, Any]] = {}
+            self.labels: Mapping[Any, str] = {}
             self.sizes: dict[str, Any] = {}
             self.bounds: Bounds = Bounds()
             self.numbers: dict[str, int] = {}
@@ -114,7 +123,9 @@ class Nodes:
         key = (array.dtype, array.shape, array.tobytes()) if small else id(array)
         constants = self.main.constants
         if key not in constants:
-            name = self.main.writer.constant("constant", array, array.dtype)
+            labels = self.main.labels
+            label = labels.get(digest(array), "constant") if labels else "constant"
+            name = self.main.writer.constant(label, array, array.dtype)
             constants[key] = name, array  # keep it alive, so that its id stays unique
         return constants[key][0]
 
