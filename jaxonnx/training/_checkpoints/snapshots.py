@@ -18,6 +18,7 @@ from jaxonnx.training._loop.stopping import Interrupted, Monitor, PatienceEnded,
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._settings.accumulate import find_accumulation
 from jaxonnx.training._settings.sparsity import sparse_numbers
+from jaxonnx.training._step.optimizers import rate_of
 from jaxonnx.training._step.step import State, Step, copy
 
 _RETRIES = 3
@@ -120,6 +121,9 @@ class Snapshots:
         state, finite = self._step.compile(self._step.flush, donate_argnums=0)(state)
         if not finite:
             self._record.reject("the update of the last batches is not finite")
+        rates = self._record.history.rates
+        if (rate := rate_of(state.optimizer)) is not None and rates:
+            rates[-1] = float(rate)
         return state
 
     def end_epoch(self, epoch: int) -> None:
