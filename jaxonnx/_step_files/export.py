@@ -21,6 +21,7 @@ from jaxonnx._io.build import unused_name
 from jaxonnx._io.files import LIMIT, save_npz
 from jaxonnx._io.formats import save
 from jaxonnx._require import check_arguments, require_choice
+from jaxonnx._step_files import shared
 from jaxonnx._step_files import web as _web
 from jaxonnx._step_files.load import FORMAT
 from jaxonnx.errors import InputError, TrainingError
@@ -68,7 +69,7 @@ def export_step(
     web: Any = None,
     runtime: str | os.PathLike[str] | None = None,
     init: Literal["onnx", "safetensors", "npz"] = "onnx",
-    external_data: bool = False,
+    external_data: bool | Literal["shared"] | None = None,
     check: bool = True,
     **settings: Unpack[StepArguments],
 ) -> dict[str, Any]:
@@ -110,8 +111,11 @@ def export_step(
       runtime: the folder of the npm package onnxruntime-web, which the page needs; by default it is
         taken from `node_modules`, or downloaded by npm.
       init: "safetensors" or "npz" writes the initial state as a file of arrays instead of a graph.
-      external_data: write large tensors of each graph to a file beside it. Above 2 GB this is
-        always done.
+      external_data: where large tensors are stored: in each graph (False), in a file beside each
+        (True; above 2 GB always), or once for all ("shared"): then the folder has the network as
+        `model.onnx`, and the graphs refer to its weights by their place in this file, and to what
+        it lacks in `shared.data`. The manifest has these files by "data", for runtimes that do not
+        open files themselves. "shared" with a page, False without by default.
       check: compare the graphs with the computations of `train`, by onnxruntime where it is
         installed, before anything is written: on arrays of `batch` that have different numbers, and
         on random numbers in place of others. Above 256 MiB of state it is not compared, with a
@@ -137,6 +141,8 @@ def export_step(
             "the model that jaxonnx.quantize(model, data) returns"
         )
     require_choice("init", init, ("onnx", "safetensors", "npz"))
+    external_data = (False if web is None else "shared") if external_data is None else external_data
+    require_choice("external_data", external_data, (False, True, "shared"))
     chosen = Settings(loss=loss, optimizer=optimizer, epochs=epochs, **settings)
     model, _ = start_at_zeros(with_heads(as_model(model), chosen), batch)
     step = build_step(model, chosen, epochs, steps_per_epoch, platform="onnx")
@@ -152,9 +158,15 @@ def export_step(
                 proto, _ = graphs[name]
                 check_written(files[name], proto, exporter.to_origin(name, proto))
         chosen_files = {n: files[n] for n in names}
-        manifest = exporter.write(Path(path), graphs, chosen_files, external_data)
-        if source is not None:
-            manifest["web"] = _web.write(Path(path), source, step.model, web, manifest, kind)
+        base = None
+        if source is not None or external_data == "shared":
+            trained = () if source is None else graphs["weights"][1]["tensors"]
+            base = _web.serialize(step.model, trained)
+        manifest = exporter.write(Path(path), graphs, chosen_files, external_data, base)
+        if source is not None and base is not None:
+            manifest["web"] = _web.write(
+                Path(path), source, step.model, web, manifest, base[1], kind
+            )
         with write_atomically(Path(path) / "manifest.json") as file:
             file.write_text(json.dumps(manifest, indent=1) + "\n")
     return manifest
@@ -291,7 +303,12 @@ class _Exporter:
         }
 
     def write(
-        self, folder: Path, graphs: Mapping[str, Any], files: Mapping[str, str], external_data: bool
+        self,
+        folder: Path,
+        graphs: Mapping[str, Any],
+        files: Mapping[str, str],
+        external_data: bool | Literal["shared"],
+        base: tuple[bytes, shared.Places] | None = None,
     ) -> dict[str, Any]:
         """Write graphs into a folder; return the manifest.
 
@@ -299,18 +316,32 @@ class _Exporter:
           folder: is created.
           graphs: of `make_graphs`.
           files: the file names by graph.
-          external_data: whether large tensors go into files beside the graphs.
+          external_data: as in `export_step`.
+          base: the file of the network, for a page or for graphs that refer to it, and the places
+            of its tensors.
         """
         folder.mkdir(parents=True, exist_ok=True)
+        data: dict[str, list[str]] = {}
+        if base is not None:
+            contents = {shared.MODEL: base[0]}
+            if external_data == "shared":
+                protos = {n: p for n, (p, _) in graphs.items() if files[n].endswith(".onnx")}
+                contents[shared.REST], data = shared.share_tensors(protos, *base)
+            for name, content in contents.items():
+                if content:
+                    with write_atomically(folder / name) as file:
+                        file.write_bytes(content)
         for name, (proto, _) in graphs.items():
             path = folder / files[name]
             if path.suffix == ".npz":
                 with write_atomically(path) as file:
                     save_npz(file, self.start())
                 continue
-            options = {"external_data": external_data and path.suffix == ".onnx"}
+            options = {"external_data": external_data is True and path.suffix == ".onnx"}
             save(path, lambda proto=proto: proto, self.start, **options)
         entries = {name: {"file": files[name], **entry} for name, (_, entry) in graphs.items()}
+        for name, beside in data.items():
+            entries[name]["data"] = beside
         return {
             "format": FORMAT,
             "opset": self.opset,
@@ -388,6 +419,7 @@ class _Exporter:
     def init(self) -> tuple[ModelProto, dict[str, Any]]:
         """Return a graph without inputs that outputs the initial state, and its manifest entry."""
         proto = self._write("init", lambda: self.values, (), [], self.names)
+        shared.shorten_constants(proto)
         return proto, {"state": self.names}
 
     def weights(self) -> tuple[ModelProto, dict[str, Any]]:

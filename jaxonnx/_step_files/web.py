@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
@@ -17,7 +17,9 @@ from onnx import ModelProto, numpy_helper
 
 from jaxonnx._atomic_write import write_atomically
 from jaxonnx._data import images
+from jaxonnx._io.files import LIMIT
 from jaxonnx._require import require_choice
+from jaxonnx._step_files.shared import MODEL, Places
 from jaxonnx.errors import InputError
 from jaxonnx.lora import file_tensors
 from jaxonnx.model import Model, to_proto
@@ -108,12 +110,36 @@ def split_setting(web: Any, batch: Any) -> tuple[str | None, Any]:
     return web["inputs"], examples
 
 
+def serialize(model: Model, trained: Iterable[str]) -> tuple[bytes, Places]:
+    """Return the file of a network before training, and the places of its tensors in it.
+
+    Weights are as they are without adapters: these change nothing yet, or are trained further.
+
+    Args:
+      model: that is trained.
+      trained: the tensors that the page overwrites.
+
+    Raises:
+      InputError: one of these is not among the initializers of the graph, or has another size
+        there.
+    """
+    tensors, proto = file_tensors(model) if trained else {}, to_proto(model, repeat=True)
+    for tensor in proto.graph.initializer if model.program.adapts else ():
+        x = model.tensors.get(tensor.name)
+        if x is not None and len(tensor.raw_data) == x.nbytes:
+            tensor.raw_data = np.asarray(x).tobytes()
+    if sum(len(tensor.raw_data) for tensor in proto.graph.initializer) > LIMIT:
+        return b"", {}
+    return _places(proto, {name: tensors[name].nbytes for name in trained})
+
+
 def write(
     folder: Path,
     source: Path,
     model: Model,
     data: Any,
     manifest: Mapping[str, Any],
+    places: Places,
     kind: str | None = None,
 ) -> dict[str, Any]:
     """Write the page, its data and its runtime into the folder of an exported step.
@@ -124,6 +150,7 @@ def write(
       model: before the training.
       data: examples in a form that `as_batch` takes.
       manifest: of the step, with `weights`.
+      places: of the tensors in the file of the network.
       kind: of the inputs, one of `KINDS`; by default images that can be drawn are recognized.
 
     Returns:
@@ -142,9 +169,6 @@ def write(
                 f"takes {declared['shape'][1:]}"
             )
         arrays[name] = array.astype(declared["dtype"])
-    tensors = file_tensors(model)
-    trained = {name: tensors[name].nbytes for name in manifest["weights"]["tensors"]}
-    text, places = _places(to_proto(model, repeat=True), trained)
     (folder / "runtime").mkdir(exist_ok=True)
     for name, file_name in RUNTIME.items():
         with write_atomically(folder / "runtime" / file_name) as file:
@@ -152,11 +176,10 @@ def write(
     for asset in (files("jaxonnx") / "assets" / "web").iterdir():
         with write_atomically(folder / asset.name) as file:
             file.write_bytes(asset.read_bytes())
-    with write_atomically(folder / "model.onnx") as file:
-        file.write_bytes(text)
+    trained = {name: places[name] for name in manifest["weights"]["tensors"]}
     entry = {
         "examples": _examples(folder, arrays),
-        "model": {"file": "model.onnx", "tensors": places},
+        "model": {"file": MODEL, "tensors": trained},
     }
     drawing = None if kind in ("audio", "table") else _drawing(model, arrays, kind == "image")
     if classes := _classes(model, arrays):
@@ -193,7 +216,7 @@ def _places(proto: ModelProto, sizes: Mapping[str, int]) -> tuple[bytes, dict[st
       sizes: the bytes of the tensors by name.
 
     Returns:
-      The file, and the offset and size of each tensor's data.
+      The file, and the offset and size of the data of each initializer.
 
     Raises:
       InputError: a tensor is not among the initializers of the graph, or has another size there.
@@ -205,15 +228,14 @@ def _places(proto: ModelProto, sizes: Mapping[str, int]) -> tuple[bytes, dict[st
         # the numbers become the last bytes of their tensor
         tensors[name].CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensors[name]), name))
     text, at, places = proto.SerializeToString(), 0, {}
-    for name in sorted(sizes, key=[*tensors].index):
-        tensor, size = tensors[name].SerializeToString(), len(tensors[name].raw_data)
-        if size != sizes[name]:
+    for name, tensor in tensors.items():
+        at, size = text.index(tensor.SerializeToString(), at), len(tensor.raw_data)
+        if size != sizes.get(name, size):
             raise InputError(
                 f"the page cannot write '{name}': the file has 64 bits for each number, the "
                 "training 32; with JAX's `jax_enable_x64` it has 64 as well"
             )
-        at = text.index(tensor, at) + len(tensor)
-        places[name] = {"offset": at - size, "bytes": size}
+        places[name] = {"offset": text.index(tensor.raw_data, at), "bytes": size}
     return text, places
 
 

@@ -282,6 +282,41 @@ def test_values_to_start_from(tmp_path):
         step_of(optax.sgd(0.1), init="txt")
 
 
+def test_graphs_share_the_weights_of_the_network(tmp_path):
+    """Runtimes find them in the file of the network, and train as with graphs that have their own."""
+    model, (x, y) = jaxonnx.load(mlp(hidden=300)), examples(4)
+    model.save(tmp_path / "net.onnx")
+    settings = {"optimizer": optax.adam(1e-2), "lora": jaxonnx.LoRA(rank=2)}
+    batch, losses = (x, y.astype(np.int32), np.ones(4, np.float32)), {}
+    for kind in (False, "shared"):
+        folder = tmp_path / str(kind)
+        jaxonnx.export_step(model, folder, (x, y), LABELS, external_data=kind, **settings)
+        losses[kind], values, _, manifest = trained(folder, batch, 3)
+    assert losses[False] == losses["shared"]
+    # it is the very file that an application has
+    base = (tmp_path / "net.onnx").read_bytes()
+    assert (folder / "model.onnx").read_bytes() == base
+    assert "model.onnx" in manifest["step"]["data"]
+    for name in ("step", "evaluate", "init", "weights"):
+        sizes = [(tmp_path / kind / f"{name}.onnx").stat().st_size for kind in ("False", "shared")]
+        assert sizes[1] < (sizes[0] if name == "init" else sizes[0] - len(base) / 2)
+        assert {*manifest[name].get("data", [])} <= {p.name for p in folder.glob("*.*")}
+    back = jaxonnx.import_step(model, folder, values)
+    np.testing.assert_allclose(back.params["w1"], model.params["w1"], atol=0.1)
+    assert not np.array_equal(back.params["w1"], model.params["w1"])
+    with pytest.raises(jaxonnx.InputError, match="external_data must be"):
+        jaxonnx.export_step(model, folder, (x, y), LABELS, external_data="alone", **settings)
+
+
+def test_a_state_of_zeros_takes_no_bytes(tmp_path):
+    jaxonnx.export_step(mlp(hidden=300), tmp_path, examples(4), LABELS, optax.adam(1e-2))
+    values = run(onnxruntime.InferenceSession(tmp_path / "init.onnx"), {})
+    moments = sum(x.nbytes for x in values.values() if x.size > 99 and not x.any())
+    assert moments > 30_000
+    whole = sum(x.nbytes for x in values.values())
+    assert (tmp_path / "init.onnx").stat().st_size < whole - moments + 8_000
+
+
 OPTIMIZERS = [
     *("adabelief", "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamaxw", "adamw"),
     *("adan", "amsgrad", "fromage", "lamb", "lars", "lion", "nadam", "nadamw", "noisy_sgd"),

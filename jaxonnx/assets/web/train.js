@@ -15,6 +15,8 @@ const fetched = async (name) => {
   return response;
 };
 const bytes = async (name) => (await fetched(name)).arrayBuffer();
+const loaded = {};
+const shared = (name) => (loaded[name] ??= bytes(name)); // fetched once
 
 let ort, device; // the runtime, and where it computes
 let manifest, web, columns; // columns: the examples, one entry for each input of the step
@@ -30,8 +32,11 @@ async function use(name) {
   next.env.wasm.wasmPaths = { mjs: place("js"), wasm: place("wasm") };
   const options = { executionProviders: [name], logSeverityLevel: 3 };
   const made = {};
-  for (const part of ["step", "evaluate", "init", "weights"])
-    made[part] = await next.InferenceSession.create(await bytes(manifest[part].file), options);
+  for (const part of ["step", "evaluate", "init", "weights"]) {
+    const { file, data = [] } = manifest[part]; // weights that several graphs read lie in files beside them
+    const externalData = await Promise.all(data.map(async (path) => ({ path, data: new Uint8Array(await shared(path)) })));
+    made[part] = await next.InferenceSession.create(await bytes(file), { ...options, externalData });
+  }
   for (const session of Object.values(sessions)) await session.release();
   [ort, device, sessions, trained] = [next, name, made, null];
   if (state) // goes on elsewhere
@@ -542,7 +547,7 @@ let original;
 handled(async () => {
   manifest = await (await fetched("manifest.json")).json();
   ({ web } = manifest);
-  original = bytes(web.model.file);
+  original = shared(web.model.file);
   await readExamples();
   if (await navigator.gpu?.requestAdapter()) {
     Object.assign($("device").querySelector("[value=webgpu]"), { disabled: false, textContent: "WebGPU" });

@@ -1,0 +1,80 @@
+"""Tensors that the graphs of a folder have in common: stored once, and referred to by offset."""
+
+from collections.abc import Mapping
+
+from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
+
+from jaxonnx._io.build import names as names_of
+from jaxonnx._io.build import unused_name
+from jaxonnx._io.protos import all_graphs
+
+MODEL = "model.onnx"
+"""The network itself, whose weights the graphs refer to."""
+REST = "shared.data"
+"""What the network lacks: weights in another order, the values that a state starts from."""
+
+_LEAST = 1024
+"""The bytes of a tensor from which on it is referred to."""
+_ALIGNED = 64
+
+
+Places = Mapping[str, Mapping[str, int]]
+"""The "offset" of each tensor's data in the bytes of a file, and the number of its "bytes"."""
+
+
+def share_tensors(
+    protos: Mapping[str, ModelProto], text: bytes, places: Places
+) -> tuple[bytes, dict[str, list[str]]]:
+    """Make large initializers of graphs references to the files `MODEL` and `REST`, in place.
+
+    Args:
+      protos: the graphs by name.
+      text: the bytes of `MODEL`.
+      places: of tensors in it.
+
+    Returns:
+      The bytes of `REST`, and the files that each graph refers to.
+    """
+    found = {}
+    for at, size in (place.values() for place in places.values()):
+        if size >= _LEAST:
+            found[text[at : at + size]] = MODEL, at
+    rest, files = bytearray(), {}
+    for key, proto in protos.items():
+        used = set()
+        for graph in all_graphs(proto.graph):
+            for tensor in graph.initializer:
+                data = tensor.raw_data
+                if len(data) < _LEAST:
+                    continue
+                if data not in found:
+                    rest += bytes(-len(rest) % _ALIGNED)
+                    found[data] = REST, len(rest)
+                    rest += data
+                file, at = found[data]
+                used.add(file)
+                tensor.ClearField("raw_data")
+                tensor.data_location = TensorProto.EXTERNAL
+                for entry, value in (("location", file), ("offset", at), ("length", len(data))):
+                    tensor.external_data.add(key=entry, value=str(value))
+        files[key] = sorted(used)
+    return bytes(rest), files
+
+
+def shorten_constants(proto: ModelProto) -> None:
+    """Make outputs that are arrays of one number ConstantOfShape nodes, in place."""
+    graph, used = proto.graph, {*names_of(proto.graph)}
+    tensors = {tensor.name: tensor for tensor in graph.initializer}
+    nodes: list[NodeProto] = []
+    for node in graph.node:
+        x = numpy_helper.to_array(tensors[node.input[0]])
+        if x.dtype.kind in "fiub" and x.size > 16 and x.tobytes() == x.flat[:1].tobytes() * x.size:
+            shape = unused_name(f"{node.output[0]}.shape", used)
+            value = numpy_helper.from_array(x.reshape(-1)[:1])
+            nodes.append(helper.make_node("Constant", [], [shape], value_ints=x.shape))
+            node = helper.make_node("ConstantOfShape", [shape], [*node.output], value=value)
+        nodes.append(node)
+    read = {name for node in nodes for name in node.input}
+    del graph.node[:], graph.initializer[:]
+    graph.node.extend(nodes)
+    graph.initializer.extend(tensors[name] for name in tensors if name in read)
