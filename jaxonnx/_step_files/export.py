@@ -32,6 +32,7 @@ from jaxonnx.onnx_out import (
     ExportedFunction,
     known_tensor,
     least_opset,
+    merge_identities,
     reads,
     split_into_blocks,
     split_state,
@@ -246,6 +247,7 @@ class _Exporter:
         needed.update(self.state.params, self.state.state)
         inner = {name: new for name, new in entry["state"].items() if name not in needed}
         shapes = split_state(proto, inner)
+        merge_identities(proto.graph, inner=True)  # of results that branches compute
         pairs = zip(self.names, self.values, strict=True)
         self.values = [x.reshape(shapes.get(name, x.shape)) for name, x in pairs]
         return {name: graphs.get(name) or self.init() for name in names}

@@ -13,7 +13,7 @@ from jaxonnx.lowering._contract import (
     select_platform,
 )
 from jaxonnx.lowering._conv import Conv, convolution, transposed_convolution
-from jaxonnx.lowering._elementwise_proof import is_elementwise
+from jaxonnx.lowering._elementwise_proof import group_updates, is_elementwise
 from jaxonnx.lowering._integer import FAST_INT8, integer_convolution, integer_product
 from jaxonnx.lowering._low_rank import (
     ChangedRows,

@@ -14,6 +14,8 @@ any operation, if both programs apply the same one to the same values with the s
 A refusal costs speed only; optimizers that factor by axes, such as Adafactor, are refused rightly.
 """
 
+from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -63,6 +65,86 @@ def is_elementwise(
     except (AssertionError, IndexError, TypeError, ValueError, _DependsOnOrder):
         # the other errors are those of optimizers that are written for certain shapes
         return False
+
+
+def group_updates(
+    optimizer: optax.GradientTransformationExtraArgs, params: Mapping[str, Any], most: int
+) -> dict[str, tuple[str, ...]]:
+    """Group the small arrays that an optimizer updates by one elementwise program.
+
+    It updates the concatenation of a group, under the name of its first array, as it does each.
+
+    Args:
+      optimizer: its `init` and `update` are traced, on the arrays and on the groups.
+      params: arrays by name, or their shapes.
+      most: the elements of an array that is still small.
+
+    Returns:
+      The names of each group of several arrays, by size, by the first of them; none if tracing
+      fails.
+    """
+    numbers: dict[Any, int] = {}
+
+    def describe_updates(params: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what is computed for each array, as numbers of equal expressions.
+
+        A value is (the array that it belongs to, number of its expression). Arrays whose values are
+        reduced, reordered, or combined with those of another array get an expression of their own.
+        """
+
+        def run(params, gradients, value):
+            state = optimizer.init(params)
+            return optimizer.update(gradients, state, params, value=value, grad=gradients)
+
+        def number(*parts: Any) -> int:
+            return numbers.setdefault(parts, len(numbers))
+
+        def constant(value, aval):
+            scalar = not aval.shape and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+            return None, number(str(aval), np.asarray(value).tobytes() if scalar else object())
+
+        def rule(equation, inputs):
+            name, owners = equation.primitive.name, {owner for owner, _ in inputs} - {None}
+            shapes = {_shape(v) for v in equation.invars} - {()}
+            results = {_shape(v) for v in equation.outvars}
+            if name == "broadcast_in_dim" and not shapes:
+                return inputs[:1]
+            pointwise = name in _POINTWISE and shapes <= results and len(owners) < 2
+            if pointwise or not (owners or shapes or results - {()}):
+                keys = [key for _, key in inputs]
+                count = len(equation.outvars)
+                owner = next(iter(owners), None)
+                return [(owner, number(name, str(equation.params), i, *keys)) for i in range(count)]
+            mixed.update(owners)
+            return [(None, number(object())) for _ in equation.outvars]
+
+        mixed: set[str] = set()
+        names = sorted(params)  # as JAX orders them
+        like = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in params.items()}
+        arguments = [(n, number(part)) for part in ("weight", "gradient") for n in names]
+        program = jax.make_jaxpr(run)(like, like, np.float32(0))
+        values = interpret(program, rule, [*arguments, (None, number("loss"))], constant=constant)
+        updates = dict(zip(names, values, strict=False))
+        return {
+            n: None if n in mixed else (updates[n][1], *(key for at, key in values if at == n))
+            for n in names
+        }
+
+    try:
+        alike = defaultdict(list)
+        alone = describe_updates(params)
+        for name, x in sorted(params.items(), key=lambda item: (item[1].size, item[0])):
+            if alone[name] and x.size <= most and jnp.issubdtype(x.dtype, jnp.floating):
+                alike[x.dtype, alone[name]].append(name)
+        groups = {names[0]: tuple(names) for names in alike.values() if len(names) > 1}
+        sizes = {first: sum(params[n].size for n in names) for first, names in groups.items()}
+        members = {name for names in groups.values() for name in names}
+        joined = {name: x for name, x in params.items() if name not in members}
+        joined |= {n: jax.ShapeDtypeStruct([size], params[n].dtype) for n, size in sizes.items()}
+        together = describe_updates(joined)
+    except (AttributeError, AssertionError, LookupError, TypeError, ValueError):
+        return {}  # as for optimizers that are written for certain names or shapes
+    return groups if all(together[name] == alone[name] for name in groups) else {}
 
 
 class _DependsOnOrder(Exception):

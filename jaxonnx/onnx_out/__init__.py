@@ -8,6 +8,7 @@ from jaxonnx.onnx_out._export import (
     OPSET,
     ExportedFunction,
     append,
+    merge_identities,
     reads,
     to_onnx,
     write_function,

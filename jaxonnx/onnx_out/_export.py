@@ -210,11 +210,11 @@ def append(
 
     values = g.program(closed, tensors, write)
     # a result may be an input or a constant, and one value several results: an Identity each, most
-    # of which `_merge_identities` removes
+    # of which `merge_identities` removes
     for name, value in zip(results, values, strict=True):
         writer.nodes("Identity", [g.name(value)], [name])
     _prune(graph, results, *before)
-    _merge_identities(graph, before[0])
+    merge_identities(graph, before[0])
     if functions is not None:
         functions.extend(g.functions.protos)
     # 4. a function that evaluates the same, and its values within by the names of tensors
@@ -318,7 +318,7 @@ def _prune(graph: GraphProto, results: Iterable[str], nodes: int = 0, tensors: i
     graph.initializer.extend(weights)
 
 
-def _merge_identities(graph: GraphProto, first: int) -> None:
+def merge_identities(graph: GraphProto, first: int = 0, *, inner: bool = False) -> None:
     """Remove each Identity of a computed tensor by renaming the tensor to the Identity's output.
 
     The first Identity of a tensor is removed; others remain.
@@ -326,7 +326,14 @@ def _merge_identities(graph: GraphProto, first: int) -> None:
     Args:
       graph: is changed in place.
       first: the first node to consider.
+      inner: do so in subgraphs alone.
     """
+    if inner:
+        for node in graph.node[first:]:
+            for part in subgraphs(node):
+                merge_identities(part, inner=True)
+                merge_identities(part)
+        return
     computed = {name for node in graph.node[first:] for name in node.output}
     names: dict[str, str] = {}
     nodes = []

@@ -25,8 +25,9 @@ from jaxonnx import docs
 from jaxonnx.cli import main
 from jaxonnx.onnx_out._export import reads
 from jaxonnx.training import step
+from jaxonnx.training._step.optimizers import find_groups, fit_to_step
 from tests.support.adapter_files import two_layers
-from tests.support.exported_steps import STEPS, run, sessions, trained
+from tests.support.exported_steps import STEPS, match, run, sessions, trained
 from tests.support.tiny_networks import LABELS, examples, mlp
 
 
@@ -42,9 +43,8 @@ def agree(folder, model, data, tolerance=1e-4, steps=STEPS, **settings):
     for loss in losses:
         state, (wanted, _) = update(state, data)
         np.testing.assert_allclose(loss, wanted, rtol=1e-5, atol=1e-6)
-    for value, wanted in zip(values.values(), jax.tree.leaves(here.to_file(state)), strict=True):
-        value = value.reshape(wanted.shape)
-        np.testing.assert_allclose(value, wanted, rtol=tolerance, atol=1e-5)
+    for value, wanted in match(values, here.to_file(state)):
+        np.testing.assert_allclose(value.ravel(), wanted.ravel(), rtol=tolerance, atol=1e-5)
     row = here.row(jax.jit(here.evaluate)(here.sums(data), state, data))
     total, count = (sums[name] for name in manifest["evaluate"]["sums"]["loss"])
     np.testing.assert_allclose(total / count, row["validation_loss"], rtol=1e-5, atol=1e-6)
@@ -283,7 +283,7 @@ def test_values_to_start_from(tmp_path):
 
 
 def test_graphs_share_the_weights_of_the_network(tmp_path):
-    """Runtimes find them in the file of the network, and train as with graphs that have their own."""
+    """Runtimes find them in the file of the network, and train as with graphs on their own."""
     model, (x, y) = jaxonnx.load(mlp(hidden=300)), examples(4)
     model.save(tmp_path / "net.onnx")
     settings = {"optimizer": optax.adam(1e-2), "lora": jaxonnx.LoRA(rank=2)}
@@ -315,6 +315,50 @@ def test_a_state_of_zeros_takes_no_bytes(tmp_path):
     assert moments > 30_000
     whole = sum(x.nbytes for x in values.values())
     assert (tmp_path / "init.onnx").stat().st_size < whole - moments + 8_000
+
+
+def test_small_arrays_are_updated_as_one(tmp_path):
+    """Where the update is elementwise and the same for all of them; by a norm of each it is not."""
+    model, data = jaxonnx.load(mlp()), examples(8)
+    spared = {"w1": True, "w2": True, "b1": False, "b2": False}
+    cases = {
+        "adam": (optax.adam(1e-2), [{"b1", "b2", "w1", "w2"}]),
+        "decay": (
+            optax.adamw(1e-2, mask=lambda p: {n: spared[n] for n in p}),
+            [{"b1", "b2"}, {"w1", "w2"}],
+        ),
+        "tree": (optax.adamw(1e-2, mask=spared), []),
+        "norms": (optax.lamb(1e-2), []),
+        "of two axes": (optax.contrib.muon(1e-2), [{"b1", "b2"}]),
+        "noise": (optax.noisy_sgd(1e-2, key=jax.random.key(0)), []),
+    }
+    for name, (rule, wanted) in cases.items():
+        groups = find_groups(fit_to_step(rule, model.params, False), model.params)
+        assert sorted(map(set, groups.values()), key=sorted) == wanted, name
+    rate = optax.inject_hyperparams(optax.adam)(1e-2)
+    agree(tmp_path, model, data, steps=3, optimizer=rate)
+
+
+@pytest.mark.parametrize("nan", ["stop", "skip"])
+def test_an_update_that_is_not_finite(nan, tmp_path):
+    """Of a small array it stops the step, of a large one the number stays; as in `train`."""
+    model, (x, y) = jaxonnx.load(mlp(hidden=300)), examples(8)
+    rates = optax.piecewise_constant_schedule(1e-2, {1: np.inf, 2: 0.0})
+    for name, rule in {"rate": optax.sgd(rates), "root": optax.adam(1e-2, eps=0.0)}.items():
+        settings = {"optimizer": rule, "nan": nan}
+        manifest = jaxonnx.export_step(model, tmp_path / name, (x, y), LABELS, **settings)["step"]
+        one, _, init = sessions(tmp_path / name)
+        here, values = step(model, LABELS, **settings), run(init, {})
+        update, state = jax.jit(here.update), here.init()
+        arrays = x.copy(), y.astype(np.int32), np.ones(8, np.float32)
+        arrays[0][:, 0] = 0  # no gradient
+        for _ in range(3):
+            results = run(one, values | dict(zip(manifest["batch"], arrays, strict=True)))
+            values = {n: results[new] for n, new in manifest["state"].items()}
+            state, (_, good) = update(state, (arrays[0], y))
+            assert bool(results[manifest["finite"]]) == bool(good)
+        for value, wanted in match(values, here.to_file(state)):
+            np.testing.assert_allclose(value.ravel(), wanted, rtol=1e-5, atol=1e-7)
 
 
 OPTIMIZERS = [
@@ -509,8 +553,8 @@ def test_a_hundred_steps_with_dropout(optimizer, tmp_path):
             values = {name: results[new] for name, new in manifest["state"].items()}
             state, (wanted, _) = update(state, (x, y))
             np.testing.assert_allclose(results[manifest["loss"]], wanted, rtol=1e-11)
-        for value, leaf in zip(values.values(), jax.tree.leaves(here.to_file(state)), strict=True):
-            np.testing.assert_allclose(value, leaf, rtol=1e-9, atol=1e-12)
+        for value, leaf in match(values, here.to_file(state)):
+            np.testing.assert_allclose(value.ravel(), leaf, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.deep
@@ -538,8 +582,8 @@ def test_the_reference_of_onnx_agrees(name, tmp_path):
         values = {name: results[new] for name, new in manifest["state"].items()}
         state, (wanted, _) = update(state, (x, y))
         np.testing.assert_allclose(results[manifest["loss"]], wanted, rtol=1e-5)
-    for value, wanted in zip(values.values(), jax.tree.leaves(here.to_file(state)), strict=True):
-        np.testing.assert_allclose(value, wanted, rtol=1e-4, atol=1e-5)
+    for value, wanted in match(values, here.to_file(state)):
+        np.testing.assert_allclose(value.ravel(), wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("eps", [1e-8, 0.0])
@@ -558,12 +602,11 @@ def test_an_update_is_one_scan(eps, tmp_path):
     within = [node.op_type for node in scan.attribute[0].g.node]
     assert "Sqrt" in within
     assert not {"And", "Where"} & {*within}
-    assert len(scan.output) == 3  # a weight and its moments, which keep the shape of the blocks
-    after = [[n for n in update.node if name in reads(n)] for name in scan.output]
-    assert sorted(node.op_type for (node,) in after) == ["Identity", "Identity", "Reshape"]
-    (weight,) = (node.output[0] for (node,) in after if node.op_type == "Reshape")
-    checks = [node.op_type for node in update.node if weight in reads(node)]
-    assert sorted(checks) == ["If", "ReduceSum"]
+    assert len(scan.output) == 3  # an update, and moments, which are results as they are
+    (change,) = {*scan.output} - {value.name for value in update.output}
+    (back,) = (node for node in update.node if change in reads(node))
+    readers = [node.op_type for node in update.node if back.output[0] in reads(node)]
+    assert sorted(readers) == ["If", "Reshape", "Reshape"]  # the two of the sum of its squares
     assert np.isfinite(values["w1"]).all()
 
 

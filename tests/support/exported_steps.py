@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import numpy as np
 import onnx
 import onnxruntime
@@ -38,3 +39,28 @@ def trained(folder, batch, steps=STEPS):
         assert found[manifest["step"]["finite"]]
         values = {name: found[new] for name, new in manifest["step"]["state"].items()}
     return losses, values, run(evaluate, values | arrays), manifest
+
+
+def match(values, state):
+    """Pairs of arrays: of an exported state by name, and of a state here.
+
+    Arrays of the optimizer for small parameters are one vector there, named as the first of them.
+    """
+    leaves = jax.tree_util.tree_flatten_with_path(state)[0]
+    leaves = {
+        jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(x) for path, x in leaves
+    }
+    leaves = {n.removeprefix("params.").removeprefix("state."): x for n, x in leaves.items()}
+    for name, value in values.items():
+        parts = [leaves.pop(name)]
+        first = next((p for p in state.params if name.endswith(f".{p}")), None)
+        if parts[0].size < value.size:
+            others = (
+                name.removesuffix(first) + p
+                for p in sorted(state.params, key=lambda p: (state.params[p].size, p))
+            )
+            parts += [
+                leaves.pop(other) for other in others if other in leaves.keys() - values.keys()
+            ]
+        yield value, np.concatenate([x.ravel() for x in parts])
+    assert not leaves

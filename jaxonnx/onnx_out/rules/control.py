@@ -25,14 +25,28 @@ def cond(g, index, *operands, branches, out):
         return []
     if isinstance(index, np.generic | np.ndarray):
         return g.program(branches[int(np.clip(index, 0, len(branches) - 1))], operands)
+    if len(branches) == 1:
+        return g.program(branches[0], operands)
+    # what all branches return as they got it is no result of theirs
+    unchanged = []
+    for variables in zip(*(getattr(b, "jaxpr", b).outvars for b in branches), strict=True):
+        places = {_find(b, v) for b, v in zip(branches, variables, strict=True)}
+        unchanged.append(places.pop() if len(places) == 1 else None)
+    computed = [i for i, place in enumerate(unchanged) if place is None]
     graphs = []
     for branch in branches:  # a graph without inputs, which reads the operands from around it
         inner = g.child("branch")
-        _outputs(inner, inner.program(branch, operands), branch)
+        results, avals = inner.program(branch, operands), _out_avals(branch)
+        _outputs(inner, [results[i] for i in computed], [avals[i] for i in computed])
         graphs.append(inner.graph)
-    if len(graphs) == 1:
-        return g.program(branches[0], operands)
-    return _choose(g, index, graphs, out)
+    names = iter(_choose(g, index, graphs, [out[i] for i in computed]) if computed else ())
+    return [next(names) if place is None else operands[place] for place in unchanged]
+
+
+def _find(program: Any, variable: Any) -> int | None:
+    """Return the number of the operand that a result of a program is, None for any other."""
+    operands = getattr(program, "jaxpr", program).invars
+    return next((i for i, operand in enumerate(operands) if operand is variable), None)
 
 
 def _choose(g: Nodes, index: Any, graphs: list, out: Any) -> list[str]:
@@ -58,14 +72,17 @@ def _choose(g: Nodes, index: Any, graphs: list, out: Any) -> list[str]:
     return g.several("If", len(out), first, then_branch=graphs[0], else_branch=inner.graph)
 
 
-def _outputs(inner: Nodes, results: Any, program: Any) -> None:
+def _outputs(inner: Nodes, results: Any, avals: Any) -> None:
     """Declare the outputs of a subgraph, each by an Identity.
 
     A result may be a tensor of the graph around it, which cannot be an output of the subgraph.
     """
-    variables = getattr(program, "jaxpr", program).outvars
-    for result, variable in zip(results, variables, strict=True):
-        inner.graph.output.append(value_info(inner("Identity", result), plain(variable.aval)))
+    for result, aval in zip(results, avals, strict=True):
+        inner.graph.output.append(value_info(inner("Identity", result), plain(aval)))
+
+
+def _out_avals(program: Any) -> list:
+    return [variable.aval for variable in getattr(program, "jaxpr", program).outvars]
 
 
 def _in_avals(program: Any) -> list:
@@ -92,7 +109,7 @@ def scan(g, *operands, equation, out):
         return _counting_loop(g, inner, loop, out)
     avals = _in_avals(body)[len(loop.fixed) :]
     results = inner.program(body, [*loop.fixed, *_inputs(inner, avals)])
-    _outputs(inner, results, body)
+    _outputs(inner, results, _out_avals(body))
     directions = {}
     if loop.reverse:
         directions["scan_input_directions"] = [1] * len(loop.sliced)
@@ -111,7 +128,7 @@ def _counting_loop(g: Nodes, inner: Nodes, loop: Any, out: Any) -> list:
     going = _counter(inner)
     results = inner.program(loop.body, [*loop.fixed, *_inputs(inner, avals)])
     inner.graph.output.append(value_info(inner("Identity", going), going))
-    _outputs(inner, results, loop.body)
+    _outputs(inner, results, _out_avals(loop.body))
     steps = np.int64(loop.length)
     results = g.several("Loop", len(out), steps, np.bool_(True), *loop.carry, body=inner.graph)
     if not loop.reverse:
@@ -149,7 +166,7 @@ def while_(g, *operands, equation, out):
     (again,) = inner.program(loop.condition, [*loop.tested, *results])
     (first,), (again,) = g.run(jnp.any, first), inner.run(jnp.any, again)
     inner.graph.output.append(value_info(inner("Identity", again), jax.ShapeDtypeStruct((), bool)))
-    _outputs(inner, results, loop.body)
+    _outputs(inner, results, _out_avals(loop.body))
     return g.several("Loop", len(out), None, first, *loop.carry, body=inner.graph)
 
 

@@ -6,6 +6,7 @@ import warnings
 from dataclasses import replace
 from typing import Any, Unpack
 
+import jax
 import optax
 from onnx import ModelProto
 
@@ -33,7 +34,13 @@ from jaxonnx.training._settings.head import with_heads
 from jaxonnx.training._settings.order import StepArguments
 from jaxonnx.training._settings.plan import Plan
 from jaxonnx.training._step.gradient import GradientStep
-from jaxonnx.training._step.optimizers import DECAYING, find_vectors, fit_to_step, named_optimizer
+from jaxonnx.training._step.optimizers import (
+    DECAYING,
+    find_groups,
+    find_vectors,
+    fit_to_step,
+    named_optimizer,
+)
 from jaxonnx.training._step.step import Step
 from jaxonnx.training._step.training_info import TrainingInfoStep
 from jaxonnx.training._step.weight_layout import WeightLayout
@@ -155,6 +162,9 @@ def build_step(
     params = plan.model.params
     plan.optimizer = fit_to_step(optimizer, params, settings.accumulate > 1)
     plan.storage = WeightLayout(params, plan.optimizer, plan.platform, settings.master)
+    if platform == "onnx" and settings.sparsity is None:  # runtimes take microseconds for a node
+        wide = jax.eval_shape(plan.storage.widen, params)
+        plan.storage.groups = find_groups(plan.optimizer, wide)
     if narrow := plan.storage.narrow:
         types = " and ".join(sorted({dtype.name for dtype in narrow.values()}))
         plan.notes.append(

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
+from jax.tree_util import DictKey
 
 from jaxonnx._data.batches import Batch
 from jaxonnx._graph.roles import running_statistics
@@ -70,7 +71,8 @@ class GradientStep(Step):
         names = running_statistics(model.graph)
         state = {name: x for name, x in model.state.items() if name in names}
         params, state = copy((self._storage.store(self._storage.widen(model.params)), state))
-        memory = own_buffers(jax.tree.map(jnp.asarray, self._memory(params)), params)
+        memory = self._memory(self._storage.join(params))
+        memory = own_buffers(jax.tree.map(jnp.asarray, memory), params)
         average = start_average(self.settings, params)
         scale = start_scale(self.settings)
         counts = jnp.int32(0), jnp.int32(0), jnp.bool(True)  # buffers of their own, to be donated
@@ -108,6 +110,7 @@ class GradientStep(Step):
         gradients, (value, means, renewed) = gradient(state.params)
         if state.scale is not None:
             gradients = jax.tree.map(state.scale.remove, gradients)
+        gradients = [*map(self._storage.join, gradients)]
         # 3. Whether the step is taken: all is finite, and something counts.
         good = finite((value, gradients)) & stays_finite(state.state, renewed)
         # among batches that accumulate, one without anything that counts has its place
@@ -145,7 +148,7 @@ class GradientStep(Step):
         waiting = find_accumulation(state.optimizer)
         if waiting is None:
             return state, jnp.bool(True)
-        zeros = jax.tree.map(jnp.zeros_like, state.params)
+        zeros = jax.tree.map(jnp.zeros_like, self._storage.join(state.params))
         sums = jnp.zeros_like(waiting.sums)
         extra = {"sums": sums, "others": [zeros] * (sums.shape[1] - 1), "ends": True}
 
@@ -225,29 +228,58 @@ class GradientStep(Step):
         Args:
           extra: further arguments of the optimizer.
         """
+        storage = self._storage
+        params = storage.join(state.params)
         updates, memory = self._optimizer.update(
-            gradient, state.optimizer, state.params, grad=gradient, **extra
+            gradient, state.optimizer, params, grad=gradient, **extra
         )
-        new: Any = optax.apply_updates(state.params, updates)
-        selecting, small = good is not None, stays_finite(state.params, new, small=True)
-        good = good & small if selecting else small
-        keep = _keep_finite_at_once if self._storage.platform == "onnx" else _keep_finite
-        params: Any = jax.tree.map(partial(keep, good), state.params, new)
-        moved = state.replace(
-            params={},
-            optimizer=memory,
-            average=move_average(self.settings, state.average, params, memory),
-            count=state.count + 1,
-            taken=state.taken + 1,
-            scale=None if state.scale is None else state.scale.grow(),
+        selecting = good is not None
+
+        def move(new: Any, good: Any = None) -> State:
+            """Return the state with new weights; what it was where `good` is false."""
+            if good is not None:
+                new = jax.tree.map(partial(_keep_finite, good), params, new)
+            moved_params = storage.split(new, state.params)
+            moved = state.replace(
+                params={},
+                optimizer=memory,
+                average=move_average(self.settings, state.average, moved_params, memory),
+                count=state.count + 1,
+                taken=state.taken + 1,
+                scale=None if state.scale is None else state.scale.grow(),
+            )
+
+            def select(path, new, old):
+                if good is None:
+                    return new
+                if selecting or not jnp.issubdtype(new.dtype, jnp.floating):
+                    return _select(good, new, old)
+                # weights are computed from new moments, which a choice on CPU would make copies of
+                first = next((key.key for key in path if isinstance(key, DictKey)), None)
+                sizes = [state.params[n].size for n in storage.groups.get(first, ())] or [new.size]
+                small = sum(size for size in sizes if size <= SMALL)  # they come first in a group
+                if small in (0, new.size):
+                    return _select(good, new, old) if small else new
+                return jnp.concatenate([_select(good, new[:small], old[:small]), new[small:]])
+
+            chosen = jax.tree_util.tree_map_with_path(select, moved, stay.replace(params={}))
+            return chosen.replace(params=moved_params)
+
+        def check() -> State:
+            new: Any = optax.apply_updates(params, updates)
+            after = storage.split(new, state.params)
+            small = stays_finite(state.params, after, small=True)
+            return move(new, good & small if selecting else small)
+
+        narrow = any(x.dtype.itemsize < 4 for x in jax.tree.leaves(updates))
+        if storage.platform != "onnx" or narrow:
+            return check()
+
+        # A choice for each number costs more there than a sum that detects the usual case. Each
+        # branch adds the updates itself, as results: to return what is computed before copies it.
+        return jax.lax.cond(
+            _is_bounded(updates), lambda: move(optax.apply_updates(params, updates)), check
         )
-
-        def select(new, old):
-            large = new.size > SMALL and jnp.issubdtype(new.dtype, jnp.floating)
-            # weights are computed from new moments, which a choice on CPU would make copies of
-            return new if large and not selecting else _select(good, new, old)
-
-        return jax.tree.map(select, moved, stay.replace(params={})).replace(params=params)
 
     def as_batch(self, batch: Any) -> Batch:
         batch = as_batch(batch, self.model, self._goal.derive_targets)
@@ -313,15 +345,13 @@ def _keep_finite(good: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
     return jnp.where(good & jnp.isfinite(new), new, old)
 
 
-def _keep_finite_at_once(good: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
-    """Do the same where a select for each number costs more than a sum that detects the usual case.
+def _is_bounded(updates: Any) -> jax.Array:
+    """Check whether no sum of a finite weight and its update overflows, by the sum of squares.
 
-    A sum of finite numbers may overflow: then each is looked at.
+    An update whose square is finite is less than half the distance of the greatest numbers.
     """
-    if new.size <= SMALL:
-        return _keep_finite(good, old, new)
-    usual = good & jnp.isfinite(jnp.sum(new))
-    return jax.lax.cond(usual, lambda: new, lambda: _keep_finite(good, old, new))
+    squares = [jnp.vdot(x, x) for x in jax.tree.leaves(updates)]
+    return jnp.isfinite(jnp.stack([jnp.float32(0), *squares])).all()
 
 
 @jax.jit

@@ -28,6 +28,7 @@ from jaxonnx._arguments import OPTIMIZERS, RATE
 from jaxonnx._graph.uses import uses_by_tensor, weights
 from jaxonnx._require import check_arguments, require, require_choice
 from jaxonnx.errors import TrainingError
+from jaxonnx.lowering import group_updates
 from jaxonnx.model import Model
 from jaxonnx.training._settings.sparsity import masks
 from jaxonnx.training._step.step import State
@@ -180,6 +181,9 @@ They are the loss of a step, its gradient, and functions of the parameters on it
 searches, for Hessians (`sophia`), and for `sam`, which refuse what they do not take.
 """
 
+_SMALL = 2**15
+"""The elements of an array up to which copying it costs less than operators of its own."""
+
 FUNCTIONS = ("value_fn", "obj_fn", "grad_fn")
 
 
@@ -229,6 +233,18 @@ def fit_to_step(
     raise TrainingError(
         f"the optimizer cannot update parameters that are a dict of arrays by name ({why}){more}"
     ) from first
+
+
+def find_groups(
+    optimizer: optax.GradientTransformationExtraArgs, params: Mapping[str, Any]
+) -> dict[str, tuple[str, ...]]:
+    """Group small parameters that an optimizer updates alike, to do so in one vector.
+
+    Weights of its own are needed by name.
+    """
+    if any(True for _ in _states(jax.eval_shape(optimizer.init, params))):
+        return {}
+    return group_updates(optimizer, params, _SMALL)
 
 
 def _choose(

@@ -12,10 +12,12 @@ and its file gets them rounded once.
 
 from collections.abc import Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxonnx.lowering import (
@@ -41,7 +43,11 @@ class WeightLayout:
       names: the parameters that are stored in another order than the file's.
       platform: where the run takes place; "" if the arrays are traced.
       narrow: the types that the model has for parameters with a master weight.
+      groups: names of small parameters, by the first of each group, whose concatenation the
+        optimizer has under that name (`join`).
     """
+
+    groups: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 
     def __init__(
         self,
@@ -85,6 +91,22 @@ class WeightLayout:
         """Return stored parameters for `Model.apply_train`, which takes them as they are."""
         params = self.round(params)
         return {n: KernelFirst(x) if n in self.names else x for n, x in params.items()}
+
+    def join(self, tree: Mapping[str, Any]) -> dict[str, Any]:
+        """Return arrays by name with each group as one vector, as the optimizer has them."""
+        result = dict(tree)
+        for first, names in self.groups.items():
+            result[first] = jnp.concatenate([result.pop(name).reshape(-1) for name in names])
+        return result
+
+    def split(self, joined: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arrays of `join`, in the shapes of those of the same names in `like`."""
+        result = dict(joined)
+        for first, names in self.groups.items():
+            ends = np.cumsum([like[name].size for name in names])
+            parts = jnp.split(result.pop(first), ends[:-1])
+            result |= {n: x.reshape(like[n].shape) for n, x in zip(names, parts, strict=True)}
+        return {name: result[name] for name in like}
 
     def axes(self, name: str, axes: tuple[int, int]) -> tuple[int, int]:
         """Map axes of a parameter to its stored layout."""
