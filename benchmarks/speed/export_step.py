@@ -3,6 +3,8 @@
     python -m benchmarks.speed.export_step [--networks lenet mlp] [--rounds 7]
                                      [--ort-python PYTHON] [--sim-python PYTHON]
     python -m benchmarks.speed.export_step --agree 100 [--networks lenet mlp] [--frozen]
+    python -m benchmarks.speed.export_step --file net.onnx [--batches 1 16] [--rank 4]
+                                     [--node FOLDER]
 
 Times and peak memory are those of `python -m benchmarks`, of the systems that train an ONNX file:
 jaxonnx, its exported step in onnxruntime, onnxruntime-training 1.19.2 (its own interpreter:
@@ -14,13 +16,22 @@ runs of jaxonnx differ by whose first weights differ in the last bit, and by how
 is from float64. Shown are the first step whose losses differ by more than 1e-5, the largest
 relative difference of losses, that of the last step, and the largest of weights, relative to the
 largest of their tensor.
+
+With `--file` a classifier of your own is exported for these batches, with the weights in one file.
+Shown are the seconds that it takes, the kilobytes of the graphs and of the other file beside
+`model.onnx`, and the milliseconds of a step here and in onnxruntime for Python, Node and
+WebAssembly (onnxruntime-node and onnxruntime-web in the node_modules of FOLDER). With `--rank` all
+layers get adapters.
 """
 
 import argparse
+import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -28,6 +39,81 @@ from benchmarks import __main__ as networks
 from benchmarks.networks import NETWORKS
 from benchmarks.speed.agreement import agreement
 from benchmarks.systems import LEARNING_RATE
+
+_STEPS = """
+import { readFileSync } from "node:fs";
+import { createRequire } from "node:module";
+const [modules, kind, folder, count] = process.argv.slice(2);
+const ort = createRequire(`${modules}/`)(kind);
+const read = (name) => new Uint8Array(readFileSync(`${folder}/${name}`));
+const manifest = JSON.parse(readFileSync(`${folder}/manifest.json`));
+const open = ({ file, data = [] }) => kind === "onnxruntime-node"
+  ? ort.InferenceSession.create(`${folder}/${file}`)
+  : ort.InferenceSession.create(
+    read(file), { externalData: data.map((path) => ({ path, data: read(path) })) });
+const [step, init] = [await open(manifest.step), await open(manifest.init)];
+const arrays = { float32: Float32Array, int32: Int32Array };
+const batch = Object.fromEntries(Object.entries(manifest.step.batch).map(
+  ([name, { dtype, shape }], i) =>
+    [name, new ort.Tensor(dtype, new arrays[dtype](read(`${i}.bin`).buffer), shape)]));
+let state = await init.run({});
+const times = [];
+for (let i = 0; i < count; i++) {
+  const began = performance.now();
+  const found = await step.run({ ...state, ...batch });
+  times.push(performance.now() - began);
+  state = Object.fromEntries(Object.entries(manifest.step.state).map(
+    ([name, next]) => [name, found[next]]));
+}
+console.log(times.sort((a, b) => a - b)[count >> 1]);
+"""
+"""A loop in JavaScript, which prints the median of its times in milliseconds."""
+
+
+def measure(options: argparse.Namespace, size: int, folder: Path) -> list[str]:
+    """Return a row of times and sizes of a step for a batch size."""
+    import jax
+    import optax
+
+    import jaxonnx
+    from benchmarks.systems import LOSS, Exported
+
+    model, random, count = jaxonnx.load(options.file), np.random.default_rng(0), options.steps
+    shape = [size, *(model.inputs[0].shape or ())[1:]]
+    classes = (model.outputs[0].shape or ())[-1]
+    x = random.normal(size=shape).astype(np.float32)
+    y = random.integers(0, classes, size).astype(np.int32)
+    settings = {"lora": jaxonnx.LoRA(rank=options.rank)} if options.rank else {}
+    rule = optax.adam(LEARNING_RATE)
+    began = time.perf_counter()
+    jaxonnx.export_step(model, folder, (x, y), LOSS, rule, external_data="shared", **settings)
+    seconds = time.perf_counter() - began
+    graphs, rest = ([f.stat().st_size / 1e3 for f in folder.glob(p)] for p in ("*.onnx", "*.data"))
+    graphs.remove((folder / "model.onnx").stat().st_size / 1e3)
+    for i, array in enumerate((x, y, np.ones(size, np.float32))):
+        array.tofile(folder / f"{i}.bin")
+    one = jaxonnx.training.step(model, LOSS, rule, **settings)
+    update, state = one.jit().update, one.init()
+    exported, times = Exported(folder), ([], [])
+    for _ in range(count):
+        began = time.perf_counter()
+        state, report = update(state, (x, y))
+        jax.block_until_ready((state, report))
+        times[0].append(time.perf_counter() - began)
+        began = time.perf_counter()
+        exported.step(x, y)
+        times[1].append(time.perf_counter() - began)
+    ms = [np.median(part) * 1e3 for part in times]
+    (folder / "steps.mjs").write_text(_STEPS)
+    for kind in ("onnxruntime-node", "onnxruntime-web") if options.node else ():
+        command = ["node", folder / "steps.mjs", options.node.resolve(), kind, folder, str(count)]
+        ms.append(float(subprocess.run(command, check=True, capture_output=True).stdout))
+    return [
+        str(size),
+        f"{seconds:.1f}",
+        f"{sum(graphs):.0f}, {sum(rest):.0f}",
+        *(f"{t:.1f}" for t in ms),
+    ]
 
 
 def main() -> None:
@@ -39,7 +125,21 @@ def main() -> None:
     parser.add_argument("--optimizer", choices=("adam", "sgd"), default="adam", help="of --agree")
     parser.add_argument("--rate", type=float, help="of --agree")
     parser.add_argument("--frozen", action="store_true", help="statistics of the file in --agree")
+    parser.add_argument("--file", type=Path, help="a classifier to export")
+    parser.add_argument("--batches", type=int, default=[1, 16], nargs="+", help="of --file")
+    parser.add_argument("--rank", type=int, help="of adapters for --file")
+    parser.add_argument("--node", type=Path, help="a folder with node_modules, for --file")
+    parser.add_argument("--steps", type=int, default=30, help="of --file")
     options, rest = parser.parse_known_args()
+    if options.file:
+        table = Table(
+            "batch", "export, s", "kB: graphs, data", "ms: jaxonnx", "Python", "Node", "wasm"
+        )
+        for size in options.batches:
+            with tempfile.TemporaryDirectory() as folder:
+                table.add_row(*measure(options, size, Path(folder)))
+        Console().print(table)
+        return
     if options.agree is None:
         systems = ["jaxonnx", "exported", "onnxruntime-training", "onnxsim"]
         absent = [

@@ -205,5 +205,6 @@ class LoRA:
         a, b = place.factors(weight.shape, self.rank)
         dtype = jnp.float32 if weight.storage else jnp.promote_types(stored, jnp.float32)
         scale = 1 / math.sqrt(self.rank if place.lookup else a[-1])
-        values = scale * jax.random.normal(key, a, dtype), jnp.zeros(b, dtype)
+        # zeros of NumPy take no program for each shape
+        values = scale * jax.random.normal(key, a, dtype), jnp.asarray(np.zeros(b, dtype))
         return dict(zip(pair(name), values, strict=True))

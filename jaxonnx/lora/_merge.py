@@ -42,10 +42,10 @@ class Merge:
         return tuple(name for name in self.params if name not in self.stored)
 
     def factors(self, tensors: Mapping[str, Any]) -> dict[str, tuple[Matrix, Any, Any]]:
-        result = {}
+        result, with_rows = {}, {*self.find_rows(tensors)}
         for name, place in self.layouts.items():
             a, b = (to_array(tensors[part]) for part in pair(name))
-            if chosen := name in self.find_rows(tensors):
+            if chosen := name in with_rows:
                 count = tensors[name].shape[row_axis(place)]
                 a, b = choose_rows(a, count), choose_rows(b, count).T if b.ndim == 1 else b
             b = b if chosen else b * (self.alpha / self.rank)
