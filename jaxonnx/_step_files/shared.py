@@ -35,10 +35,10 @@ def share_tensors(
     Returns:
       The bytes of `REST`, and the files that each graph refers to.
     """
-    found = {}
+    positions = {}
     for at, size in (place.values() for place in places.values()):
         if size >= _LEAST:
-            found[text[at : at + size]] = MODEL, at
+            positions[text[at : at + size]] = MODEL, at
     rest, files = bytearray(), {}
     for key, proto in protos.items():
         used = set()
@@ -47,11 +47,11 @@ def share_tensors(
                 data = tensor.raw_data
                 if len(data) < _LEAST:
                     continue
-                if data not in found:
+                if data not in positions:
                     rest += bytes(-len(rest) % _ALIGNED)
-                    found[data] = REST, len(rest)
+                    positions[data] = REST, len(rest)
                     rest += data
-                file, at = found[data]
+                file, at = positions[data]
                 used.add(file)
                 tensor.ClearField("raw_data")
                 tensor.data_location = TensorProto.EXTERNAL

@@ -256,7 +256,8 @@ class GradientStep(Step):
                     return _select(good, new, old)
                 # weights are computed from new moments, which a choice on CPU would make copies of
                 first = next((key.key for key in path if isinstance(key, DictKey)), None)
-                sizes = [state.params[n].size for n in storage.groups.get(first, ())] or [new.size]
+                sizes = [state.params[n].size for n in storage.groups.get(first, ())]
+                sizes = sizes if sum(sizes) == new.size else [new.size]
                 small = sum(size for size in sizes if size <= SMALL)  # they come first in a group
                 if small in (0, new.size):
                     return _select(good, new, old) if small else new
