@@ -43,7 +43,7 @@ def test_a_flat_file_comes_back(tmp_path):
         offset += place["bytes"]
     roles = {name: place["role"] for name, place in manifest["state"].items()}
     assert [n for n, role in roles.items() if role == "parameter"] == manifest["params"]
-    assert roles["optimizer.0.0.mu.w1"] == "optimizer"
+    assert {role for name, role in roles.items() if ".mu." in name} == {"optimizer"}
     assert roles["count"] == "progress"
     assert {*manifest["state"]} == {*manifest["step"]["state"]}
     path = write_flat(tmp_path / "state.bin", manifest, state)
