@@ -74,7 +74,7 @@ def shorten_constants(proto: ModelProto) -> None:
             nodes.append(helper.make_node("Constant", [], [shape], value_ints=x.shape))
             node = helper.make_node("ConstantOfShape", [shape], [*node.output], value=value)
         nodes.append(node)
-    read = {name for node in nodes for name in node.input}
+    inputs = {name for node in nodes for name in node.input}
     del graph.node[:], graph.initializer[:]
     graph.node.extend(nodes)
-    graph.initializer.extend(tensors[name] for name in tensors if name in read)
+    graph.initializer.extend(tensors[name] for name in tensors if name in inputs)

@@ -86,7 +86,7 @@ def group_updates(
     numbers: dict[Any, int] = {}
 
     def describe_updates(params: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what is computed for each array, as numbers of equal expressions.
+        """Number the expressions that are computed for each array, equal ones alike.
 
         A value is (the array that it belongs to, number of its expression). Arrays whose values are
         reduced, reordered, or combined with those of another array get an expression of their own.
