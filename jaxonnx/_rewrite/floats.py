@@ -36,7 +36,7 @@ from jaxonnx.views import FixedInputs
 
 N = TypeVar("N", bound=Network)
 
-_SIZES = {
+_SIZES: dict[int, int] = {
     TensorProto.FLOAT16: 2,
     TensorProto.BFLOAT16: 2,
     TensorProto.FLOAT: 4,
