@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -403,7 +403,7 @@ def _check_inputs(
     graph: Graph,
     outputs: Sequence[str],
     new_inputs: Sequence[ValueInfoProto],
-    needed: Collection[str],
+    needed: Set[str],
 ) -> None:
     """Raise an InputError unless the outputs depend on these inputs, and on no others."""
     starts = [value.name for value in new_inputs]

@@ -158,7 +158,9 @@ def export_step(options: argparse.Namespace) -> Report:
         (size,) = jax.export.symbolic_shape("batch")
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), batch)
     manifest = export_step(model, options.output, batch, opset=options.opset, **arguments)
-    names = [part["file"] for name, part in manifest.items() if name in FILES]
+    parts = [part for name, part in manifest.items() if name in FILES]
+    beside = [name for part in parts for name in part.get("data", ())]
+    names = [*dict.fromkeys([*(part["file"] for part in parts), *beside])]
     names += ["index.html", "manifest.json"] if options.web else ["manifest.json"]
     written = [options.output / name for name in names]
     shown = "\n".join(f"note: {text}" for text in model.warnings) or None

@@ -1,5 +1,7 @@
 """The page beside an exported step: whole, at home with itself, and it trains in a browser."""
 
+import contextlib
+import io
 import json
 import re
 import time
@@ -176,7 +178,10 @@ def digits(tmp_path_factory):
     np.savez(folder / "digits.npz", x=x, y=y)
     demo.model().save(folder / "net.onnx")
     command = f"export-step {folder}/net.onnx {folder}/digits.npz -o {folder}/step --web"
-    assert main(command.split()) == 0
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert main(command.split()) == 0
+    for name in ("step.onnx", "model.onnx", "shared.data", "index.html"):
+        assert f"{folder}/step/{name}" in printed.getvalue()
     return folder / "step"
 
 
