@@ -134,12 +134,13 @@ def test_a_file_exports_the_step_that_it_carries(tmp_path):
 
 
 @pytest.mark.deep
-def test_a_network_with_convolutions_and_statistics(tmp_path):
+@pytest.mark.parametrize("setting", [{}, {"lora": jaxonnx.LoRA(rank=2)}], ids=["", "lora"])
+def test_a_network_with_convolutions_and_statistics(setting, tmp_path):
     from jaxonnx import demo
 
     random = np.random.default_rng(0)
     data = random.random((8, 1, 8, 8)).astype(np.float32), np.arange(8)
-    _, manifest, _, _ = agree(tmp_path, demo.model(), data)
+    _, manifest, _, _ = agree(tmp_path, demo.model(), data, **setting)
     assert "1.running_mean" in manifest["statistics"]
 
 

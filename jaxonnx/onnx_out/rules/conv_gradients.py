@@ -198,12 +198,13 @@ def of_weight(g: Any, form: Any, x: Any, dy: Any) -> Any:
     dy = g.reshape(g.transpose(dy, turned), [rows, count])
     if prod(form.out) <= SIDE_BY_SIDE:
         y = g("Gemm", dy, _side_by_side(g, parts), transB=1)
+        y = Tensor(y, (rows, columns * taps), x.dtype)
     else:
         products = (g("Gemm", dy, part, transB=1) for part in parts)
         products = (Tensor(y, (rows, columns), x.dtype) for y in products)
         y = g("Concat", *(g.reshape(y, [rows, columns, 1]) for y in products), axis=2)
         y = Tensor(y, (rows, columns, taps), x.dtype)
-    return g.reshape(Tensor(y, (rows, columns * taps), x.dtype), (rows, columns, *form.kernel))
+    return g.reshape(y, (rows, columns, *form.kernel))
 
 
 def _windows(g: Any, form: Any, x: Any) -> list:
