@@ -17,6 +17,7 @@ from jaxonnx.model._statistics import (
     batch_norms,
     find_single_values,
     pool_batch,
+    renew_statistics,
     zero_totals,
 )
 from jaxonnx.model._transforms import (

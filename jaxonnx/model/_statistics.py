@@ -64,7 +64,25 @@ def batch_norms(model: Network) -> list[Norm]:
 def zero_totals(norms: Sequence[Norm], state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the pooled statistics of no examples; the key "" counts the examples."""
     names = {name for norm in norms for name in norm[:2]}
-    return {"": np.float32(0)} | {n: np.zeros(np.shape(state[n]), np.float32) for n in names}
+    zeros = {
+        n: np.zeros(state[n].shape, jnp.promote_types(state[n].dtype, np.float32)) for n in names
+    }
+    return {"": np.zeros((), np.result_type(np.float32, *zeros.values()))} | zeros
+
+
+def renew_statistics(
+    model: Network, params: Any, state: Any, key: Any, inputs: Sequence[Any]
+) -> dict[str, Any]:
+    """Return the running statistics after a step; those in `state` may be wider than the model's.
+
+    Args:
+      inputs: of the model, in order; None where one is left out.
+    """
+    names = [value.name for value in model.inputs]
+    values = {n: x for n, x in zip(names, inputs, strict=True) if x is not None}
+    updates: dict[str, Any] = {}
+    model.program.evaluate(params, state, values, key=key, training=True, updates=updates)
+    return updates
 
 
 def pool_batch(
@@ -112,15 +130,11 @@ def recompute(
     if not norms:
         raise InputError("the model has no running statistics to recompute")
     key = jax.random.key(0) if rng is None else rng
-    names = [value.name for value in model.inputs]
 
     @jax.jit
     def add(totals, params, state, key, inputs):
         def renew(zeros):
-            values, updates = dict(zip(names, inputs, strict=True)), {}
-            tensors = {**state, **zeros}
-            model.program.evaluate(params, tensors, values, key=key, training=True, updates=updates)
-            return updates
+            return renew_statistics(model, params, {**state, **zeros}, key, inputs)
 
         return pool_batch(norms, totals, renew, len(inputs[0]))
 

@@ -2,6 +2,7 @@
 
 import warnings
 
+import jax
 import numpy as np
 import onnx.parser
 import optax
@@ -86,6 +87,19 @@ def test_the_statistics_are_those_of_the_data_at_the_final_weights():
     model = train((x, y), batch_size=256, epochs=3).model
     want, _ = model.apply_train(model.params, model.state, None, x)
     np.testing.assert_allclose(model(x), want, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [("float16", 2e-3), ("float64", 1e-12)])
+def test_statistics_are_pooled_in_the_types_of_the_file_or_wider(dtype, rtol):
+    x, y = examples()
+    with jax.enable_x64(dtype == "float64"):
+        x = x.astype(np.float64) if dtype == "float64" else x
+        proto = jaxonnx.convert(network(), dtype)
+        model = train((x, y), proto, epochs=1, statistics="recompute", check=False).model
+        assert {value.dtype for value in model.state.values()} == {np.dtype(dtype)}
+        inner = x.astype(np.float64) @ np.asarray(model.params["w1"], np.float64)
+        np.testing.assert_allclose(model.state["m1"], inner.mean(0), rtol=rtol)
+        np.testing.assert_allclose(model.state["v1"], inner.var(0), rtol=10 * rtol)
 
 
 def test_statistics_that_have_settled_are_those_of_training():

@@ -19,7 +19,7 @@ from jaxonnx._rewrite.network import leave
 from jaxonnx._run.call_form import prepare_tensors
 from jaxonnx.errors import TrainingError
 from jaxonnx.lowering import separate_heads
-from jaxonnx.model import Model, batch_norms, pool_batch
+from jaxonnx.model import Model, batch_norms, pool_batch, renew_statistics
 from jaxonnx.quantization import MovingRanges
 from jaxonnx.training._settings.accumulate import AccumulationState, find_accumulation
 from jaxonnx.training._settings.ema import move_average, start_average
@@ -314,7 +314,7 @@ class GradientStep(Step):
 
         def renew(zeros):
             tensors = {**self._read(frozen), **state.state, **zeros}
-            return self._run(params, tensors, key, *batch.inputs)[1]
+            return renew_statistics(self._goal.model, params, tensors, key, batch.inputs)
 
         return pool_batch(batch_norms(self.model), totals, renew, len(batch.weight))
 
