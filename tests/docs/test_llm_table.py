@@ -1,8 +1,11 @@
 """The table of files on the page about language models."""
 
+import pytest
+
 from tests.support import genai_builder, llm_table
 
 
+@pytest.mark.filterwarnings("ignore:where='all-linear' adapts no packed experts")
 def test_the_table_of_files_is_up_to_date():
     """The losses in it are those that the tests of the files compare with."""
     start, end = llm_table.MARKERS

@@ -176,6 +176,7 @@ def test_an_algorithm_updates_tensors_of_their_own():
     assert not np.array_equal(state["w"], state["w2"])
 
 
+@pytest.mark.filterwarnings("ignore:this seems to be an eval_model.onnx")
 @pytest.mark.parametrize("file", FILES, ids=str)
 def test_an_untouched_save_never_grows_a_file(file, tmp_path):
     net = jaxonnx.load(DATA / file)

@@ -92,7 +92,9 @@ def test_nodes_without_names_are_kept_by_their_output():
 def test_wrong_arguments():
     with pytest.raises(jaxonnx.InputError, match="keep must be names of nodes, or operators"):
         jaxonnx.convert(demo.mlp(), "float16", keep=["Softmax"])
-    with pytest.raises(jaxonnx.InputError, match="type must be 'float16' or None"):
+    with pytest.raises(
+        jaxonnx.InputError, match="type must be 'float16', 'float32', 'float64' or None"
+    ):
         jaxonnx.convert(demo.mlp(), "float8")
     with pytest.raises(jaxonnx.InputError, match="opset must be an integer"):
         jaxonnx.convert(demo.mlp(), opset=7)

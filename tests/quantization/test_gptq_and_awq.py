@@ -315,16 +315,19 @@ def test_decoders_with_texts(method, weights, tmp_path):
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 def test_what_fills_up_the_last_batch_does_not_count(method):
     """Forty examples in batches of 32 are quantized as in batches of eight."""
-    x, scheme = demo.digits()[0][0][:40], Quantization(weights="int4")
+    images, scheme = demo.digits()[0][0][:40], Quantization(weights="int4")
     one, two = (
-        jaxonnx.quantize(demo.mlp(), x, scheme, batch_size=size, method=method, check=False)
+        jaxonnx.quantize(demo.mlp(), images, scheme, batch_size=size, method=method, check=False)
         for size in (32, 8)
     )
     expected = {t.name: numpy_helper.to_array(t) for t in two.to_onnx().graph.initializer}
     for tensor in one.to_onnx().graph.initializer:
-        np.testing.assert_array_equal(numpy_helper.to_array(tensor), expected[tensor.name])
+        x = numpy_helper.to_array(tensor)  # scales depend on the order of sums
+        np.testing.assert_allclose(
+            x, expected[tensor.name], rtol=1e-6 if x.dtype.kind == "f" else 0
+        )
     errors = [
-        jaxonnx.sensitivity(demo.mlp(), x, ("int4",), batch_size=size, batches=5).errors
+        jaxonnx.sensitivity(demo.mlp(), images, ("int4",), batch_size=size, batches=5).errors
         for size in (32, 8)
     ]
     assert errors[0]["body_weight"] == pytest.approx(errors[1]["body_weight"], rel=1e-5)

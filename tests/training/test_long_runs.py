@@ -454,7 +454,7 @@ def test_files_that_cannot_grow_end_the_run(tmp_path):
         ({"checkpoint_dir": 3}, "checkpoint_dir must be the path of a folder, got 3"),
         (
             {"resume": "yes", "checkpoint_dir": "x"},
-            "resume must be True or False or .anyway., got 'yes'",
+            "resume must be True or False or .anyway. .*, got 'yes'",
         ),
         ({"progress": "bar"}, "progress must be True or False"),
         ({"on_log": "log.csv"}, "on_log must be a function .* got 'log.csv'"),

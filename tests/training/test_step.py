@@ -167,7 +167,7 @@ def test_a_step_that_is_not_finite_changes_nothing(nan):
     [
         ({"optimizer": "adan"}, "must be a name .adam, adamw"),
         ({"ema": 2.0}, "ema must be"),
-        ({"lora": 3}, "lora must be a jaxonnx.LoRA"),
+        ({"lora": "3"}, "lora must be a jaxonnx.LoRA"),
         ({"lora": jaxonnx.LoRA(), "sparsity": "2:4"}, "merge the adapters"),
         ({"epochs": 0}, "epochs must be an integer"),
     ],
