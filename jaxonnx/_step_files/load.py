@@ -121,8 +121,10 @@ def average_states(
     """
     check_arguments(average_states, locals())
     path, manifest = _read_manifest(folder)
-    if not states:
-        raise InputError("there are no states to average")
+    listed = isinstance(states, list | tuple) and len(states) > 0
+    kinds = (Mapping, str, os.PathLike)
+    each = listed and all(isinstance(state, kinds) for state in states)
+    require("states", states, each, "a list of states: dicts of arrays, or paths of files")
     shares = [1.0] * len(states) if weights is None else [*weights]
     fits = len(shares) == len(states) and all(isinstance(x, Real) and x >= 0 for x in shares)
     expected = f"a number of at least 0 for each of the {len(states)} states, and not all 0"

@@ -75,8 +75,11 @@ def stack(models: Sequence[Model | str | os.PathLike[str] | bytes | ModelProto])
         of integers; the message names it. Or a model has adapters, fixed inputs or another view.
     """
     check_arguments(stack, locals())
+    kinds = (Model, ModelProto, str, bytes, os.PathLike)
+    listed = isinstance(models, list | tuple) and len(models) > 0
+    each = listed and all(isinstance(model, kinds) for model in models)
+    require("models", models, each, "a list of models, or of what jaxonnx.load accepts")
     nets = [as_model(model) for model in models]
-    require("models", models, nets, "a list of models")
     first, *others = nets
     nodes = _list_nodes(first.proto)
     for i, net in enumerate(nets):
