@@ -91,7 +91,7 @@ def test_the_mean_of_clients(tmp_path):
     for wrong in ([1], [0, 0], [1, -1], [1, np.nan], [np.inf, 1], ["a", 1]):
         with pytest.raises(jaxonnx.InputError, match="weights must be a number of at least 0"):
             jaxonnx.average_states(tmp_path, [one, two], wrong)
-    with pytest.raises(jaxonnx.InputError, match="no states"):
+    with pytest.raises(jaxonnx.InputError, match="states must be a list"):
         jaxonnx.average_states(tmp_path, [])
     two["average.w1"][0, 0] = np.nan
     with pytest.raises(jaxonnx.InputError, match=r"client 1 has numbers in 'average\.w1'"):
