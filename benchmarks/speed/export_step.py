@@ -30,6 +30,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -79,11 +80,10 @@ def measure(options: argparse.Namespace, size: int, folder: Path) -> list[str]:
     from benchmarks.systems import LOSS, Exported
 
     model, random, count = jaxonnx.load(options.file), np.random.default_rng(0), options.steps
-    shape = [size, *(model.inputs[0].shape or ())[1:]]
-    classes = (model.outputs[0].shape or ())[-1]
-    x = random.normal(size=shape).astype(np.float32)
-    y = random.integers(0, classes, size).astype(np.int32)
-    settings = {"lora": jaxonnx.LoRA(rank=options.rank)} if options.rank else {}
+    sizes: Any = model.inputs[0].shape, model.outputs[0].shape
+    x = random.normal(size=[size, *sizes[0][1:]]).astype(np.float32)
+    y = random.integers(0, sizes[1][-1], size).astype(np.int32)
+    settings: dict[str, Any] = {"lora": jaxonnx.LoRA(options.rank)} if options.rank else {}
     rule = optax.adam(LEARNING_RATE)
     began = time.perf_counter()
     jaxonnx.export_step(model, folder, (x, y), LOSS, rule, external_data="shared", **settings)

@@ -255,7 +255,7 @@ class GradientStep(Step):
                 if selecting or not jnp.issubdtype(new.dtype, jnp.floating):
                     return _select(good, new, old)
                 # weights are computed from new moments, which a choice on CPU would make copies of
-                first = next((key.key for key in path if isinstance(key, DictKey)), None)
+                first = next((key.key for key in path if isinstance(key, DictKey)), "")
                 sizes = [state.params[n].size for n in storage.groups.get(first, ())]
                 sizes = sizes if sum(sizes) == new.size else [new.size]
                 small = sum(size for size in sizes if size <= SMALL)  # they come first in a group
