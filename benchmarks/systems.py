@@ -164,7 +164,8 @@ def jaxonnx(network: Network, phase: str, path: Path, *, precision=None) -> tupl
         return forward, parameters
 
     update, state, *rest = train_step(model, x, y, precision=precision)
-    jitted = jit(update, rounds=precision is not None, donate_argnums=0)
+    onednn = precision is None and model.program.graph.is_convolutional
+    jitted = jit(update, onednn=onednn, donate_argnums=0)
     lowered = jitted.lower(jitted.trace(state, *rest))
     compiled = lowered.compile()
 
