@@ -159,7 +159,7 @@ Forms = Callable[..., Iterator[tuple[Callable, Callable, list[np.ndarray]]]]
 
 
 def _lower(function: Callable, arguments: Any) -> Any:
-    jitted = jit(function)
+    jitted = jit(function, onednn=True)
     return jitted.lower(jitted.trace(*arguments))
 
 
