@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from jaxonnx._graph.bind import Graph, Node
@@ -103,6 +104,8 @@ def choose_scales(
     for exponent in _EXPONENTS:
         s = np.maximum(magnitude, floor) ** np.float32(exponent)
         s /= np.sqrt(s.max() * s.min())
+        # eight bits, so that files do not depend on the order in which batches were summed
+        s = s.astype(ml_dtypes.bfloat16).astype(np.float32)
         error = 0.0
         for name, w in weights.items():
             scaled = from_rows(as_rows(w, sites[name]) * s, w, sites[name])
