@@ -136,10 +136,8 @@ def axes(text: str) -> dict[str, int] | str:
     return {name: int(size) for name, size in pairs}
 
 
-def cluster(text: str) -> tuple[str, int, int] | str:
-    """Parse HOST:PORT,COUNT,INDEX, or auto."""
-    if text == "auto":
-        return text
+def cluster(text: str) -> tuple[str, int, int]:
+    """Parse HOST:PORT,COUNT,INDEX."""
     address, count, index = text.split(",")
     return address, int(count), int(index)
 
@@ -222,6 +220,18 @@ VALUES: Mapping[str, Callable[[str], Any]] = {
     "TYPE|FIELD=X,...": scheme,
 }
 """Parsers of values, by how the help writes them."""
+AUTO = "auto"
+"""The value of a flag without its optional value, which argparse passes to the parser, too."""
+
+
+def _or_auto(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return a parser that leaves `AUTO` as it is."""
+
+    @functools.wraps(parse)  # argparse shows its name
+    def parse_or_auto(text: str) -> Any:
+        return text if text == AUTO else parse(text)
+
+    return parse_or_auto
 
 
 def make_flag(names: str, value: str, text: str, **settings: Any) -> Flag:
@@ -230,7 +240,7 @@ def make_flag(names: str, value: str, text: str, **settings: Any) -> Flag:
     Args:
       names: its names; without a dash, those of an argument by position.
       value: a key of `VALUES`, the choices like "a|b", or "" for a flag that is on or off. "N=5"
-        has a default, "NAME..." may be repeated, and "[FILE]" left out: it is "auto" then.
+        has a default, "NAME..." may be repeated, and "[FILE]" left out: it is `AUTO` then.
       text: its help. A flag that is "(required)" says so.
       settings: of `argparse.ArgumentParser.add_argument`, in place of those by `value`.
     """
@@ -240,7 +250,7 @@ def make_flag(names: str, value: str, text: str, **settings: Any) -> Flag:
         by_value["action"] = argparse.BooleanOptionalAction
     if value.startswith("["):
         value = value[1:-1]
-        by_value |= {"nargs": "?", "const": "auto"} if is_option else {"nargs": "?"}
+        by_value |= {"nargs": "?", "const": AUTO} if is_option else {"nargs": "?"}
     if value.endswith("...") and value not in VALUES:
         value = value.removesuffix("...")
         by_value |= {"action": AppendAction} if is_option else {"nargs": "+"}
@@ -250,7 +260,8 @@ def make_flag(names: str, value: str, text: str, **settings: Any) -> Flag:
         by_value["default"] = default  # which argparse parses
         text += f" (default: {default})"
     if value in VALUES:
-        by_value["type"] = VALUES[value]
+        parse = VALUES[value]
+        by_value["type"] = _or_auto(parse) if "const" in by_value else parse
         if is_option or value != "PATH":
             by_value["metavar"] = value
     elif value:

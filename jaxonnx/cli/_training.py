@@ -24,7 +24,7 @@ from jaxonnx._graph.projections import ROLES
 from jaxonnx._io.formats import check_suffix
 from jaxonnx._io.packed import packed_nbytes
 from jaxonnx.cli import _inputs as reading
-from jaxonnx.cli._flags import collect_values
+from jaxonnx.cli._flags import AUTO, collect_values
 from jaxonnx.cli._inputs import CommandError, Report
 from jaxonnx.cli._parser import LOSS
 from jaxonnx.errors import InputError, ModelError
@@ -112,7 +112,7 @@ def _connect_processes(options: argparse.Namespace) -> bool:
     options.mesh = options.mesh or "all"
     if options.explain:
         return True
-    where = () if options.distributed == "auto" else options.distributed
+    where = () if options.distributed == AUTO else options.distributed
     try:
         jax.distributed.initialize(*where)
     except (ValueError, RuntimeError) as error:
@@ -152,7 +152,7 @@ def export_step(options: argparse.Namespace) -> Report:
         arguments["web"] = jax.tree.map(join, *batches)
         if options.web_inputs is not None:
             arguments["web"] = {"inputs": options.web_inputs, "examples": arguments["web"]}
-        arguments["runtime"] = None if options.web == "auto" else options.web
+        arguments["runtime"] = None if options.web == AUTO else options.web
     batch = batches[0]
     if options.any_batch:
         (size,) = jax.export.symbolic_shape("batch")
@@ -245,7 +245,7 @@ def _explain(
     arguments = ["model", "data", *(f"{name}={_source(x)}" for name, x in settings.items())]
     lines += ["result = jaxonnx.train(", *(f"    {argument}," for argument in arguments), ")"]
     if options.distributed is not None:
-        where = () if options.distributed == "auto" else options.distributed
+        where = () if options.distributed == AUTO else options.distributed
         lines.insert(0, f"jax.distributed.initialize({', '.join(map(repr, where))})")
         lines.append("# in process 0 alone:")
     calls = {"result.model.save": options.output, "result.report": options.report}

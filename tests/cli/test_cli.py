@@ -17,6 +17,7 @@ from PIL import Image
 import jaxonnx
 from jaxonnx import demo
 from jaxonnx._data import images
+from jaxonnx._step_files.web import RUNTIME
 from jaxonnx.cli import main
 from jaxonnx.cli._parser import COMMANDS
 from tests.support import tiny_networks
@@ -708,6 +709,24 @@ def test_meshes(small, capsys):
     explained = capsys.readouterr().out
     assert "jax.distributed.initialize('host:1234', 2, 0)" in explained
     assert 'mesh="all"' in explained
+    assert command(f"{line} --distributed --explain") == 0
+    assert "jax.distributed.initialize()" in capsys.readouterr().out
+
+
+def test_the_folder_of_a_page_is_optional(small, capsys, monkeypatch):
+    """`--web` alone took a folder of the name 'auto', since argparse parses this default, too."""
+    monkeypatch.setenv("PATH", "")  # without npm
+    line = "export-step net.onnx data.npz -o step --web"
+    assert command(line) == 2
+    assert "the page needs the files of onnxruntime-web" in capsys.readouterr().err
+    assert command(f"{line} files") == 2
+    assert "'files' is not a folder of onnxruntime-web" in capsys.readouterr().err
+    package = Path("node_modules", "onnxruntime-web", "dist")
+    package.mkdir(parents=True)
+    for name in RUNTIME:
+        (package / name).write_text(name)
+    assert command(line) == 0
+    assert Path("step", "index.html").is_file()
 
 
 def test_what_explain_cannot_say(small, capsys):
