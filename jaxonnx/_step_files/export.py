@@ -83,9 +83,10 @@ def export_step(
     * `init.onnx`: a graph without inputs that returns the initial state.
     * `evaluate.onnx`: the sums of loss and metrics over a batch, in inference mode.
     * `manifest.json`: the meaning of all inputs and outputs, and which output feeds which input at
-      the next step. Its "state" has dtype, shape and role of each array of the state ("parameter",
-      "statistic", "optimizer", "average" or "progress"), and its place in a flat file ("offset",
-      "bytes"), which `import_step` takes.
+      the next step. An input of the batch has a role ("input", "target" or "weight"), by which
+      programs find it where names have no order, as in JavaScript. Its "state" has dtype, shape and
+      role of each array of the state ("parameter", "statistic", "optimizer", "average" or
+      "progress"), and its place in a flat file ("offset", "bytes"), which `import_step` takes.
 
     Parameters and running statistics have the names of the tensors in the model file, so that
     `jaxonnx.load(net, weights=...)` loads trained weights. Results equal those of `jaxonnx.train`:
@@ -206,6 +207,8 @@ class _Exporter:
         targets = [_key("targets", path) for path, _ in _leaves(example.targets)]
         names = [*inputs, *targets, "weight"]
         self.batch = [unused_name(name, used) for name in names]
+        roles = ["input" for _ in inputs] + ["target" for _ in targets] + ["weight"]
+        self._batch_roles = dict(zip(self.batch, roles, strict=True))
         self.next = [unused_name(f"next.{name}", used) for name in self.names]
         self.results = unused_name("loss", used), unused_name("is_finite", used)
         self.examples = jax.tree.leaves(example)
@@ -470,7 +473,7 @@ class _Exporter:
         return proto
 
     def _batch(self, proto: ModelProto) -> dict[str, Any]:
-        """Return the dtype and shape of each input of the batch, for the manifest.
+        """Return dtype, shape and role of each input of the batch, for the manifest.
 
         Types of 64 bits that have 32 in JAX are "narrowed_from" these.
         """
@@ -481,7 +484,8 @@ class _Exporter:
         entries = {}
         for name in self.batch:
             dtype = declared[name].dtype
-            entries[name] = {"dtype": str(dtype), "shape": list(declared[name].shape or ())}
+            shape, role = list(declared[name].shape or ()), self._batch_roles[name]
+            entries[name] = {"dtype": str(dtype), "shape": shape, "role": role}
             if types[name] != dtype:
                 entries[name]["narrowed_from"] = str(types[name])
         return entries

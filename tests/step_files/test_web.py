@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import re
+import shutil
 import time
 
 import jax
@@ -236,3 +237,73 @@ def test_a_browser_trains(digits, tmp_path):
     (logits,) = session.run(None, {session.get_inputs()[0].name: x})
     accuracy = 100 * float(np.mean(logits.argmax(1) == y))
     assert accuracy == pytest.approx(rows[5][3], abs=0.06)
+
+
+@pytest.mark.deep
+@pytest.mark.skipif(chromium.PATH is None, reason="no Chromium")
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ([7, 1, 8, 8], "Wrong batch size: evaluate.onnx takes 32 examples at once, and 'x' has 7."),
+        ([32, 1, 4, 16], "evaluate.onnx takes 'x' of shape 32 x 1 x 8 x 8, not 32 x 1 x 4 x 16."),
+    ],
+)
+def test_a_browser_says_which_batch_a_step_takes(shape, message, digits, tmp_path):
+    """onnxruntime says "Got invalid dimensions for input"."""
+    folder = shutil.copytree(digits, tmp_path / "step")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["step"]["batch"]["x"]["shape"] = shape
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with chromium.served(folder) as address, chromium.opened(tmp_path) as page:
+        page.open(address)
+        page.wait("document.getElementById('status').classList.contains('bad')")
+        assert page.evaluate("document.getElementById('status').textContent").startswith(message)
+
+
+@pytest.mark.deep
+@pytest.mark.skipif(chromium.PATH is None, reason="no Chromium")
+def test_a_browser_takes_inputs_by_name(tmp_path):
+    """JavaScript lists names that look like integers first, wherever they stand."""
+    proto = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 17]>
+    g (float[n, 2] x, float[n, 3] w) => (float[n, 4] y)
+    <float[2, 4] a = {1, 2, 3, 4, 5, 6, 7, 8}, float[3, 4] b = {8, 7, 6, 5, 4, 3, 2, 1, 0, 1, 2, 3}>
+    { c = MatMul(x, a) d = MatMul(w, b) y = Add(c, d) }""")
+    for value, name in zip(proto.graph.input, ("x", "7"), strict=True):
+        value.name = name
+    proto.graph.node[1].input[0] = "7"
+    random = np.random.default_rng(0)
+    x, w = random.normal(size=(20, 2)), random.normal(size=(20, 3))
+    data = (x.astype(np.float32), w.astype(np.float32)), np.arange(20, dtype=np.int32) % 4
+    batch = jax.tree.map(lambda array: array[:8], data)
+    try:
+        manifest = jaxonnx.export_step(
+            proto, tmp_path / "step", batch, LABELS, optax.sgd(0.1), web=data
+        )
+    except jaxonnx.InputError as error:  # no npm
+        pytest.skip(str(error))
+    roles = {name: about["role"] for name, about in manifest["step"]["batch"].items()}
+    assert roles == {"x": "input", "7": "input", "targets": "target", "weight": "weight"}
+    status = "document.getElementById('status').textContent"
+    with chromium.served(tmp_path / "step") as address, chromium.opened(tmp_path) as page:
+        page.open(address)
+        page.wait(f"{status}.startsWith('Ready')")
+        text = page.evaluate(status)
+        assert not page.errors
+    evaluated = jaxonnx.evaluate(
+        jaxonnx.load(proto), _held_out(tmp_path / "step", manifest), loss=LABELS
+    )
+    assert float(re.search(r"held-out loss ([\d.]+)", text)[1]) == pytest.approx(
+        evaluated["loss"], rel=5e-3
+    )
+
+
+def _held_out(folder, manifest):
+    """Return the examples of a page that are held out, from its file."""
+    entry = manifest["web"]["examples"]
+    text, arrays = (folder / entry["file"]).read_bytes(), []
+    for name, about in manifest["step"]["batch"].items():
+        shape = [entry["held_out"], *about["shape"][1:]]
+        x = np.frombuffer(text, about["dtype"], np.prod(shape, dtype=int), entry["arrays"][name])
+        arrays.append(x.reshape(shape))
+    *inputs, targets, _ = arrays
+    return tuple(inputs), targets

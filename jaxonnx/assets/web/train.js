@@ -20,6 +20,7 @@ const shared = (name) => (loaded[name] ??= bytes(name)); // fetched once
 
 let ort, device; // the runtime, and where it computes
 let manifest, web, columns; // columns: the examples, one entry for each input of the step
+let pictures; // the column that can be drawn
 let sessions = {}, state, random;
 let trained; // {file, session} of the weights as they are now
 let history = [], drawn = [], running = false;
@@ -43,19 +44,31 @@ async function use(name) {
     for (const [key, { type, data, dims }] of Object.entries(state)) state[key] = new ort.Tensor(type, data, dims);
 }
 
-const run = (session, values) =>
-  session.run(Object.fromEntries(session.inputNames.map((name) => [name, values[name]])));
+// Run a graph on values by name. The runtime would say of a wrong size that dimensions are invalid.
+function run(part, values) {
+  const session = sessions[part];
+  for (const { name, shape } of session.inputMetadata) {
+    const { dims } = values[name];
+    if (shape.every((size, i) => typeof size !== "number" || size === dims[i])) continue;
+    throw Error(shape[0] === dims[0] || !(name in manifest.step.batch)
+      ? `${manifest[part].file} takes '${name}' of shape ${shape.join(" x ")}, not ${dims.join(" x ")}.`
+      : `Wrong batch size: ${manifest[part].file} takes ${shape[0]} examples at once, and '${name}' has ` +
+        `${dims[0]}. Fill a batch up with examples of weight 0, or export the step for any batch size.`);
+  }
+  return session.run(Object.fromEntries(session.inputNames.map((name) => [name, values[name]])));
+}
 
 // ---- examples ----------------------------------------------------------------------------------
 
 async function readExamples() {
   const { file, count, arrays } = web.examples;
   const buffer = await bytes(file);
-  columns = Object.entries(manifest.step.batch).map(([name, { dtype, shape }]) => {
+  columns = Object.entries(manifest.step.batch).map(([name, { dtype, shape, role }]) => {
     const size = shape.slice(1).reduce((a, b) => a * b, 1);
     const all = new ARRAYS[dtype](buffer, arrays[name], count * size);
-    return { name, dtype, shape: shape.slice(1), size, all };
+    return { name, dtype, role, shape: shape.slice(1), size, all };
   });
+  pictures = columns.find(({ name }) => name === web.drawing?.input);
 }
 
 // Example i of a column: of the file, or drawn by hand.
@@ -72,14 +85,15 @@ function batch(indices) {
   const [first] = Object.values(manifest.step.batch);
   const count = typeof first.shape[0] === "number" ? first.shape[0] : indices.length;
   const values = {};
-  columns.forEach(({ name, dtype, shape, size, all }, place) => {
+  for (const column of columns) {
+    const { name, dtype, role, shape, size, all } = column;
     const data = new all.constructor(count * size);
     for (let i = 0; i < count; i++) {
-      const fill = place === columns.length - 1 && i >= indices.length;
-      if (!fill) data.set(value(columns[place], indices[i % indices.length]), i * size);
+      const fill = role === "weight" && i >= indices.length;
+      if (!fill) data.set(value(column, indices[i % indices.length]), i * size);
     }
     values[name] = new ort.Tensor(dtype, data, [count, ...shape]);
-  });
+  }
   return values;
 }
 
@@ -110,7 +124,7 @@ function shuffled(list) {
 // ---- training ----------------------------------------------------------------------------------
 
 async function start() {
-  state = await run(sessions.init, {});
+  state = await run("init", {});
   [history, trained, random] = [[], null, generator(0)];
   await record(null);
 }
@@ -121,7 +135,7 @@ async function epoch() {
   const list = shuffled(training());
   let total = 0, seen = 0, shown = performance.now();
   for (const indices of batches(list)) {
-    const found = await run(sessions.step, { ...state, ...batch(indices) });
+    const found = await run("step", { ...state, ...batch(indices) });
     if (!found[finite].data[0]) throw Error("The loss is not finite: this step changed nothing.");
     state = Object.fromEntries(Object.entries(renewed).map(([name, next]) => [name, found[next]]));
     trained = null;
@@ -143,7 +157,7 @@ async function evaluated() {
     ([name, outputs]) => /^(loss|accuracy)$/.test(name) && outputs.length === 2);
   const sums = Object.fromEntries(means.map(([name]) => [name, [0, 0]]));
   for (const indices of batches(testing())) {
-    const found = await run(sessions.evaluate, { ...state, ...batch(indices) });
+    const found = await run("evaluate", { ...state, ...batch(indices) });
     for (const [name, outputs] of means)
       outputs.forEach((output, i) => { sums[name][i] += Number(found[output].data[0]); });
   }
@@ -182,7 +196,7 @@ async function train() {
 // The file with the weights as they are now: the numbers of each tensor take their old place.
 async function file() {
   if (trained) return trained.file;
-  const found = await run(sessions.weights, state);
+  const found = await run("weights", state);
   const result = new Uint8Array((await original).slice(0));
   for (const [name, { offset, bytes: size }] of Object.entries(web.model.tensors)) {
     const { data } = found[manifest.weights.tensors[name]];
@@ -227,14 +241,14 @@ async function predict(inputs) {
   const text = await file();
   trained.session ??= await ort.InferenceSession.create(
     text, { executionProviders: [device], logSeverityLevel: 3 });
-  const { shape, dtype, all, size } = columns[0];
+  const { name, shape, dtype, all, size } = pictures;
   const { batch: fixed, output } = web.classes;
   const count = fixed ?? inputs.length;
   const found = [];
   for (let i = 0; i < inputs.length; i += count) {
     const data = new all.constructor(count * size);
     inputs.slice(i, i + count).forEach((input, j) => data.set(input, j * size));
-    const feeds = { [columns[0].name]: new ort.Tensor(dtype, data, [count, ...shape]) };
+    const feeds = { [name]: new ort.Tensor(dtype, data, [count, ...shape]) };
     const scores = (await trained.session.run(feeds))[output];
     const classes = scores.dims[1];
     for (let j = 0; j < Math.min(count, inputs.length - i); j++)
@@ -339,7 +353,7 @@ function plot(svg, lines, format, top) {
 async function examine() {
   if (!web.drawing) return;
   const indices = testing().slice(0, SHOWN);
-  const found = (await predict(indices.map((i) => value(columns[0], i)))).map(best);
+  const found = (await predict(indices.map((i) => value(pictures, i)))).map(best);
   const labels = columns.find(({ name }) => name === web.classes.labels);
   $("gallery").replaceChildren(...indices.map((i, place) => {
     const is = web.classes.names[Number(value(labels, i)[0])] ?? "none";
@@ -348,7 +362,7 @@ async function examine() {
     const canvas = document.createElement("canvas");
     canvas.className = "pixels";
     canvas.setAttribute("aria-hidden", "true");
-    picture(canvas, value(columns[0], i));
+    picture(canvas, value(pictures, i));
     const text = document.createElement("span");
     text.className = is === says ? "right" : "wrong";
     text.textContent = is === says ? `✓ ${says}` : `✗ ${says}, is ${is}`;
@@ -384,7 +398,7 @@ function clear() {
 function input() {
   const { width, height, paper, ink } = web.drawing;
   const pixels = pen().getImageData(0, 0, width * CELL, height * CELL).data;
-  const found = new columns[0].all.constructor(width * height);
+  const found = new pictures.all.constructor(width * height);
   for (let row = 0; row < height; row++)
     for (let column = 0; column < width; column++) {
       let sum = 0;
@@ -416,10 +430,11 @@ async function answer() {
 
 function add() {
   const row = {};
-  columns.forEach(({ name, all, size }, i) => {
-    row[name] = i === 0 ? input() : new all.constructor(size).fill(1);
+  for (const column of columns) {
+    const { name, all, size } = column;
+    row[name] = column === pictures ? input() : new all.constructor(size).fill(1);
     if (name === web.classes.labels) row[name][0] = Number($("label").value);
-  });
+  }
   drawn.push(row);
   about();
   say(`Added a drawing of ${web.classes.names[$("label").value]}: ${drawn.length} drawn by hand.`);
@@ -431,7 +446,7 @@ async function sample() {
   const indices = testing();
   const i = indices[Math.floor(Math.random() * indices.length)];
   const small = document.createElement("canvas");
-  picture(small, value(columns[0], i));
+  picture(small, value(pictures, i));
   pen().imageSmoothingEnabled = false;
   pen().drawImage(small, 0, 0, $("board").width, $("board").height);
   const labels = columns.find(({ name }) => name === web.classes.labels);
