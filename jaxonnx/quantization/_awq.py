@@ -166,12 +166,15 @@ def find_divided(
       size: the number of inputs, along the last axis of the activation.
 
     Returns:
-      None where another node than the products reads the activation, or where it is not
-      proportional to parameters that nothing else reads.
+      None where there are several activations, another node than the products reads it, or it is
+      not proportional to parameters that nothing else reads.
     """
-    nodes = [use.node for use in group.uses]
-    in_rows = group.axis == -1 or (group.axis == 1 and all(n.op.name == "Gemm" for n in nodes))
-    readers = {id(node) for node in graph.readers[group.value]}
+    if len(group.activations) != 1:
+        return None
+    activation, nodes = group.activations[0], [use.node for use in group.uses]
+    gemms = all(node.op.name == "Gemm" for node in nodes)
+    in_rows = activation.axis == -1 or (activation.axis == 1 and gemms)
+    readers = {id(node) for node in graph.readers[activation.name]}
     if not in_rows or not readers <= {id(node) for node in nodes}:
         return None
 
@@ -219,4 +222,4 @@ def find_divided(
             return None
         return None if None in parts else [pair for part in parts for pair in part or ()]
 
-    return follow(group.value)
+    return follow(activation.name)

@@ -20,29 +20,36 @@ from jaxonnx.quantization._sites import PRODUCTS, WeightSite
 
 
 @dataclass(frozen=True)
-class Products:
-    """Products of one activation with weights, like those with the matrices of q, k and v."""
+class Activation:
+    """A value that weights are multiplied by."""
 
-    value: str
-    """The activation."""
+    name: str
     axis: int
-    """The axis of the activation that is summed over."""
+    """The axis that is summed over."""
     strides: tuple[int, ...] = ()
     """Those of a pointwise convolution, which reads every n-th place only."""
+
+    def rows(self, x: Any) -> Any:
+        """Return the value as rows of inputs, [n, inputs]."""
+        for axis, step in enumerate(self.strides, 2):
+            x = x[(slice(None),) * axis + (slice(None, None, step),)]
+        x = jnp.moveaxis(jnp.asarray(x, jnp.float32), self.axis, -1)
+        return x.reshape(-1, x.shape[-1])
+
+
+@dataclass(frozen=True)
+class Products:
+    """Products of the same activations with weights, like those with the matrices of q, k and v."""
+
+    activations: tuple[Activation, ...]
+    """Several where layers share the weights, as the blocks of ALBERT do."""
     uses: list[Use] = field(default_factory=list)
     """The uses of the weights."""
 
     @property
     def weights(self) -> list[str]:
         """The names of the weights."""
-        return [use.name for use in self.uses]
-
-    def rows(self, x: Any) -> Any:
-        """Return the activation as rows of inputs, [n, inputs]."""
-        for axis, step in enumerate(self.strides, 2):
-            x = x[(slice(None),) * axis + (slice(None, None, step),)]
-        x = jnp.moveaxis(jnp.asarray(x, jnp.float32), self.axis, -1)
-        return x.reshape(-1, x.shape[-1])
+        return [*dict.fromkeys(use.name for use in self.uses)]
 
 
 _LEAST = 0.1
@@ -72,41 +79,45 @@ class Inputs:
 
 
 def find_products(model: Network, sites: Mapping[str, WeightSite]) -> list[Products]:
-    """Group the products with quantized matrices by their activations, in order of the graph.
+    """Group the products with quantized matrices by the activations that a matrix multiplies.
 
-    These are MatMul, Gemm, and convolutions with windows of one element. A weight that several
-    nodes read is in the group of the first.
+    These are MatMul, Gemm, and convolutions with windows of one element, in the main graph.
+    Products with the transpose of a matrix that others read as it is do not count.
     """
-    groups: dict[tuple, Products] = {}
-    grouped: set[str] = set()
+    by_weight: dict[str, dict[Activation, list[Use]]] = {}
     for use in uses(model.graph, model.tensors):
-        key = _read_activation(use, model.tensors) if use.name in sites else None
-        if key is not None and use.name not in grouped and key[0] not in model.tensors:
-            grouped.add(use.name)
-            group = groups.setdefault(key, Products(*key))
-            group.uses.append(use)
+        activation = _find_activation(use, model.tensors, sites)
+        if activation is not None and activation.name not in model.tensors:
+            by_weight.setdefault(use.name, {}).setdefault(activation, []).append(use)
+    groups: dict[tuple[Activation, ...], Products] = {}
+    for by_activation in by_weight.values():
+        activations = tuple(by_activation)
+        group = groups.setdefault(activations, Products(activations))
+        group.uses.extend(use for part in by_activation.values() for use in part)
     return [*groups.values()]
 
 
-def _read_activation(
-    use: Use, tensors: Mapping[str, Any]
-) -> tuple[str, int, tuple[int, ...]] | None:
-    """Return the activation, axis and strides of a product with a matrix; None for others."""
-    node, place = use.node, use.matrix
-    if node.op.domain or node.op.name not in PRODUCTS or use.outer is not node or place is None:
+def _find_activation(
+    use: Use, tensors: Mapping[str, Any], sites: Mapping[str, WeightSite]
+) -> Activation | None:
+    """Return the activation that a product multiplies by a matrix; None for other uses."""
+    node, place, site = use.node, use.matrix, sites.get(use.name)
+    if node.op.domain or node.op.name not in PRODUCTS or use.outer is not node:
+        return None
+    if site is None or place is None or place.input != site.input:
         return None
     shape, attributes = tensors[use.name].shape, node.attributes
     if place.batch or place.grouped or any(shape[axis] != 1 for axis in place.kernel):
         return None
     value = node.inputs[1 - use.position]
     if node.op.name == "MatMul":
-        return value, -1 if use.position == 1 else -2, ()
+        return Activation(value, -1 if use.position == 1 else -2)
     if node.op.name == "Gemm":
         flipped = attributes.get("transA" if use.position == 1 else "transB", 0)
-        return value, int((use.position == 1) != bool(flipped)), ()
+        return Activation(value, int((use.position == 1) != bool(flipped)))
     if node.op.name == "ConvTranspose" or any(attributes.get("pads") or ()):
         return None
-    return value, 1, (*(attributes.get("strides") or ()),)
+    return Activation(value, 1, (*(attributes.get("strides") or ()),))
 
 
 def visit(
@@ -115,66 +126,82 @@ def visit(
     """Evaluate a network on all batches at once, and stop at each group of products.
 
     Between two stops, values of a batch that no later node reads are dropped, so that memory is
-    that of the activations between two layers, and of one Hessian.
+    that of the activations between two layers, of one Hessian, and of one for each group of shared
+    weights. The stop of these is before their first product. The rows of their other products are
+    those of the network as it is given, and are summed in a pass before.
 
     Args:
       model: the network in floating point.
-      groups: the products, in order of the graph.
+      groups: the products.
       examples: batches of inputs, in the order of the model's. Padding does not count.
       tensors: the tensors by name, which the caller may replace at each stop: later nodes read the
         new ones.
 
     Yields:
-      A group, and the statistics of its activation.
+      A group, and the statistics of its activations.
 
     Raises:
-      InputError: the activation is not finite.
+      InputError: an activation is not finite.
     """
     graph = model.graph
-    # 1. the last reader of each value, the node of each stop, and a scope for each batch
+    # 1. the last reader of each value, and the stops, behind the nodes that compute activations
     last = {name: i for i, node in enumerate(graph.nodes) for name in node.reads}
     last |= dict.fromkeys(graph.outputs, -1)  # nothing needs the outputs
-    place = {id(node): i for i, node in enumerate(graph.nodes)}
-    stops = [min(place[id(use.node)] for use in group.uses) for group in groups]
-    scopes = [
-        (Scope(graph, Context(tensors, training=False), None, inputs), inputs)
-        for inputs in _supply_inputs(model, examples)
-    ]
-    tokens = find_token_axes(model, [group.value for group in groups], examples)
-    # 2. from stop to stop: step all batches, and sum the products and sizes of the rows
-    start = 0
-    for group, stop in sorted(zip(groups, stops, strict=True), key=lambda pair: pair[1]):
-        total, magnitude, count = 0.0, 0.0, 0
-        for scope, inputs in scopes:
-            for i in range(start, stop):
-                node = graph.nodes[i]
-                scope.step(node)
-                for name in {*node.reads, *node.outputs}:
-                    if last.get(name, -1) <= i and name not in tensors:
-                        scope.values.pop(name, None)
-            x = scope[group.value]
-            rows = group.rows(x)
-            is_token = np.ones(len(rows), bool)
-            if (axes := tokens.get(group.value)) is not None:
-                is_token = group.rows(
-                    jnp.broadcast_to(axes.find_tokens(inputs, x.ndim), x.shape)
-                ).any(1)
-                rows = jnp.where(is_token[:, None], rows, 0)
-            total, magnitude = total + rows.T @ rows, magnitude + jnp.abs(rows).sum(0)
-            count += int(is_token.sum())
-        start = stop
-        mean = np.asarray(total) / max(count, 1)
-        if not np.isfinite(mean).all():
-            raise InputError(
-                f"'{group.value}', which '{group.weights[0]}' is multiplied by, is not finite for "
-                "some example of the calibration data"
-            )
-        yield group, Inputs(mean, np.asarray(magnitude) / max(count, 1))
-        # 3. the caller may have replaced the weights: renew their views
+    places = {name: i for i, node in enumerate(graph.nodes, 1) for name in node.outputs}
+    batches = [*_supply_inputs(model, examples)]
+    values = [*dict.fromkeys(x.name for group in groups for x in group.activations)]
+    tokens = find_token_axes(model, values, examples)
+
+    def walk(
+        chosen: Sequence[tuple[Products, Activation]],
+    ) -> Iterator[tuple[Products, list[Any], list[Scope], int]]:
+        """Step all batches from activation to activation, and sum products and sizes of rows."""
+        context, start = Context(tensors, training=False), 0
+        scopes = [Scope(graph, context, None, inputs) for inputs in batches]
+        for group, activation in sorted(chosen, key=lambda pair: places.get(pair[1].name, 0)):
+            total, magnitude, count = 0.0, 0.0, 0
+            stop = places.get(activation.name, 0)
+            for scope, inputs in zip(scopes, batches, strict=True):
+                for i in range(start, stop):
+                    node = graph.nodes[i]
+                    scope.step(node)
+                    for name in {*node.reads, *node.outputs}:
+                        if last.get(name, -1) <= i and name not in tensors:
+                            scope.values.pop(name, None)
+                x = scope[activation.name]
+                rows = activation.rows(x)
+                is_token = np.ones(len(rows), bool)
+                if (axes := tokens.get(activation.name)) is not None:
+                    is_token = activation.rows(
+                        jnp.broadcast_to(axes.find_tokens(inputs, x.ndim), x.shape)
+                    ).any(1)
+                    rows = jnp.where(is_token[:, None], rows, 0)
+                total, magnitude = total + rows.T @ rows, magnitude + jnp.abs(rows).sum(0)
+                count += int(is_token.sum())
+            start = stop
+            if not np.isfinite(total).all():
+                raise InputError(
+                    f"'{activation.name}', which '{group.weights[0]}' is multiplied by, is not "
+                    "finite for some example of the calibration data"
+                )
+            yield group, [np.asarray(total), np.asarray(magnitude), count], scopes, stop
+
+    # 2. the sums of shared weights, but those of their first products
+    others: dict[int, list[Any]] = {}
+    shared = [(group, x) for group in groups for x in group.activations[1:]]
+    for group, sums, *_ in walk(shared):
+        before = others.get(id(group), [0, 0, 0])
+        others[id(group)] = [x + y for x, y in zip(before, sums, strict=True)]
+    # 3. the sums of first products, at which weights change
+    for group, sums, scopes, stop in walk([(group, group.activations[0]) for group in groups]):
+        more = others.pop(id(group), [0, 0, 0])
+        total, magnitude, count = (x + y for x, y in zip(sums, more, strict=True))
+        yield group, Inputs(total / max(count, 1), magnitude / max(count, 1))
+        # 4. the caller may have replaced the weights: renew their views
         operands = [use.node.inputs[use.position] for use in group.uses]
         needed = ancestors(graph.nodes, operands)
         views = [node for node in graph.nodes[:stop] if not needed.isdisjoint(node.outputs)]
-        for scope, _ in scopes:
+        for scope in scopes:
             scope.values.update((name, tensors[name]) for name in group.weights)
             for node in views:
                 scope.step(node)

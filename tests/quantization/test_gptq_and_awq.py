@@ -73,25 +73,27 @@ SHARED = {
 }
 
 
-@pytest.mark.parametrize("case", SHARED)
-def test_awq_scales_no_weight_that_another_node_reads(case):
+@pytest.mark.parametrize(("case", "limit"), {"table": 2, "twice": 1}.items())
+def test_awq_scales_no_weight_that_another_node_reads(case, limit):
     """An output layer that is the embedding, and a matrix of two products, in 8 bits."""
-    tensors = {
-        "table": matrix(40, 64),
-        "rows": matrix(40, 64),
-        "square": matrix(64, 64),
-        "scale": np.exp(RANDOM.normal(size=64) * 2),
-        "scale2": np.exp(RANDOM.normal(size=64) * 2),
-        "shift": RANDOM.normal(size=64),
-    }
-    model = network(SHARED[case], **{n: x for n, x in tensors.items() if n in SHARED[case]})
-    ids = np.arange(40)
-    scheme = Quantization(weights="int8", activations=None)
-    wrong = [
-        error(model, jaxonnx.quantize(model, ids, scheme, batch_size=40, method=m), ids)
-        for m in (None, "awq")
-    ]
-    assert wrong[1] < 2 * wrong[0]
+    random, ratios = np.random.default_rng(0), []
+    ids, scheme = np.arange(40), Quantization(weights="int8", activations=None)
+    for _ in range(8):
+        tensors = {
+            "table": random.normal(size=(40, 64)),
+            "rows": random.normal(size=(40, 64)),
+            "square": random.normal(size=(64, 64)) / 8,
+            "scale": np.exp(random.normal(size=64) * 2),
+            "scale2": np.exp(random.normal(size=64) * 2),
+            "shift": random.normal(size=64),
+        }
+        model = network(SHARED[case], **{n: x for n, x in tensors.items() if n in SHARED[case]})
+        nearest, awq = (
+            error(model, jaxonnx.quantize(model, ids, scheme, batch_size=40, method=m), ids)
+            for m in (None, "awq")
+        )
+        ratios.append(awq / nearest)
+    assert np.exp(np.log(ratios).mean()) < limit
 
 
 def error(model, quantized, x):
@@ -202,6 +204,51 @@ def test_layers_read_what_the_quantized_layers_before_them_compute():
     alone = network("g (float[n, 32] h) => (float[n, 32] y) { y = MatMul(h, w2) }", w2=w2)
     second = jaxonnx.quantize(alone, x @ first, scheme, batch_size=128, method="gptq")
     np.testing.assert_allclose(both.params["w2"], second.params["w2"], rtol=1e-5, atol=1e-6)
+
+
+REPEATED = {
+    "products": "a = MatMul(x, w) \n b = LayerNormalization(a, scale) \n y = MatMul(b, w)",
+    "views": "a = Gemm<transB = 1>(x, w) \n b = LayerNormalization(a, scale) \n"
+    "t = Transpose<perm = [1, 0]>(w) \n y = MatMul(b, t)",
+    "convolutions": "i = Unsqueeze(x, axes) \n a = Conv(i, w) \n s = Squeeze(a, axes) \n"
+    "b = LayerNormalization(s, scale) \n c = Unsqueeze(b, axes) \n z = Conv(c, w) \n"
+    "y = Squeeze(z, axes)",
+    "other rows": "a = MatMul(x, w) \n m = ReduceMean<keepdims = 1>(a, first) \n"
+    "b = LayerNormalization(m, scale) \n c = MatMul(b, w) \n y = Add(a, c)",
+    "transposed, too": "a = MatMul(x, w) \n b = LayerNormalization(a, scale) \n c = MatMul(b, w) \n"
+    "t = Transpose<perm = [1, 0]>(w) \n y = MatMul(c, t)",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("case", REPEATED)
+def test_a_weight_of_several_products_is_rounded_by_the_inputs_of_all(case, method):
+    """As a weight that reads them concatenated; those of the second product are much larger."""
+    random = np.random.default_rng(0)
+    w, scale = random.normal(size=(32, 32)) / 6, np.exp(random.normal(size=32)) * 8
+    stored = {"views": w.T, "convolutions": w.T[..., None]}.get(case, w)
+    proto = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 21]> g (float[n, 32] x) => (float[n, 32] y) '
+        f"<int64[1] axes = {{2}}, int64[1] first = {{0}}> {{ {REPEATED[case]} }}"
+    )
+    for name, value in {"w": stored, "scale": scale}.items():
+        proto.graph.initializer.append(numpy_helper.from_array(value.astype(np.float32), name))
+    model, x = jaxonnx.load(proto), rows(384, 32)
+    inputs = [x, np.asarray(model.with_outputs("b")(x))]
+    if case == "other rows":  # one for each batch
+        inputs[1] = np.concatenate(
+            [model.with_outputs("b")(part) for part in x.reshape(3, 128, 32)]
+        )
+    settings = Quantization(weights="int4", activations=None)
+    alone = network("g (float[n, 32] x) => (float[n, 32] y) { y = MatMul(x, w) }", w=w)
+    results = []
+    for net, data in ((model, x), (alone, np.concatenate(inputs))):
+        proto = jaxonnx.quantize(net, data, settings, batch_size=128, method=method).to_onnx()
+        results.append({t.name: numpy_helper.to_array(t) for t in proto.graph.initializer})
+    np.testing.assert_allclose(*(tensors["w_scale"] for tensors in results), rtol=1e-5)
+    codes = [tensors["w_quantized"].astype(int).reshape(32, 32) for tensors in results]
+    codes[0] = codes[0].T if case in ("views", "convolutions") else codes[0]
+    assert (codes[0] == codes[1]).mean() > 0.998
 
 
 @pytest.mark.parametrize(
