@@ -140,6 +140,27 @@ class Portions(DerivedSource):
             yield from self._source.batches(epoch)
 
 
+def draw_share(count: int, share: float, seed: int | None, what: str) -> np.ndarray:
+    """Return the numbers of a share of examples, in order; the seed chooses them.
+
+    Args:
+      count: the number of all examples.
+      share: above 0 and below 1.
+      what: the examples, for the error.
+
+    Raises:
+      TrainingError: it is no share, or none of the examples are in it, or all.
+    """
+    size = round(count * share) if 0 < share < 1 else 0
+    if isinstance(share, bool) or not 0 < size < count:
+        raise TrainingError(
+            f"validation={share!r} must be a share between 0 and 1 of the {count} {what} that "
+            "leaves some on either side"
+        )
+    order = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(0,)))
+    return np.sort(order.permutation(count)[:size])
+
+
 @dataclass(frozen=True)
 class Examples(Source):
     """Examples that are known beforehand, in an order that depends only on seed and epoch."""
@@ -181,16 +202,8 @@ class Examples(Source):
     def split(self, share: float) -> tuple[Source, Source]:
         """Return a source without a share of the examples, and that share; the seed chooses."""
         groups = self.rows.reshape(-1, self.group)
-        count = len(groups)
-        size = round(count * share) if 0 < share < 1 else 0
-        if isinstance(share, bool) or not 0 < size < count:
-            raise TrainingError(
-                f"validation={share!r} must be a share between 0 and 1 of the {count} "
-                f"{'examples' if self.group == 1 else 'groups of examples'} that leaves some on "
-                "either side"
-            )
-        order = np.random.default_rng(np.random.SeedSequence(self.seed, spawn_key=(0,)))
-        chosen = np.sort(order.permutation(count)[:size])
+        what = "examples" if self.group == 1 else "groups of examples"
+        chosen = draw_share(len(groups), share, self.seed, what)
         rest, held_out = np.delete(groups, chosen, axis=0).reshape(-1), groups[chosen].reshape(-1)
         return replace(self, rows=rest), replace(self, rows=held_out, seed=None)
 

@@ -7,16 +7,17 @@ run, an evaluation or a prediction must know of the data it asks the kind.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import islice
+from itertools import compress, islice
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import jax
 import numpy as np
 
-from jaxonnx._data.batches import Arrays, PaddedExamples, Source
+from jaxonnx._data.batches import Arrays, PaddedExamples, Source, draw_share
 from jaxonnx._data.inputs_and_targets import (
     as_pair,
     checked_weights,
@@ -64,6 +65,10 @@ class Rows:
         """Yield the rows of an epoch with new names of their columns, and names for errors."""
         for where, row in self.iterate(epoch):
             yield where, self.rename(row)
+
+    def choose(self, chosen: np.ndarray) -> Rows:
+        """Return these rows without those for which `chosen`, bool[rows], is False."""
+        return replace(self, iterate=lambda epoch: compress(self.iterate(epoch), chosen))
 
     def rename(self, row: Any) -> Any:
         """Give the columns of a row their new names, and drop nulls that Arrow has filled in."""
@@ -195,8 +200,14 @@ class Data:
           reading: `model`, `padding`, `notes` and `long` may be changed.
         """
 
-    def split(self, validation: Any) -> tuple[Data, Any, list[str]]:
-        """Return the data to train with, the validation data, and notes for the history."""
+    def split(self, validation: Any, seed: int) -> tuple[Data, Any, list[str]]:
+        """Return the data to train with, the validation data, and notes for the history.
+
+        Args:
+          validation: the argument of `train`. A share of the data (a number) may be returned as it
+            is: it is then a share of the examples.
+          seed: that of the run.
+        """
         return self, validation, []
 
     def make_prompts(self, samples: Any) -> Any:
@@ -273,6 +284,8 @@ class RowData(Data):
     def __init__(self, plain: Data):
         super().__init__(plain.data, plain.name, plain.names)
         self.plain = plain
+        self._chosen: np.ndarray | None = None
+        """For each row, whether it is in this part of the data; None: all are."""
 
     @property
     def title(self) -> str:
@@ -280,7 +293,20 @@ class RowData(Data):
 
     @property
     def rows(self) -> Any:
-        return self.plain.rows
+        rows = self.plain.rows
+        return rows if self._chosen is None else rows.choose(self._chosen)
+
+    def split(self, validation: Any, seed: int) -> tuple[Data, Any, list[str]]:
+        """Hold out a share of the rows: the examples that a row becomes stay together."""
+        if not isinstance(validation, int | float) or self.rows.is_stream:
+            return self, validation, []
+        held_out = np.zeros(sum(1 for _ in self.rows.iterate(0)), bool)
+        held_out[draw_share(len(held_out), validation, seed, "rows")] = True
+        parts = copy(self), copy(self)
+        for part, chosen in zip(parts, (~held_out, held_out), strict=True):
+            part._chosen = chosen
+        parts[1].name = "validation"
+        return *parts, []
 
     @property
     def first_batch(self) -> Mapping[str, Any]:

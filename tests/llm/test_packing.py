@@ -1,5 +1,6 @@
 """Several texts in one row: losses and gradients are those of separate rows."""
 
+import itertools
 import json
 import shutil
 
@@ -123,6 +124,23 @@ def test_validation_is_packed_too_and_one_program_is_compiled(monkeypatch):
     last = run.history.epochs[-1]
     assert last["validation_loss"] == pytest.approx(found["loss"], rel=1e-4)
     assert last["validation_perplexity"] == pytest.approx(found["perplexity"], rel=1e-4)
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_a_share_for_validation_has_whole_documents(pack):
+    """Its loss is that of some of the documents, whose parts are several examples or rows."""
+    pytest.importorskip("tokenizers")
+    rows = [{"text": f"{text} " * 30} for text in ("a list", "the dict", "one tuple", "of keys")]
+    model, settings = jaxonnx.load(LLM / "qwen3-genai"), {"loss": "causal_lm", "batch_size": 2}
+    settings |= {"preprocess": {"max_length": 40, "pack": pack}}
+    run = jaxonnx.train(model, rows, validation=0.5, optimizer=optax.sgd(0.0), epochs=1, **settings)
+    settings["preprocess"]["pack"] = False
+    losses = {
+        (i, j): jaxonnx.evaluate(model, [rows[i], rows[j]], **settings)["loss"]
+        for i, j in itertools.combinations(range(4), 2)
+    }
+    distances = [abs(x - run.history.epochs[0]["validation_loss"]) for x in losses.values()]
+    assert sum(distance < 1e-4 for distance in distances) == 1
 
 
 @pytest.mark.parametrize(
