@@ -326,11 +326,32 @@ class Adapters:
         more |= {n: w.matrix for n, w in whole.items() if w.matrix}
         rows |= {name: place.sizes(meanings[name].shape)[0] for name, place in more.items()}
         blocks = choose_blocks(model, names, rows)
-        vectors: dict[str, list[Block]] = {}
+        vectors: list[Block] = []
         if model:
-            vectors = place_vectors(model, others.keys() - whole, blocks)
-            if any(not b.target.endswith((".bias", ".weight")) for b in chain(*vectors.values())):
+            vectors = [*chain(*place_vectors(model, others.keys() - whole, blocks).values())]
+            if any(not b.target.endswith((".bias", ".weight")) for b in vectors):
                 self._refuse_others(whole)
+            # PEFT takes each module whose name ends with that of one that was trained in full, too,
+            # and reads all of its tensors
+            saved = {block.target for block in blocks if block.source in whole}
+            saved |= {b.target.removesuffix(".weight") for b in vectors if b.target[-5:] != ".bias"}
+            beside = [b for b in blocks if b.target.endswith((*saved,)) and b.source not in whole]
+            for name in (block.source for block in beside):
+                if name in changes or not is_float(model.tensors[name]):
+                    reason = "it has adapters" if name in changes else "it is in few bits"
+                    raise InputError(
+                        f"PEFT takes the module of '{name}' for one that was trained in full "
+                        f"(modules_to_save), as its name ends with that of such a one, and {reason}"
+                        ": train it in full or without adapters, or save an .npz or the model"
+                    )
+                whole[name] = meanings[name]
+                rows[name] = sum(block.rows for block in blocks if block.source == name)
+            single = (n for n, x in model.tensors.items() if x.ndim == 1 and is_float(x))
+            placed = place_vectors(model, [n for n in single if n not in others], blocks)
+            more = [b for b in chain(*placed.values()) if b.target.endswith((".bias", ".weight"))]
+            more = [b for b in more if b.target.rpartition(".")[0].endswith((*saved,))]
+            vectors += more
+            others |= {block.source: model.tensors[block.source] for block in (*beside, *more)}
         heights = {}
         for block in blocks:
             heights[block.target] = heights.get(block.target, 0) + block.rows
@@ -357,8 +378,7 @@ class Adapters:
             full[block.target] = np.asarray(others[block.source]).transpose(axes)
         biases: dict[str, np.ndarray] = {}
         family = find_family(model) if model else ""
-        of_file = [*chain(*vectors.values())]
-        for block in sorted(of_file, key=lambda block: block.start):
+        for block in sorted(vectors, key=lambda block: block.start):
             module, _, kind = block.target.rpartition(".")
             into = full if kind == "weight" else biases
             piece = np.asarray(others[block.source])[block.first : block.first + block.rows]

@@ -292,3 +292,56 @@ def test_names_are_anchored_since_peft_matches_their_ends(tmp_path):
             keys = [key for key in pattern if re.match(rf"(.*\.)?({key})$", name)]
             numbers.append(pattern[keys[0]] if keys else default)
         assert numbers == [rank, rank * adapters.alpha / adapters.rank]
+
+
+HEADS = """<ir_version: 10, opset_import: ["": 21]>
+g (float[n,4] x) => (float[n,3] y) {
+    a = Gemm<transB = 1>(x, body_weight)
+    b = Gemm<transB = 1>(a, pre_fc_weight, pre_fc_bias)
+    c = Relu(b)
+    y = Gemm<transB = 1>(c, fc_weight, fc_bias)
+}"""
+
+
+@pytest.mark.parametrize("trainable", [{"fc.weight", "fc.bias"}, {"fc.weight"}])
+def test_modules_that_peft_saves_beside_one_that_was_trained_in_full(trainable, tmp_path):
+    """It saves those whose names end alike, too, and of all of them weight and bias.
+
+    `tests/oracles/test_peft.py` loads such a folder in PEFT.
+    """
+    model = load_heads()
+    adapted = train_heads(model, trainable, "body.weight")
+    arrays, config = saved(adapted.lora, tmp_path / "peft", model)
+    assert {*config["modules_to_save"]} >= {"fc"}
+    names = {f"base_model.model.{m}.{x}" for m in ("pre_fc", "fc") for x in ("weight", "bias")}
+    assert names == {name for name in arrays if "lora" not in name}
+    np.testing.assert_array_equal(
+        arrays["base_model.model.pre_fc.weight"], model.params["pre_fc.weight"]
+    )
+    loaded = jaxonnx.Adapters.load(tmp_path / "peft", model).attach(model)
+    x = normal(5, 4)
+    np.testing.assert_allclose(loaded(x), adapted.model(x), rtol=0, atol=1e-5)
+
+
+def test_a_module_with_adapters_beside_one_that_was_trained_in_full_is_refused(tmp_path):
+    adapted = train_heads(load_heads(), {"fc.weight"}, "pre_fc.weight")
+    with pytest.raises(jaxonnx.InputError, match=r"'pre_fc\.weight'.*it has adapters: train it in"):
+        adapted.lora.save(f"{tmp_path}/peft/")
+
+
+def load_heads():
+    proto = onnx.parser.parse_model(HEADS)
+    for node in proto.graph.node:
+        node.input[:] = [re.sub("_(weight|bias)$", r".\1", name) for name in node.input]
+    shapes = {"body.weight": (4, 4), "pre_fc.weight": (6, 4), "fc.weight": (3, 6)}
+    shapes |= {"pre_fc.bias": (6,), "fc.bias": (3,)}
+    proto.graph.initializer.extend(
+        onnx.numpy_helper.from_array(normal(*shape), name) for name, shape in shapes.items()
+    )
+    return jaxonnx.load(proto)
+
+
+def train_heads(model, trainable, where):
+    data = normal(8, 4), np.arange(8) % 3
+    lora, settings = jaxonnx.LoRA(rank=2, where=where), {"epochs": 2, "progress": False}
+    return jaxonnx.train(model, data, lora=lora, trainable=[*trainable], **settings)

@@ -341,3 +341,28 @@ def test_vectors_and_a_part_of_a_matrix_with_dora(architecture, tmp_path):
     atol = 2e-5 * max(1, np.abs(wanted).max())
     np.testing.assert_allclose(run_model(adapters.attach(model)), wanted, rtol=0, atol=atol)
     np.testing.assert_allclose(run_network(again), wanted, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("trainable", [{"fc.weight", "fc.bias"}, {"fc.weight"}])
+def test_a_module_whose_name_ends_as_that_of_another_one(trainable, tmp_path):
+    """As DistilBERT's pre_classifier and classifier: PEFT reads both as trained in full."""
+    from tests.lora.test_peft_modules import load_heads, train_heads
+
+    model = load_heads()
+    adapted = train_heads(model, trainable, "body.weight")
+    adapted.lora.save(f"{tmp_path}/peft/", model)
+    sizes = {"body": (4, 4), "pre_fc": (4, 6), "relu": None, "fc": (6, 3)}
+    layers = {
+        name: torch.nn.ReLU() if size is None else torch.nn.Linear(*size, bias=name != "body")
+        for name, size in sizes.items()
+    }
+    network = torch.nn.Sequential()
+    for name, layer in layers.items():
+        network.add_module(name, layer)
+    network.load_state_dict(
+        {name: torch.from_numpy(np.array(x)) for name, x in model.params.items()}
+    )
+    loaded = peft.PeftModel.from_pretrained(network, tmp_path / "peft").eval()
+    x = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
+    outputs = loaded(torch.from_numpy(x)).detach().numpy()
+    np.testing.assert_allclose(outputs, adapted.model(x), rtol=0, atol=1e-5)
