@@ -281,6 +281,7 @@ def main() -> None:
     rare = (
         "jaxonnx-bf16",
         "torch-bf16",
+        "torch-channels-last-bf16",
         "torch-compile",
         "onnxruntime-training",
         "exported",

@@ -143,8 +143,7 @@ def jaxonnx(network: Network, phase: str, path: Path, *, precision=None) -> tupl
     import jax.numpy as jnp
 
     import jaxonnx
-    from jaxonnx.lowering import jit
-    from jaxonnx.training._settings.precision import round_products
+    from jaxonnx.training._settings.precision import PRECISIONS, round_products
 
     model = all_trained(jaxonnx.load(path))
     parameters = sum(w.size for w in model.params.values())
@@ -164,8 +163,8 @@ def jaxonnx(network: Network, phase: str, path: Path, *, precision=None) -> tupl
         return forward, parameters
 
     update, state, *rest = train_step(model, x, y, precision=precision)
-    onednn = precision is None and model.program.graph.is_convolutional
-    jitted = jit(update, onednn=onednn, donate_argnums=0)
+    dtype = PRECISIONS[precision] if precision else None
+    jitted = model.program.jit(update, dtype, donate_argnums=0)
     lowered = jitted.lower(jitted.trace(state, *rest))
     compiled = lowered.compile()
 
@@ -438,6 +437,7 @@ SYSTEMS: dict[str, Callable[..., tuple[Run, int]]] = {
     "torch": pytorch,
     "torch-channels-last": partial(pytorch, channels_last=True),
     "torch-bf16": partial(pytorch, rounded=True),
+    "torch-channels-last-bf16": partial(pytorch, channels_last=True, rounded=True),
     "torch-compile": partial(pytorch, compiled=True),
     "onnxruntime": onnxruntime,
     "onnxruntime-training": onnxruntime_training,

@@ -117,8 +117,9 @@ def ours(path: Path, ids: np.ndarray, lora: bool, rounded: bool = False):
         return jaxonnx.losses.causal_lm()(logits, jax.numpy.asarray(ids))
 
     gradient = jax.value_and_grad(loss)
+    dtype = jax.numpy.bfloat16 if rounded else None
     if rounded:
-        gradient = round_products(gradient, jax.numpy.bfloat16)
+        gradient = round_products(gradient, dtype)
 
     def step(params, moments, state):
         value, gradients = gradient(params, state)
@@ -126,7 +127,8 @@ def ours(path: Path, ids: np.ndarray, lora: bool, rounded: bool = False):
         return optax.apply_updates(params, updates), moments, value
 
     carry = [jax.tree.map(jax.numpy.copy, model.params), optimizer.init(model.params)]
-    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*carry, model.state).compile()
+    jitted = model.program.jit(step, dtype, donate_argnums=(0, 1))
+    compiled = jitted.lower(jitted.trace(*carry, model.state)).compile()
     sizes: Any = compiled.memory_analysis()
 
     def run() -> float:

@@ -27,7 +27,7 @@ from jaxonnx._run.integer_products import fuse_products
 from jaxonnx._run.open_weights import drop_nodes
 from jaxonnx._run.scope import Context, run
 from jaxonnx.errors import NodeError, StaticError
-from jaxonnx.lowering import jit
+from jaxonnx.lowering import has_units, jit
 from jaxonnx.views import Evaluate, Outputs, View
 
 FIXING = 64
@@ -403,6 +403,17 @@ class Program:
         run = sparse_products(lambda params: self._run(graph, params, *rest), self.sparse)
         return run({**params})
 
+    def jit(self, function: Callable[..., Any], rounded: Any = None, **settings: Any) -> jit:
+        """Compile a function of this network with the compiler's options for it.
+
+        Args:
+          function: calls the network.
+          rounded: the 16-bit type to which the function rounds the factors of products, if it does.
+          settings: as for `jax.jit`.
+        """
+        onednn = self.graph.is_convolutional if rounded is None else has_units(rounded)
+        return jit(function, onednn=onednn, **settings)
+
     def _note(self, node: str, text: str) -> None:
         """Warn of something once for each node (a `Context.note`)."""
         if node not in self._notes:
@@ -414,7 +425,7 @@ class Program:
             run = self._run if training or not self.sparse else self._run_sparse
             return run(graph, params, state, key, {**inputs, **fixed}, training)
 
-        return jit(compiled, onednn=self.graph.is_convolutional, static_argnames="training")
+        return self.jit(compiled, static_argnames="training")
 
 
 def _compilable(graph: Graph, outputs: tuple) -> tuple[Any, ...]:

@@ -73,6 +73,10 @@ WORK_OF_ONEDNN = 2**26
 WORK_OF_TAP = 2**25
 """The fewest multiplications of a tap with which the gradient of a weight is a product for each."""
 
+LARGE_TAP = 2**16
+"""The fewest elements of a tap's matrix with which the gradient of a weight in 16 bits is a product
+for each tap: below, reading the image once for each takes longer."""
+
 
 @dataclass(frozen=True)
 class Conv:
@@ -189,12 +193,9 @@ class Conv:
 
     def _fast(self, out, u, v, split=False):
         """Contract by the formulation that is fastest on CPU for these sizes."""
-        inputs = self._channels(u)[1] * self.groups if out == 0 else u.shape[-1]
-        outputs = v.shape[-1] if out == 1 else self._channels((u, None, v)[out])[0]
-        count, batch = math.prod(self.kernel), (v, u, u)[out].shape[0]
-        work = batch * inputs * outputs * count * math.prod(self.out) // self.groups
-        takes = uses_onednn() and u.dtype == jnp.float32 and len(self.kernel) <= 2
-        takes = takes and not self._slow(out)
+        batch, inputs, outputs, work = self._sizes(out, u, v)
+        count = math.prod(self.kernel)
+        takes = u.dtype == jnp.float32 and self._suits_onednn(out)
         if self.groups > 1:
             suits = out == 2 or (out == 0 and math.prod(self.strides) == 1)
             if takes and suits and _reaches(work, SLOW_WORK):
@@ -223,6 +224,31 @@ class Conv:
         if out == 2 and inputs * count <= NARROW and outputs <= NARROW:
             return self._narrow(u, v)
         return self.plain(out, u, v)
+
+    def _sizes(self, out, u, v):
+        """Return (batch, inputs, outputs, multiplications) of a contraction."""
+        inputs = self._channels(u)[1] * self.groups if out == 0 else u.shape[-1]
+        outputs = v.shape[-1] if out == 1 else self._channels((u, None, v)[out])[0]
+        batch, count = (v, u, u)[out].shape[0], math.prod((*self.kernel, *self.out))
+        return batch, inputs, outputs, batch * inputs * outputs * count // self.groups
+
+    def _suits_onednn(self, out) -> bool:
+        return uses_onednn() and len(self.kernel) <= 2 and not self._slow(out)
+
+    def round_by_onednn(self, out, u, v):
+        """Contract factors of 16 bits into 16 bits by oneDNN; None where float32 is faster.
+
+        oneDNN accumulates in float32. The gradient of a weight is a product for each tap where its
+        matrix is large, else a convolution as JAX derives it.
+        """
+        work = self._sizes(out, u, v)[-1]
+        if self.groups > 1 or not self._suits_onednn(out) or not _reaches(work, WORK_OF_ONEDNN):
+            return None
+        if out != 1:
+            return self._by_onednn(out, u, v)
+        if u.shape[-1] * v.shape[-1] >= LARGE_TAP and self.taps.unrolled:
+            return self._sum_by_taps(u, v)
+        return self._contract_derived(self.dense, out, u, v)
 
     def _slow(self, out):
         """Check whether XLA:CPU would leave its fast path.

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxonnx.lowering._compile import uses_onednn
 from jaxonnx.lowering._contract import Form, Rule, on_platform, on_platforms
 from jaxonnx.lowering._conv import Conv
 from jaxonnx.lowering._taps import UNROLLED
@@ -72,6 +73,10 @@ class Dot:
             swapped = replace(self, contracted=self.contracted[::-1], is_transposed=False)
             return swapped.in_units(dtype, out, v, u).T
         u, v = u.astype(dtype), v.astype(dtype)
+        if uses_onednn():
+            dims = self.contracted, self.mapped
+            y: Any = lax.dot_general(u, v, dims, preferred_element_type=dtype)
+            return lax.optimization_barrier(y).astype(jnp.float32)
         lead, count = len(self.mapped[0]), len(self.contracted[0])
         first, head = (*range(lead, lead + count),), u.shape[:lead]
         if self.contracted != (first, first) or self.mapped != ((*range(lead),),) * 2:
@@ -79,7 +84,7 @@ class Dot:
         ends = u.shape[lead + count :], v.shape[lead + count :]
         u, v = (x.reshape(*head, -1, math.prod(end)) for x, end in zip((u, v), ends, strict=True))
         by_rows = replace(self, contracted=((lead + 1,), (lead,)))
-        y: Any = by_rows.plain(out, _transpose_in_parts(u), v)
+        y = by_rows.plain(out, _transpose_in_parts(u), v)
         return lax.optimization_barrier(y).reshape(*head, *ends[0], *ends[1])
 
     def pays(self, u, v) -> bool:
@@ -137,6 +142,10 @@ class RoundedForm:
         # XLA splits only products in its own forms over several devices
         if isinstance(form, Dot) and form.pays(u, v):
             return round_factors() if split else form.in_units(self.dtype, out, u, v)
+        if isinstance(form, Conv) and not mapped and not split and not form.is_pointwise:
+            y = form.round_by_onednn(out, u.astype(self.dtype), v.astype(self.dtype))
+            if y is not None:
+                return lax.optimization_barrier(y).astype(jnp.float32)
         if isinstance(form, Conv) and not mapped and _is_product(form, out, u, v):
             return round_factors() if split else _convolve(form, self.dtype, out, u, v)
         return contract(out, u, v)

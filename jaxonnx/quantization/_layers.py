@@ -14,7 +14,6 @@ from jaxonnx._graph.bind import Node
 from jaxonnx._io.protos import modules
 from jaxonnx._rewrite.network import Network
 from jaxonnx._run.scope import Context, run
-from jaxonnx.lowering import jit
 from jaxonnx.quantization._scheme import NumberType, Parameters, spread_scale
 
 
@@ -153,7 +152,7 @@ def _measure_clipping(
         available = tensors.keys() | fed.keys()
         computed = [*{q.inputs[0] for q in quantizers.values()} - available]
         program = model.program.with_values(computed)
-        evaluate = jit(program.evaluate, onednn=program.graph.is_convolutional)
+        evaluate = program.jit(program.evaluate)
         outputs = evaluate(model.params, model.state, fed)
         tensors |= fed | dict(zip(computed, outputs[len(model.graph.outputs) :], strict=True))
     shares = {}

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import jaxonnx
-from jaxonnx.lowering import _compile, _conv, contract, jit
+from jaxonnx.lowering import _compile, _conv, contract, has_units, jit
 
 has_onednn = pytest.mark.skipif(
     not _compile.compiler_options("cpu"), reason="XLA of this JAX has no oneDNN"
@@ -172,10 +172,17 @@ def test_errors_are_those_of_the_function():
 @has_onednn
 @pytest.mark.parametrize(
     ("precision", "products", "onednn"),
-    [(None, 0, True), (None, 1, True), (None, 2, False), ("bf16", 0, False)],
+    [
+        (None, 0, True),
+        (None, 1, True),
+        (None, 2, False),
+        ("bf16", 0, has_units(jnp.bfloat16)),
+        ("bf16", 2, has_units(jnp.bfloat16)),
+        ("fp16", 0, False),
+    ],
 )
-def test_convolutional_networks_are_compiled_with_onednn(precision, products, onednn):
-    """Not where they are rounded, nor with more dense layers than convolutions."""
+def test_networks_that_are_compiled_with_onednn(precision, products, onednn):
+    """Those of convolutions, and where products are rounded those for which there are units."""
     dense = [f"d{i + 1} = MatMul(d{i}, m)\n" for i in range(products)]
     nodes = "y = Conv <pads = [1, 1, 1, 1]> (x, w)\n z = GlobalAveragePool(y)\n d0 = Flatten(z)\n"
     nodes += "".join(dense) + f"f = Identity(d{products})"

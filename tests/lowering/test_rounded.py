@@ -1,5 +1,7 @@
 """Products of rounded factors on CPU, beside NumPy's products of the rounded factors in float64."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -10,10 +12,15 @@ from jax import lax
 from onnx import TensorProto, helper, numpy_helper
 
 import jaxonnx
-from jaxonnx.lowering import _rounded
+from jaxonnx.lowering import _compile, _conv, _rounded, contract, jit
 from jaxonnx.lowering._conv import Conv
 from jaxonnx.ops.pool import place_windows
 from jaxonnx.training._settings.precision import round_products
+
+has_units_for_onednn = pytest.mark.skipif(
+    not (_compile.compiler_options("cpu") and _rounded.has_units(jnp.bfloat16)),
+    reason="no oneDNN, or no units for bfloat16",
+)
 
 LEAST = {"rtol": 1e-5, "atol": 1e-4}
 """A sum of float32 products of 16-bit numbers, in any order."""
@@ -119,6 +126,55 @@ def test_convolutions(kernel, stride, pads, out, turned, units):
         exact = np.asarray(form.plain(out, *(jnp.asarray(a, np.float64) for a in arguments)))
     assert result.dtype == jnp.float32
     assert np.linalg.norm(result - exact) < 2.0**-7 * np.linalg.norm(exact)
+
+
+@has_units_for_onednn
+@pytest.mark.parametrize(
+    "subscripts",
+    ["mk,kn->mn", "mn,kn->mk", "mk,mn->kn", "mk,mn->nk", "bhmk,bhkn->bhmn", "bmk,bkn->bnm"],
+)
+def test_products_by_onednn(subscripts):
+    """They round their results as well, of sums in float32."""
+    sizes = {"b": 2, "h": 3, "m": 256, "k": 130, "n": 512}
+    first, second = subscripts.split("->")[0].split(",")
+    a, b = normal(*(sizes[c] for c in first)), normal(*(sizes[c] for c in second), seed=1)
+    run = jit(round_products(lambda a, b: jnp.einsum(subscripts, a, b), jnp.bfloat16), onednn=True)
+    exact = np.einsum(subscripts, rounded(a), rounded(b))
+    result = run(a, b)
+    np.testing.assert_array_less(abs(result - exact), 2.0**-8 * abs(exact) + 1e-4)
+    axis = first.index("m") if "m" in subscripts.split("->")[1] else first.index("k")
+    place = [0] * a.ndim
+    place[axis] = 7
+    a[tuple(place)] = np.nan
+    infected = np.isnan(np.einsum(subscripts, a, b))
+    np.testing.assert_array_equal(np.isnan(run(a, b)), infected)
+
+
+@has_units_for_onednn
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(
+    ("kernel", "stride", "pads", "outputs"),
+    [(1, 1, 0, 64), (1, 2, 0, 64), (3, 2, 1, 64), (3, 1, 1, 64), (3, 1, 1, 2048), (5, 3, 2, 64)],
+    ids=["pointwise", "pointwise, strided", "strided", "3x3", "products of taps", "5x5"],
+)
+@pytest.mark.parametrize("out", [0, 1, 2])
+def test_convolutions_by_onednn(kernel, stride, pads, outputs, out, turned, monkeypatch):
+    monkeypatch.setattr(_conv, "WORK_OF_ONEDNN", 1)
+    c, size = 32, 32
+    windows = place_windows((size,) * 2, (kernel,) * 2, strides=(stride,) * 2, pads=[pads] * 4)
+    form = Conv((size,) * 2, *windows, groups=1, turned=turned)
+    weight = (kernel, kernel, c, outputs) if turned else (outputs, c, kernel, kernel)
+    arrays = normal(4, size, size, c), normal(*weight), normal(4, *windows.out, outputs)
+    arguments = [a for i, a in enumerate(arrays) if i != out]
+    contracted = partial(contract, _rounded.RoundedForm(form, jnp.bfloat16), out)
+    compiled = jit(contracted, onednn=True)
+    result = compiled(*arguments)
+    with jax.enable_x64(True):
+        exact = np.asarray(form.plain(out, *(jnp.asarray(rounded(a)) for a in arguments)))
+    assert result.dtype == jnp.float32
+    np.testing.assert_array_less(abs(result - exact), 2.0**-8 * abs(exact) + 1e-3)
+    text = compiled.lower(compiled.trace(*arguments)).compile().as_text()
+    assert "__onednn$" in text or kernel == 1
 
 
 @pytest.mark.skipif(not _rounded.has_units(jnp.bfloat16), reason="no units for bfloat16")

@@ -19,7 +19,6 @@ from jaxonnx._rewrite.last_layer import ENDINGS
 from jaxonnx.errors import TrainingError
 from jaxonnx.losses import Loss
 from jaxonnx.losses import find as find_loss
-from jaxonnx.lowering import jit
 from jaxonnx.model import Model
 from jaxonnx.training._objective import metrics
 from jaxonnx.training._objective.metrics import Reader
@@ -66,7 +65,7 @@ class Objective:
     @cached_property
     def compiled_sums(self) -> Any:
         """`sums`, compiled."""
-        return jit(self.sums, onednn=self.model.program.graph.is_convolutional)
+        return self.model.program.jit(self.sums)
 
     def derive_targets(self, inputs: Any) -> Any:
         """Return the targets of a batch that has none; None if it must have some."""

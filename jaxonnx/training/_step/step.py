@@ -17,10 +17,9 @@ from jaxonnx._data.batches import Batch
 from jaxonnx._data.inputs_and_targets import count_examples, split_inputs, split_weights
 from jaxonnx._data.ragged import derived_inputs, with_derived
 from jaxonnx.errors import TrainingError
-from jaxonnx.lowering import jit
 from jaxonnx.model import Model, start_at_zeros
 from jaxonnx.training._settings import Settings
-from jaxonnx.training._settings.precision import LossScale
+from jaxonnx.training._settings.precision import PRECISIONS, LossScale
 
 SMALL = 2**10
 """Elements up to which an array is checked for non-finite numbers after its update."""
@@ -115,9 +114,9 @@ class Step(ABC):
           function: `update`, `evaluate`, ..., or a function that calls one.
           settings: as for `jax.jit`.
         """
-        # with `precision` the forms of products were chosen without oneDNN
-        onednn = self.settings.precision is None and self.model.program.graph.is_convolutional
-        return jit(function, onednn=onednn, **settings)
+        precision = self.settings.precision
+        rounded = None if precision is None else PRECISIONS[precision]
+        return self.model.program.jit(function, rounded, **settings)
 
     @abstractmethod
     def init(self, params: Any = None) -> State:
