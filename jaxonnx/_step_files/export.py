@@ -30,6 +30,7 @@ from jaxonnx.model import Model, as_model, start_at_zeros
 from jaxonnx.onnx_out import (
     OPSET,
     ExportedFunction,
+    flatten_vectors,
     known_tensor,
     least_opset,
     merge_identities,
@@ -390,6 +391,7 @@ class _Exporter:
         loss, finite = self.results
         proto = self._graph("step", update, [*self.next, loss, finite])
         if proto.ByteSize() < LIMIT:  # what ONNX infers shapes of
+            flatten_vectors(proto)
             proto = split_into_blocks(proto)
         entry = {
             "batch": self._batch(proto),

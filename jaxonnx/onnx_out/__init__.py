@@ -16,6 +16,6 @@ from jaxonnx.onnx_out._export import (
 from jaxonnx.onnx_out._nodes import Nodes, Tensor, least_opset
 from jaxonnx.onnx_out._rule_table import composed, primitive
 from jaxonnx.onnx_out._tensors import known_tensor
-from jaxonnx.onnx_out.passes import split_into_blocks, split_state
+from jaxonnx.onnx_out.passes import flatten_vectors, split_into_blocks, split_state
 
 __all__ = ["composed", "primitive", "to_onnx"]

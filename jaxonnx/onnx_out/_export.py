@@ -213,7 +213,7 @@ def append(
     # of which `merge_identities` removes
     for name, value in zip(results, values, strict=True):
         writer.nodes("Identity", [g.name(value)], [name])
-    _prune(graph, results, *before)
+    prune(graph, results, *before)
     merge_identities(graph, before[0])
     if functions is not None:
         functions.extend(g.functions.protos)
@@ -293,7 +293,7 @@ def _to_origin(proto: ModelProto, written: ExportedFunction, examples: Sequence[
     return Origin(inputs, run, names=names.union(written.names), draw=draw)
 
 
-def _prune(graph: GraphProto, results: Iterable[str], nodes: int = 0, tensors: int = 0) -> None:
+def prune(graph: GraphProto, results: Iterable[str], nodes: int = 0, tensors: int = 0) -> None:
     """Remove nodes and initializers that no result needs, in subgraphs as well.
 
     Rules leave such nodes behind. Runtimes remove them from the main graph, but not always from the
@@ -308,7 +308,7 @@ def _prune(graph: GraphProto, results: Iterable[str], nodes: int = 0, tensors: i
     for node in reversed(graph.node[nodes:]):
         if needed.intersection(node.output):
             for inner in subgraphs(node):
-                _prune(inner, [value.name for value in inner.output])
+                prune(inner, [value.name for value in inner.output])
             needed.update(reads(node))
             reached.append(node)
     weights = [tensor for tensor in graph.initializer[tensors:] if tensor.name in needed]
@@ -344,12 +344,12 @@ def merge_identities(graph: GraphProto, first: int = 0, *, inner: bool = False) 
         else:
             nodes.append(node)
     for node in nodes:
-        _rename(node, names)
+        rename(node, names)
     del graph.node[first:]
     graph.node.extend(nodes)
 
 
-def _rename(node: Any, names: dict[str, str]) -> None:
+def rename(node: Any, names: dict[str, str]) -> None:
     """Rename inputs and outputs of a node, and of the nodes of its subgraphs."""
     for values in (node.input, node.output):
         for i, name in enumerate(values):
@@ -358,7 +358,7 @@ def _rename(node: Any, names: dict[str, str]) -> None:
         for value in inner.output:
             value.name = names.get(value.name, value.name)
         for other in inner.node:
-            _rename(other, names)
+            rename(other, names)
 
 
 def reads(node: Any) -> set[str]:

@@ -299,9 +299,8 @@ class Nodes:
         # if only axes of size one move, no number does
         moved = [i for i in order if source.shape[i] != 1]
         if moved == sorted(moved):
-            y = self.reshape(source, shape)
-        else:
-            y = self._with("Transpose", source, shape=shape, perm=order)
+            return self.reshape(source, shape)
+        y = self._with("Transpose", source, shape=shape, perm=order)
         y.turned = source, tuple(order)
         return y
 

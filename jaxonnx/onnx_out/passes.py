@@ -10,15 +10,24 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
+import numpy as np
+from onnx import (
+    GraphProto,
+    ModelProto,
+    NodeProto,
+    TensorProto,
+    ValueInfoProto,
+    helper,
+    numpy_helper,
+)
 from onnx.shape_inference import infer_shapes
 
 from jaxonnx._io.build import names as names_of
 from jaxonnx._io.build import unused_name
 from jaxonnx._io.protos import subgraphs
-from jaxonnx.onnx_out._export import reads
+from jaxonnx.onnx_out._export import prune, reads, rename
 
-LARGE = 2**17
+LARGE = 2**18
 """The fewest elements of an array that is split: smaller ones stay in the cache with the others of
 their chain."""
 
@@ -51,6 +60,91 @@ def split_into_blocks(proto: ModelProto) -> ModelProto:
     result.CopyFrom(proto)
     _rewrite(result.graph, _kinds(inferred.graph), used)
     return result
+
+
+def flatten_vectors(proto: ModelProto) -> None:
+    """Compute with vectors that have other axes, (1, C, 1, 1) say, as arrays of rank 1, in place.
+
+    Statistics and factors of channels were reshaped for each operator that reads them, which made
+    a third of the nodes of a step. Here elementwise operators and sums have results of rank 1, and
+    only what broadcasts a vector to an array reshapes it.
+    """
+    graph, used = proto.graph, {*names_of(proto.graph)}
+    kinds = _kinds(infer_shapes(_with_axes(proto)).graph)
+    constants = {tensor.name: tensor for tensor in graph.initializer}
+    outputs = {value.name for value in graph.output}
+    nodes: list[NodeProto] = []
+    flat: dict[str, str] = {}  # the array of rank 1 with the numbers of a vector
+    renamed: dict[str, str] = {}
+    lists: dict[tuple[int, ...], str] = {}
+
+    def size(name: str) -> int | None:
+        """Return the size of a vector; None for anything else."""
+        shape = kinds[name][1] if name in kinds else ()
+        return prod(shape) if 1 < prod(shape) == max(shape) else None
+
+    def numbers(values: Sequence[int]) -> str:
+        """Return the name of a constant."""
+        key = tuple(values)
+        if key not in lists:
+            lists[key] = unused_name("sizes", used)
+            array = np.asarray(key, np.int64)
+            graph.initializer.append(numpy_helper.from_array(array, lists[key]))
+        return lists[key]
+
+    def flatten(name: str) -> str:
+        """Return the name of a vector as an array of rank 1."""
+        if name not in flat and len(kinds[name][1]) > 1:
+            flat[name] = unused_name(f"{name}.flat", used)
+            kinds[flat[name]] = kinds[name][0], (prod(kinds[name][1]),)
+            nodes.append(helper.make_node("Reshape", [name, numbers([-1])], [flat[name]]))
+        return flat.get(name, name)
+
+    for node in graph.node:
+        (out, *others), operands = node.output, [renamed.get(n, n) for n in node.input]
+        count = None if others or node.domain else size(out)
+        if count is None:
+            nodes.append(node)
+            continue
+        vectors = [name for name in operands if size(name) == count]
+        shape, element = kinds[out][1], kinds[out][0]
+        axes = constants.get(operands[1]) if node.op_type == "ReduceSum" and operands[1:] else None
+        if node.op_type in ("Reshape", "Transpose") and operands[0] in vectors:
+            flat[out] = flatten(operands[0])
+        elif len(shape) > 1 and node.op_type in OPERATORS and vectors:
+            if any(n not in vectors and len(kinds.get(n, (0, (1, 1)))[1]) > 1 for n in operands):
+                nodes.append(node)  # an operand of one element has axes
+                continue
+            node.input[:] = [flatten(n) if n in vectors else n for n in operands]
+        elif len(shape) > 1 and axes is not None and operands[0] in kinds:
+            before = kinds[operands[0]][1]
+            reduced = {axis % len(before) for axis in numpy_helper.to_array(axes)}
+            rest = [axis for axis in range(len(before)) if axis not in reduced]
+            if prod(before[axis] for axis in rest) != count:
+                nodes.append(node)
+                continue
+            (channels,) = (axis for axis in rest if before[axis] > 1)
+            node.input[1] = numbers([axis for axis in range(len(before)) if axis != channels])
+            for attribute in node.attribute:
+                attribute.i = 0 if attribute.name == "keepdims" else attribute.i
+        else:
+            nodes.append(node)
+            continue
+        if out not in flat:
+            flat[out] = unused_name(f"{out}.flat", used)
+            kinds[flat[out]] = element, (count,)
+            node.output[0] = flat[out]
+            nodes.append(node)
+        if len(shape) == 1 and out not in outputs:
+            renamed[out] = flat[out]
+        else:
+            sizes = numbers(shape)
+            nodes.append(helper.make_node("Reshape", [flat[out], sizes], [out]))
+    for node in nodes:
+        rename(node, renamed)
+    del graph.node[:]
+    graph.node.extend(nodes)
+    prune(graph, outputs)
 
 
 def _with_axes(proto: ModelProto) -> ModelProto:

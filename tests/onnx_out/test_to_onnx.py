@@ -23,7 +23,7 @@ from jaxonnx import lowering
 from jaxonnx.onnx_out import composed, primitive, to_onnx
 from jaxonnx.onnx_out._export import write_function
 from jaxonnx.onnx_out._rule_table import _RULES, names
-from jaxonnx.onnx_out.passes import split_into_blocks
+from jaxonnx.onnx_out.passes import flatten_vectors, split_into_blocks
 from jaxonnx.ops import elementwise
 from jaxonnx.ops.pool import Window
 from tests.support.paths import DATA
@@ -738,7 +738,7 @@ def test_batch_normalization_stays_an_operator(channels):
 def test_gradients_of_small_products_are_large_ones(size, kernel, stride, edge, groups):
     """In a training step, where each channel has a kernel or images are small."""
     random = np.random.default_rng(3)
-    a = random.standard_normal((2, 3, size, size)).astype(np.float32)
+    a = random.standard_normal((5, 3, size, size)).astype(np.float32)
     w = random.standard_normal((3, 3 // groups, kernel, kernel)).astype(np.float32)
     total = lambda *arrays: jnp.sin(layer(size, kernel, stride, edge, groups)(*arrays)).sum()  # noqa: E731
     slopes = jax.grad(total, (0, 1))
@@ -748,6 +748,82 @@ def test_gradients_of_small_products_are_large_ones(size, kernel, stride, edge, 
     assert nodes.count("Conv") + nodes.count("ConvTranspose") == 1 + of_images
     assert "Pad" not in nodes or size > 6
     close(run(model, a, w), jax.jit(slopes)(a, w))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(
+    "form",
+    [
+        Window((3, 3), (1, 1), (1, 1), ((1, 1), (1, 1)), (8, 8)),
+        Window((3, 2), (3, 2), (1, 1), ((0, 0), (1, 0)), (2, 4)),  # rows that no window reads
+        Window((3, 3), (2, 1), (1, 2), ((2, 0), (0, 3)), (4, 7)),
+    ],
+    ids=["plain", "strides", "dilations"],
+)
+def test_channels_of_few_images_have_gradients_by_convolutions(form, count):
+    """In a training step: one product for all images is slower."""
+    random = np.random.default_rng(3)
+    a = random.standard_normal((count, 6, 8, 8)).astype(np.float32)
+    w = random.standard_normal((6, 1, *form.kernel)).astype(np.float32)
+    total = lambda *arrays: jnp.sin(lowering.convolution(*arrays, form, 6, 1)).sum()  # noqa: E731
+    slopes = jax.grad(total, (0, 1))
+    model = write_function(slopes, (a, w), None, None, 18, flat=True)[0]
+    nodes = [node.op_type for node in model.graph.node]
+    assert nodes.count("Conv") + nodes.count("ConvTranspose") == 3
+    assert not {"Gather", "MatMul"} & {*nodes}
+    close(run(model, a, w), jax.jit(slopes)(a, w))
+
+
+def test_a_large_pointwise_kernel_is_not_transposed():
+    """In the gradient of one image, which is smaller."""
+    random = np.random.default_rng(3)
+    a = random.standard_normal((1, 64, 3, 3)).astype(np.float32)
+    w = random.standard_normal((96, 64, 1, 1)).astype(np.float32) / 1000
+    total = lambda *arrays: jnp.sin(layer(3, 1, 1, 0)(*arrays)).sum()  # noqa: E731
+    slopes = jax.grad(total, (0, 1))
+    model = write_function(slopes, (a, w), None, None, 18, flat=True)[0]
+    nodes = [node.op_type for node in model.graph.node]
+    assert nodes.count("Gemm") == 2
+    assert "Transpose" not in nodes
+    close(run(model, a, w), jax.jit(slopes)(a, w))
+
+
+def test_a_product_of_vectors_is_a_sum():
+    """onnxruntime takes ten times as long for a MatMul of a row and a column."""
+
+    def function(a, b):
+        return jnp.vdot(a, a), jnp.dot(a.ravel(), b.ravel())
+
+    model = to_onnx(function, images, -images)
+    nodes = [node.op_type for node in model.graph.node]
+    assert sorted(n for n in nodes if n != "Reshape") == ["Mul", "ReduceSum", "ReduceSumSquare"]
+    close(run(model, images, -images), function(images, -images))
+
+
+def test_vectors_have_one_axis():
+    """In a training step, other than where they are broadcast to an array or are results."""
+
+    def function(a, scale):
+        total = a.sum((0, 2, 3), keepdims=True)
+        root = jnp.sqrt(jnp.square(total) + scale.reshape(1, 3, 1, 1))
+        flat = -root.reshape(3, 1) * scale[:, None]
+        chosen = jnp.where(flat > total.max(), flat, jnp.tanh(root.reshape(3, 1)))
+        return a * root, total, chosen.reshape(-1), flat.T @ chosen
+
+    vector = np.float32([1, 2, 3])
+    model = write_function(function, (images, vector), None, None, 18, flat=True)[0]
+    plain = run(model, images, vector)
+    flatten_vectors(model)
+    onnx.checker.check_model(model, full_check=True)
+    inferred = infer_shapes(model).graph
+    shapes = {
+        v.name: [d.dim_value for d in v.type.tensor_type.shape.dim] for v in inferred.value_info
+    }
+    for node in model.graph.node:
+        if node.op_type in ("Sqrt", "Add", "Neg", "Greater", "Tanh", "Where"):
+            assert shapes[node.output[0]] == [3]
+    for one, other in zip(run(model, images, vector), plain, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 OF_MATRICES, OF_IMAGES = ("Gemm", "MatMul"), ("Conv", "ConvTranspose")
@@ -928,7 +1004,7 @@ def test_chains_on_large_arrays_run_in_blocks():
         other = jnp.abs(first * total) - b[:1, :1]
         return jnp.where(total > 0, jnp.sqrt(other + 9) * 2, first), -first, other[0]
 
-    large = np.random.default_rng(1).standard_normal((2, 512, 256)).astype(np.float32)
+    large = np.random.default_rng(1).standard_normal((2, 512, 512)).astype(np.float32)
     arrays = large[0], large[1], np.float32(2)
     plain = to_onnx(function, *arrays)
     model = split_into_blocks(plain)
@@ -941,7 +1017,7 @@ def test_chains_on_large_arrays_run_in_blocks():
 
 def test_doubles_run_in_blocks():
     """As `benchmarks.speed.agreement` compares them: onnxruntime lacks Erf of doubles."""
-    numbers = np.linspace(-4, 4, 2**17)
+    numbers = np.linspace(-4, 4, 2**18)
     with jax.enable_x64(True):
         model = split_into_blocks(to_onnx(lambda a: lax.erf(a) * a * a + 1, numbers))
     assert "Scan" in [node.op_type for node in model.graph.node]

@@ -23,6 +23,10 @@ FEW_PLACES = 16
 """The most positions of a result at which onnxruntime is faster at the gradient of the images by
 one product for all images than by a convolution (on a busy CPU)."""
 
+MATRIX = 2**12
+"""The fewest elements of a 1x1 kernel with which onnxruntime is faster at the gradient of one image
+by a product with the kernel as it is than by a convolution with its transpose."""
+
 
 @primitive("contract")
 def contract(g, u, v, *, form, equation, out):
@@ -81,8 +85,17 @@ def _of_images(g: Nodes, form: Conv, dy: Any, w: Any) -> Any:
     """
     wide = form.groups == 1 and prod(form.kernel) > 1
     small = wide and prod(form.out) <= cells.SIDE_BY_SIDE
-    write = None
-    if g.main.gates and (small or cells.of_channels(form, w.shape)):
+    rows, columns = w.shape[:2]
+    if (
+        form.groups == prod(form.kernel) == max(form.strides) == dy.shape[0] == 1
+        and form.size == form.out
+        and rows * columns >= MATRIX
+    ):
+        w, dy = g.reshape(w, [rows, columns]), g.reshape(dy, [rows, prod(form.out)])
+        y = g.product(w, True, dy, False, (columns, prod(form.out)))
+        return g.reshape(y, (1, columns, *form.size))
+    write, of_channels = None, cells.of_channels(form, w.shape)
+    if g.main.gates and (small or (of_channels and not cells.is_few_images(dy))):
         write = cells.images if small else cells.channels_of_images
     if write is not None and (y := write(g, form, dy, w)) is not None:
         return y

@@ -18,6 +18,10 @@ from jaxonnx.onnx_out.rules.shapes import pad_tensor
 PAIRS = 2**12
 """The most (cell, place) pairs of a channel for which products of all pairs are worth it."""
 
+FEW_IMAGES = 4
+"""The most images of a batch with which onnxruntime is faster at the gradients of a depthwise
+convolution by a convolution for each image and channel than by one product for each channel."""
+
 READS = 2**16
 """The most elements of a 0/1 matrix of taps, cells and places (`_reads`)."""
 
@@ -103,9 +107,10 @@ def of_channels(form: Any, w: Any) -> bool:
 def channels_of_weight(g: Any, form: Any, x: Any, dy: Any) -> Any:
     """Write the kernel gradient of a depthwise convolution.
 
-    One product over all images gives for each channel the sums over (cell, place) pairs; a Gather
-    picks for each tap the pairs that it reads, and a sum over places finishes. For larger images
-    this is done with rows in place of whole images, once for each row of the kernel.
+    Few images are convolved with images. Of more, one product gives for each channel the sums over
+    (cell, place) pairs; a Gather picks for each tap the pairs that it reads, and a sum over places
+    finishes. For larger images this is done with rows in place of whole images, once for each row
+    of the kernel.
 
     Returns:
       The gradient (C, 1, *kernel); None if there are too many pairs even within rows.
@@ -116,6 +121,8 @@ def channels_of_weight(g: Any, form: Any, x: Any, dy: Any) -> Any:
     cells, places = (prod(axis[i] for axis in inner) for i in (0, -1))
     if cells * places > PAIRS:
         return None
+    if is_few_images(x):
+        return _channels_of_few(g, form, x, dy)
     turned = (1, 0, *range(2, x.ndim))
     x, dy, channels, count = g.transpose(x, turned), g.transpose(dy, turned), x.shape[1], x.shape[0]
     rows, parts = count if whole else count * form.out[0], [x]
@@ -150,6 +157,39 @@ def channels_of_weight(g: Any, form: Any, x: Any, dy: Any) -> Any:
     gathered = Tensor(g("Gather", every, pairs, axis=1), (kernels, len(pairs)), x.dtype)
     gathered = g.reshape(gathered, [kernels, len(pairs) // places, places])
     return g.reshape(g.reduce_tensor("ReduceSum", gathered, [2]), [channels, 1, *form.kernel])
+
+
+def is_few_images(x: Any) -> bool:
+    """Check whether a batch has at most `FEW_IMAGES`."""
+    return isinstance(x.shape[0], int) and x.shape[0] <= FEW_IMAGES
+
+
+def _channels_of_few(g: Any, form: Any, x: Any, dy: Any) -> Any:
+    """Write the kernel gradient of a depthwise convolution as convolutions of images with images.
+
+    The channels of all images are groups, dy is the kernel, and strides and dilations change roles.
+    """
+    (count, channels), axes = x.shape[:2], axes_of(form)
+    # padding at the end; negative where no window reads the last cells, which are cut off
+    high = [(n - 1) * s + (k - 1) * d + 1 - size - low for size, k, s, d, (low, _), n in axes]
+    stop = [size + min(h, 0) for size, h in zip(form.size, high, strict=True)]
+    x = g.slice(x, [0] * x.ndim, [count, channels, *stop], [1] * x.ndim)
+    y = g(
+        "Conv",
+        g.reshape(x, [1, count * channels, *stop]),
+        g.reshape(dy, [count * channels, 1, *form.out]),
+        kernel_shape=form.out,
+        strides=form.dilations,
+        dilations=form.strides,
+        pads=[*(low for low, _ in form.pads), *(max(h, 0) for h in high)],
+        group=count * channels,
+    )
+    y = g.reshape(
+        Tensor(y, (1, count * channels, *form.kernel), x.dtype), [count, channels, *form.kernel]
+    )
+    if count > 1:
+        y = g.reduce_tensor("ReduceSum", y, [0])
+    return g.reshape(y, [channels, 1, *form.kernel])
 
 
 def channels_of_images(g: Any, form: Any, dy: Any, w: Any) -> Any:
@@ -224,6 +264,8 @@ def _windows(g: Any, form: Any, x: Any) -> list:
 def _side_by_side(g: Any, parts: list) -> Any:
     """Join the matrices of `_windows` to one (C * taps, N * places)."""
     (columns, count), taps, dtype = parts[0].shape, len(parts), parts[0].dtype
+    if taps == 1:
+        return parts[0]
     every = g("Concat", *(g.reshape(part, [columns, 1, count]) for part in parts), axis=1)
     return g.reshape(Tensor(every, (columns, taps, count), dtype), [columns * taps, count])
 
