@@ -204,12 +204,15 @@ class Bounds:
     Attributes:
       compared: comparisons by the name of their result.
       held: (x, bound) by the name of max(x, bound).
+      clipped: (y, limits) of each Clip within two limits, by the comparison with the upper one; a
+        limit is (x, operator, bound).
       gates: the results of comparisons whose selection became a Relu or Clip.
       gated: (cotangent, gates) by the name of the cotangent's product with the masks of the gates.
     """
 
     compared: dict[str, Comparison] = field(default_factory=dict)
     held: dict[str, tuple[Tensor, Any]] = field(default_factory=dict)
+    clipped: dict[str, tuple[str, set[tuple[Tensor, str, float]]]] = field(default_factory=dict)
     gates: set[str] = field(default_factory=set)
     gated: dict[str, tuple[Tensor, list[str]]] = field(default_factory=dict)
 
@@ -275,13 +278,22 @@ def clip_choice(g: Any, which: Any, chosen: Any, x: Any, out: Any) -> Any:
         # an upper limit; x may be max(source, low) already: one Clip has both bounds
         source, low = bounds.held.get(x, (x, None))
         low = None if low is None or low > limit else np.asarray(low, out.dtype)
-        return Tensor(g("Clip", x if low is None else source, low, limit), out.shape, out.dtype)
+        y = g("Clip", x if low is None else source, low, limit)
+        if low is not None:
+            limits = {(source, "Less", float(low)), (source, "Greater", float(limit))}
+            bounds.clipped[which] = y, limits
+        return Tensor(y, out.shape, out.dtype)
     if which in bounds.gates and limit == 0:
         # the mask, as numbers, of the elements that pass this gate and those before it
         cotangent, gates = bounds.gated.get(x, (x, []))
         gates, passes = [*gates, which], None
+        comparisons = [bounds.compared[gate] for gate in gates]
+        tests = {(c.source, c.operator, float(c.bound)) for c in comparisons}
         for gate in gates:
-            comparison = bounds.compared[gate]
+            y, limits = bounds.clipped.get(gate, ("", set()))
+            if tests == limits:  # what passes both is what Clip left as it was
+                passes = g("Equal", y, comparisons[0].source)
+        for comparison in comparisons if passes is None else ():
             bound = np.asarray(comparison.bound, out.dtype)
             mask = g(OPPOSITE[comparison.operator], comparison.source, bound)
             passes = mask if passes is None else g("And", passes, mask)
