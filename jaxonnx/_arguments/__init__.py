@@ -7,21 +7,22 @@ change the plan of a step are declared where they do, in `jaxonnx.training._sett
 are read from their source: nothing of JAX is imported to show the help of the command line.
 """
 
-from jaxonnx._arguments.data import DataArguments
+from jaxonnx._arguments.arguments import (
+    RATE,
+    BasicArguments,
+    DataArguments,
+    Hook,
+    LossArguments,
+    Optimizer,
+    OptimizerArguments,
+    RunArguments,
+)
 from jaxonnx._arguments.declare import (
     Argument,
     Declaration,
     check_names,
     documented,
     list_arguments,
-)
-from jaxonnx._arguments.run import Hook, RunArguments
-from jaxonnx._arguments.step import (
-    RATE,
-    BasicArguments,
-    LossArguments,
-    Optimizer,
-    OptimizerArguments,
 )
 
 OPTIMIZERS = list_arguments(LossArguments)["optimizer"].choices
