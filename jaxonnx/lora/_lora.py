@@ -205,6 +205,9 @@ class LoRA:
         a, b = place.factors(weight.shape, self.rank)
         dtype = jnp.float32 if weight.storage else jnp.promote_types(stored, jnp.float32)
         scale = 1 / math.sqrt(self.rank if place.lookup else a[-1])
-        # zeros of NumPy take no program for each shape
-        values = scale * jax.random.normal(key, a, dtype), jnp.asarray(np.zeros(b, dtype))
-        return dict(zip(pair(name), values, strict=True))
+        # one program for each power of two, where JAX would compile one for each shape; the numbers
+        # of threefry do not depend on how many are drawn
+        size = math.prod(a)
+        drawn = np.asarray(jax.random.normal(key, (1 << (size - 1).bit_length(),), dtype))
+        values = scale * drawn[:size].reshape(a), np.zeros(b, dtype)
+        return dict(zip(pair(name), map(jnp.asarray, values), strict=True))

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxpr_as_fun
 from onnx import FunctionProto, GraphProto, ModelProto, ValueInfoProto, helper
 
 from jaxonnx._compare.written import Origin, check_written
@@ -219,13 +220,22 @@ def append(
         functions.extend(g.functions.protos)
     # 4. a function that evaluates the same, and its values within by the names of tensors
     declared = [value_info(n, plain(a)) for n, a in zip(results, closed.out_avals, strict=True)]
-    compiled = jax.jit(call)
+    # it runs once or twice: the program that was traced, compiled without optimizations
+    options = _UNOPTIMIZED if jax.default_backend() == "cpu" else None
+    is_fixed = all(dims.all_known(struct.shape) for struct in structs)
+    compiled = jaxpr_as_fun(closed)
+    if closed.jaxpr.eqns:
+        compiled = jax.jit(compiled, compiler_options=options)
 
     def run(arrays: Sequence[Any], names: Sequence[str] = ()) -> list[Any]:
         operands = [_as_example(x, struct) for x, struct in zip(arrays, structs, strict=True)]
         arguments = jax.tree_util.tree_unflatten(tree, operands)
+        leaves_in = [*jax.tree.leaves(weights), *operands]
         try:
-            values = jax.tree.leaves(compiled(weights, *arguments))
+            if is_fixed:
+                values = compiled(*leaves_in)
+            else:
+                values = jax.tree.leaves(jax.jit(call)(weights, *arguments))
         except NotImplementedError:  # a primitive that XLA does not know may have a function
             try:
                 values = jax.tree.leaves(call(weights, *arguments))
@@ -233,14 +243,13 @@ def append(
                 raise InputError(f"JAX does not evaluate the function: {error}") from error
         if names:
             program, results_of = closed, []
-            if not all(dims.all_known(struct.shape) for struct in structs):
+            if not is_fixed:
                 program = live(trace(call, weights, arguments)[0])
 
             def evaluate(equation: Any, inputs: list) -> list:
                 results_of.append(bind_equation(equation, inputs))
                 return results_of[-1]
 
-            leaves_in = [*jax.tree.leaves(weights), *operands]
             interpret(program, evaluate, leaves_in, enter=g._inline_program)
             pairs = zip(tensors_of, results_of, strict=True)
             named = {n: x for ns, xs in pairs for n, x in zip(ns, xs, strict=True)}
@@ -254,6 +263,9 @@ def append(
     return ExportedFunction(
         declared, run, produced & {name for names in tensors_of for name in names}
     )
+
+
+_UNOPTIMIZED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 def _as_example(array: Any, struct: jax.ShapeDtypeStruct) -> Any:

@@ -355,3 +355,15 @@ def test_adapters_of_a_stack_of_matrices_are_trained():
     change = 2 * jnp.matrix_transpose(b @ a)
     np.testing.assert_allclose(result.model.params["w"], w + change, atol=1e-6)
     np.testing.assert_allclose(result.model(x), x @ (w + change), atol=1e-5)
+
+
+def test_factors_are_those_of_a_draw_in_their_shape():
+    """They are drawn in as few programs as possible, with the numbers of a draw for each shape."""
+    proto = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 17]>
+    g (float[n, 13] x) => (float[n, 11] y) { y = MatMul(x, w) }""")
+    weight = np.ones((13, 11), np.float32)
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(weight, "w"))
+    key = jax.random.key(3)
+    factor = jaxonnx.LoRA(3).attach(jaxonnx.load(proto), key).params["w.lora_A"]
+    expected = jax.random.normal(jax.random.split(key, 1)[0], factor.shape) / np.sqrt(13)
+    np.testing.assert_allclose(factor, expected, rtol=1e-6)
