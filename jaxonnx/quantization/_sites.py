@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from onnx import TensorProto
 
 from jaxonnx._graph.bind import Graph, Node
 from jaxonnx._graph.roles import graph_tensors
@@ -108,6 +109,10 @@ def find_sites(model: Network, dtypes: Mapping[str, np.dtype], scheme: Quantizat
         weights = {name: site for name, site in weights.items() if name in chosen}
     if not weights:
         raise InputError(_explain_lack(graph, tensors))
+    # without JAX's 64-bit types they are float32 here, and not in the file
+    doubles = {x.name for x in model.proto.graph.initializer if x.data_type == TensorProto.DOUBLE}
+    if wide := [name for name in weights if name in doubles]:
+        raise InputError(_explain_type(wide[0], "float64"))
     if scheme.activations is None:
         return Sites(weights, {}, {}, ())
     if scheme.block and scheme.computes_integers and scheme.weights in ("int8", "uint8"):
@@ -210,6 +215,21 @@ def value_types(model: Network, inputs: Sequence[Any]) -> dict[str, np.dtype]:
     return types | {name: np.dtype(jnp.result_type(x)) for name, x in pairs}
 
 
+_CURES = {
+    "float16": "jaxonnx.convert(model, 'float32') first",
+    "bfloat16": "export it in float32",
+    "float64": "quantize the file in float32 that it was made of, or export it again in float32",
+}
+"""What to do with a network whose weights are of another type than float32."""
+
+
+def _explain_type(name: str, kind: str) -> str:
+    return (
+        f"the weights are {kind}, as '{name}' is, and runtimes have integers for networks in "
+        f"float32: {_CURES[kind]}"
+    )
+
+
 def _explain_lack(graph: Graph, tensors: Mapping[str, Any]) -> str:
     """Say why there is no weight to quantize."""
     source = "quantize the file in floating point that it was made of"
@@ -228,6 +248,18 @@ def _explain_lack(graph: Graph, tensors: Mapping[str, Any]) -> str:
             )
     if masked := describe_masks(graph, tensors):
         return f"there is no weight to quantize: {masked}"
+    for use in uses(graph, tensors):
+        kind = np.dtype(tensors[use.name].dtype)
+        product = use.node.op.name in (*PRODUCTS, *_RECURRENT) and not use.node.op.domain
+        if product and use.matrix is not None and use.name in graph.weights:
+            if kind.name in _CURES:
+                return _explain_type(use.name, kind.name)
+            if kind == np.float32 and use.outer is not use.node:
+                return (
+                    f"{use.outer.label}: only a function or a subgraph multiplies by '{use.name}', "
+                    "and weights of the main graph are quantized; "
+                    "onnx.inliner.inline_local_functions(model) puts functions into it"
+                )
     return (
         "there is no float32 weight of Conv, ConvTranspose, Gemm, MatMul, RNN, GRU or LSTM to "
         "quantize; print(model) lists the tensors"

@@ -1,9 +1,12 @@
 """Where `quantize` rounds: as onnxruntime needs it to compute with integers from end to end."""
 
+import warnings
 from collections import Counter
 
+import jax
 import numpy as np
 import onnx
+import onnx.inliner
 import onnxruntime
 import optax
 import pytest
@@ -277,3 +280,43 @@ def test_a_network_without_quantized_activations_is_trained_by_its_scheme():
     data = X, np.asarray(weights(X))
     with pytest.raises(jaxonnx.InputError, match="activations of floating point"):
         jaxonnx.train(weights, data, quantize=scheme, batch_size=4, **settings)
+
+
+@pytest.mark.parametrize("kind", ["float16", "float64"])
+@pytest.mark.parametrize("wide", [False, True])
+def test_networks_of_another_type_than_float32_name_the_way_out(kind, wide):
+    """Also without JAX's 64-bit types, where a network in float64 is computed in float32."""
+    declared = {"float16": "float16", "float64": "double"}[kind]
+    proto = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 21]> '
+        f"g ({declared}[n, 4] x) => ({declared}[n, 3] y) {{ y = MatMul(x, w) }}"
+    )
+    w = np.random.default_rng(0).normal(size=(4, 3)).astype(kind)
+    proto.graph.initializer.append(numpy_helper.from_array(w, "w"))
+    with jax.enable_x64(wide), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of 64-bit outputs
+        model, x = jaxonnx.load(proto), np.ones((8, 4), kind)
+        cure = "convert.model, 'float32'" if kind == "float16" else "export it again in float32"
+        for act in (
+            lambda: jaxonnx.quantize(model, x, "int8"),
+            lambda: jaxonnx.quantize(model, x, "int4", method="gptq"),
+            lambda: jaxonnx.sensitivity(model, x, ("int8",)),
+            lambda: jaxonnx.train(model, (x, x[:, :3]), loss="squared_error", quantize="int8"),
+        ):
+            with pytest.raises(jaxonnx.InputError, match=f"'w' is.*{cure}"):
+                act()
+
+
+def test_weights_that_functions_multiply_by_name_the_way_out():
+    proto = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["" : 21, "local" : 1]>
+        g (float[n, 4] x) => (float[n, 4] y) { y = local.block(x, w) }
+        <opset_import: ["" : 21], domain: "local">
+        block (x, w) => (y) { h = MatMul(x, w) \n y = Tanh(h) }"""
+    )
+    w = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
+    proto.graph.initializer.append(numpy_helper.from_array(w, "w"))
+    x = np.ones((8, 4), np.float32)
+    with pytest.raises(jaxonnx.InputError, match=r"block.*'w'.*inline_local_functions"):
+        jaxonnx.quantize(proto, x, "int8")
+    jaxonnx.quantize(onnx.inliner.inline_local_functions(proto), x, "int8")
