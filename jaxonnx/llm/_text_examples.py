@@ -105,6 +105,7 @@ class Reader:
       unwritten: the number of chats with calls of tools that the template does not write.
       unread: the columns that nothing reads.
       unread_keys: the keys of messages that nothing reads.
+      equal: the number of pairs of equal answers, from which no loss of pairs learns.
       dropped: the number of examples, parts of texts that are split among them, of which the loss
         counts no token: of a decoder the first one never counts.
       answer: that of the last row that says of its answer whether it is desirable.
@@ -130,6 +131,7 @@ class Reader:
     unread: dict[str, None] = field(default_factory=dict)
     unread_keys: dict[str, None] = field(default_factory=dict)
     dropped: int = 0
+    equal: int = 0
     answer: Any = None
     packed: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     notes: list[str] = field(default_factory=list)
@@ -217,6 +219,9 @@ class Reader:
                     "the last one into the prompt"
                 )
             return [], images  # neither without the other
+        if len(answers) > 1 and all(map(np.array_equal, answers[0][0], answers[1][0])):
+            self.equal += 1
+            return [], images
         return [example for answer in answers for example in answer], images
 
     def _check_answers(self, where: str, shape: Shape, texts: Texts) -> None:
@@ -431,6 +436,11 @@ class Reader:
                 done,
                 f"texts of more than {self.limit} tokens: {' and '.join(done)} "
                 "(preprocess={'max_length': ..., 'long': 'cut', 'split', 'skip' or 'refuse'})",
+            ),
+            (
+                self.equal,
+                f"pairs left out, whose answers are equal in their first {self.limit} tokens "
+                f"(preprocess={{'max_length': ...}}): {self.equal}",
             ),
             (self.dropped, f"examples left out, of which the loss counts no token: {self.dropped}"),
             (self.unread, f"columns that nothing reads: {', '.join(map(repr, self.unread))}"),

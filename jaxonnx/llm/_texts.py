@@ -116,6 +116,11 @@ class Texts(RowData):
                 f"preprocess={{'long': 'skip'}} leaves no example of {self.name}: pass a larger "
                 f"'max_length' than {reader.limit} tokens, or 'cut'"
             )
+        if not self.columns and isinstance(reader, Reader) and reader.equal:
+            raise TrainingError(
+                f"no pair of answers of {self.name} differs in the first {reader.limit} tokens: "
+                "pass a larger preprocess={'max_length': ...}, or a shorter prompt"
+            )
         if not self.columns:
             raise TrainingError(
                 "the loss counts no token of any example: preprocess={'loss': 'all'} counts all, "

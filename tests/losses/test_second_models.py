@@ -68,6 +68,29 @@ def test_a_run_of_preferences_resumes(tmp_path):
     assert streamed.history.losses[0] == pytest.approx(np.log(2), rel=1e-6)
 
 
+@pytest.mark.parametrize("loss", ["dpo", "orpo"])
+def test_pairs_that_are_cut_to_the_same_tokens_are_left_out(loss):
+    """TRL (1.x) keeps them: of dpo each adds log 2 to the loss, and nothing to its gradient."""
+    prompt, same = "one two", " three four five one two three four five one two three four five"
+    rows = [
+        {"prompt": prompt, "chosen": " three", "rejected": " four"},
+        {"prompt": prompt, "chosen": same + " six", "rejected": same + " seven"},
+    ]
+    settings = {"loss": loss, "optimizer": optax.sgd(0.1), "batch_size": 2, "epochs": 2}
+    whole = jaxonnx.train(GENAI, rows, **settings)
+    assert not [note for note in whole.history.notes if "left out" in note]
+    settings["preprocess"] = {"max_length": 8}
+    cut = jaxonnx.train(GENAI, rows, **settings)
+    note = "pairs left out, whose answers are equal in their first 8 tokens"
+    assert [n for n in cut.history.notes if n.startswith(note) and n.endswith(": 1")]
+    alone = jaxonnx.train(GENAI, rows[:1], **settings)
+    assert cut.history.losses == alone.history.losses
+    twice = {"prompt": prompt, "chosen": " three", "rejected": " three"}
+    for pair in (rows[1], twice):
+        with pytest.raises(jaxonnx.TrainingError, match=r"no pair of answers .* first 8 tokens"):
+            jaxonnx.train(GENAI, [pair], **settings)
+
+
 def test_answers_in_texts_are_pairs():
     row = {"prompt": "one two", "chosen": " three", "rejected": " four"}
     result = jaxonnx.train(
