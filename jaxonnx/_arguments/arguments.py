@@ -452,10 +452,10 @@ class RunArguments(TypedDict, total=False):
     ]
     """Continue from the newest readable checkpoint, if there is one.
 
-    The weights are bit for bit those of an uninterrupted run. The parameters, the structure of the
-    optimizer state and the data must be the same: the number, dtypes and a checksum of the examples
-    are compared. "anyway" accepts other data. Iterables are not compared: they must yield the same
-    batches, from the start of the epoch on."""
+    The weights are bit for bit those of an uninterrupted run. The parameters, the loss, the
+    optimizer's settings and the structure of its state, and the data must be the same: the number,
+    dtypes and a checksum of the examples are compared. "anyway" accepts other data. Iterables are
+    not compared: they must yield the same batches, from the start of the epoch on."""
     check: Annotated[bool, Argument(True, form="switch")]
     """With `quantize` or `lora`, compare the file of the trained model with the model.
 

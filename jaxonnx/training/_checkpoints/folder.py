@@ -280,13 +280,15 @@ class Checkpoints:
         free = "data", "updates", "phases"
         settings = {name: x for name, x in self._settings.items() if name not in free}
         for name, value in settings.items():
-            before = about["settings"].get(name)
+            # an optimizer of optax has no rate or decay to compare with those of a named one
+            before = about["settings"].get(name, value)
             # with any patience the best weights are kept, which a run without one does not have
             keeps_best = name == "patience" and None not in (before, value)
             if before != value and not keeps_best:
                 raise TrainingError(
                     f"the run in '{self.folder}' has {name}={before}, and {name}={value} would not "
-                    f"continue it; pass {name}={before}, or another checkpoint_dir"
+                    f"continue it; pass {name}={before}, or another checkpoint_dir (with "
+                    f"jaxonnx.load('{self.folder}') as the model, to go on from its weights)"
                 )
         same = about["fixed"] == self._frozen_checksums
         fixed = self._frozen_checksums if same else self._checksums(about["fixed"])

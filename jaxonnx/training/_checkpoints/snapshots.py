@@ -12,6 +12,7 @@ from jaxonnx.errors import TrainingError
 from jaxonnx.lora import Adaption
 from jaxonnx.model import Model
 from jaxonnx.training._checkpoints.folder import Checkpoints, NotWritten, Position
+from jaxonnx.training._checkpoints.objectives import describe_objective
 from jaxonnx.training._loop.history import ROLLED_BACK, SKIPPED
 from jaxonnx.training._loop.reporter import Reporter
 from jaxonnx.training._loop.stopping import Interrupted, Monitor, PatienceEnded, Stop
@@ -65,6 +66,7 @@ class Snapshots:
         if settings.checkpoint_dir is not None:
             lora = step.model.program.find(Adaption)
             same = {**settings.resumable, "batch_size": examples.size}
+            same |= describe_objective(step, settings, state)
             same |= {
                 "lora": lora and f"LoRA(alpha={lora.alpha:g}, dropout={lora.dropout:g})",
                 "patience": settings.patience,
