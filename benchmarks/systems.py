@@ -448,7 +448,7 @@ SYSTEMS: dict[str, Callable[..., tuple[Run, int]]] = {
 
 def applies(system: str, network: Network, phase: str) -> bool:
     """Check whether a system has this phase, and a form of its own for this network."""
-    if system == "torch-channels-last":
+    if system.startswith("torch-channels-last"):
         return len(network.shape) == 4
     only = {
         "onnxruntime": "forward",
