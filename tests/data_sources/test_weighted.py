@@ -5,6 +5,7 @@ The values of metrics and of balanced weights are those of scikit-learn.
 
 import jax
 import numpy as np
+import onnx.parser
 import optax
 import pytest
 
@@ -134,6 +135,46 @@ def test_balanced_classes_and_their_names():
     assert runs[0] == runs[1] != runs[2]
     with pytest.raises(jaxonnx.TrainingError, match="'be', which is none of 4 classes: try 'bee'"):
         train(named, data, class_weights={"be": 2.0})
+
+
+def test_weights_of_classes_by_output():
+    network = jaxonnx.load(
+        onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 17]>
+            two (float[n, 8] x) => (float[n, 4] kind, float[n, 3] color)
+            <int64[2] sizes = {4, 3}, int64[1] last = {7}, int64[1] axis = {1}, int64[1] from = {0},
+             float[7] bias = {0.1, -0.5, 0.7, 0.2, 0.4, -0.3, 0.6}> {
+                first = Slice(x, from, last, axis)
+                both = Add(first, bias)
+                kind, color = Split <axis = 1> (both, sizes)
+            }""")
+    )
+    targets = {"kind": Y, "color": Y[::-1] % 3}
+    weights = {"kind": {1: 2.0, 3: 0.5}, "color": "balanced"}
+    by_class = {"kind": np.array([1.0, 2.0, 1.0, 0.5])}
+    by_class["color"] = class_weight.compute_class_weight(
+        "balanced", classes=np.arange(3), y=targets["color"]
+    )
+    loss = dict.fromkeys(targets, LABELS)
+    run = jaxonnx.train(
+        network,
+        (X, targets, W),
+        loss=loss,
+        optimizer=optax.sgd(0.1),
+        batch_size=len(X),
+        trainable="bias",
+        class_weights=weights,
+    )
+    scores = network.name_outputs(network(X))
+    expected = sum(
+        sklearn.log_loss(y, jax.nn.softmax(scores[name]), sample_weight=W * by_class[name][y])
+        for name, y in targets.items()
+    )
+    assert run.history.losses[0] == pytest.approx(expected, rel=1e-5)
+    settings = {"optimizer": optax.sgd(0.1), "loss": loss, "trainable": "bias"}
+    with pytest.raises(jaxonnx.TrainingError, match=r"by output, like \{'kind': \{0: 2\.0\}\}"):
+        jaxonnx.train(network, (X, targets), class_weights={1: 2.0}, **settings)
+    with pytest.raises(jaxonnx.TrainingError, match=r"has 'hue' .* 'kind', 'color'"):
+        jaxonnx.train(network, (X, targets), class_weights={"hue": "balanced"}, **settings)
 
 
 def first_score(outputs, targets):

@@ -126,6 +126,8 @@ def test_yes_and_no():
     names = ["per_class", "roc_auc", "average_precision"]
     result = jaxonnx.evaluate(network(classes=3), (x, y), metrics=names, loss=loss, batch_size=16)
     assert result["roc_auc"] == pytest.approx(oracle.roc_auc_score(y, x))
+    ranks = names[1:], {name: result[name] for name in names[1:]}  # which need no threshold
+    assert jaxonnx.evaluate(network(classes=3), (x, y), metrics=ranks[0]) == ranks[1]
     assert result["average_precision"] == pytest.approx(oracle.average_precision_score(y, x))
     np.testing.assert_array_equal(result["per_class"].support, y.sum(0))
     one = network("Sigmoid", classes=1)
@@ -146,7 +148,8 @@ def test_a_mean_over_nothing_is_not_a_number():
     found = jaxonnx.evaluate(mlp(), nothing, loss=LABELS, metrics=names, batch_size=4)
     assert found.keys() == {"loss", *names}
     assert np.isnan([*found.values()]).all()
-    run = train(data=(x, y), validation=nothing, epochs=2, patience=2)
+    with pytest.warns(UserWarning, match="validation_loss, .* was NaN in all of 2 rows"):
+        run = train(data=(x, y), validation=nothing, epochs=2, patience=2)
     assert np.isnan(run.history.epochs[-1]["validation_loss"])
     assert {event["event"] for event in run.history.events} == {"not finite in validation"}
 

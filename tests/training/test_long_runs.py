@@ -160,6 +160,18 @@ def test_a_run_without_patience_has_no_best_weights(tmp_path):
     assert len(train(epochs=2, resume=True, **{**settings, "patience": 5}).history.epochs) == 2
 
 
+def test_a_monitor_that_is_never_a_number_is_reported():
+    def share(outputs, targets):
+        chosen = outputs.argmax(1) == 99
+        return (chosen & (targets == 99)).sum() / chosen.sum()
+
+    settings = {"metrics": share, "monitor": ("validation_share", "max"), "patience": 1}
+    with pytest.warns(UserWarning, match="validation_share, .* was NaN in all of 3 rows"):
+        result = train(epochs=3, validation=examples(16), **settings)
+    assert result.history.stopped is None
+    assert "no epoch is the best" in result.history.notes[-1]
+
+
 def test_patience_gives_the_best_epoch(tmp_path):
     # the labels of validation are shuffled: it gets worse the better the training goes
     x, y = examples(16, seed=2)

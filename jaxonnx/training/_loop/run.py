@@ -1,6 +1,7 @@
 """The loop of a run, top to bottom: `run`, and then its rows, its batches and their checks."""
 
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
@@ -126,6 +127,9 @@ def run(
     whole = bool(monitor.chosen) or reporter.step == reporter.last_row_step
     history.notes += close.statistics.notes(reporter.step, whole)
     history.notes += describe_average(settings, reporter.step)
+    if settings.patience is not None and (notes := monitor.notes(history.epochs)):
+        history.notes += notes
+        warnings.warn(notes[0], stacklevel=4)
     return snapshots.to_model(state), history
 
 

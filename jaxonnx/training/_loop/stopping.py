@@ -185,6 +185,20 @@ class Monitor:
             return ""
         return f"{self._unit} {self.best[self._unit]}, the best"
 
+    def notes(self, rows: list[dict[str, Any]]) -> list[str]:
+        """Return a note for the history if no row of the run could be the best.
+
+        Args:
+          rows: those of the history.
+        """
+        values = [row[self.name] for row in rows if self.name in row]
+        if not values or not all(map(np.isnan, values)):
+            return []
+        return [
+            f"{self.name}, which chooses the best weights, was NaN in all of {len(values)} rows of "
+            "the history: no epoch is the best, and the weights are the last ones"
+        ]
+
     def score(self, row: dict[str, Any]) -> float | None:
         """Return the score of a row (greater is better), or None if it cannot be the best."""
         value = self._value(row)

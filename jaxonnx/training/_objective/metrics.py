@@ -90,7 +90,7 @@ class Reader:
 
     def _binary(self, outputs: Any, targets: Any, weight: jax.Array) -> Answers:
         weight = jnp.broadcast_to(_beside(weight, targets.ndim), targets.shape)
-        predicted, true = outputs > self.threshold, targets > 0.5
+        predicted, true = outputs > (self.threshold or 0.0), targets > 0.5
         if targets.ndim == 2:  # (examples, labels)
             return Answers(outputs, predicted, true, weight[:, 0])
         outputs, predicted, true = (x.reshape(-1, 1) for x in (outputs, predicted, true))
@@ -283,6 +283,9 @@ _AREAS = {
 }
 """Numbers that need the scores of all examples, for `evaluate`."""
 
+_OF_SCORES = {*_AREAS, "roc_curve", "precision_recall_curve"}
+"""Metrics of scores at all thresholds, which need none for decisions."""
+
 _NUMBERS = {
     "mae": (lambda *batch: _error(1, *batch), _ratio, add),
     "mse": (lambda *batch: _error(2, *batch), _ratio, add),
@@ -376,7 +379,7 @@ def check(
             )
         return
     axis = reader.class_axis(outputs.shape, targets.shape)
-    if axis is None and reader.threshold is None:
+    if axis is None and reader.threshold is None and metric not in _OF_SCORES:
         raise TrainingError(
             f"the metric '{name}' needs the threshold of a positive output: there is no named "
             "loss, and the model does not end in Sigmoid; pass the loss by its name, or the metric "

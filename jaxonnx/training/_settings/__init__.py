@@ -88,7 +88,7 @@ class Settings(_VALUES):
         same["quantize"] = scheme and scheme.as_json
         for name in ("class_weights", "dropout"):
             if isinstance(same[name], Mapping):
-                same[name] = {str(key): float(x) for key, x in same[name].items()} or None
+                same[name] = _comparable(same[name]) or None
         same["length_buckets"] = None if padding.buckets is None else [*padding.buckets]
         return same
 
@@ -106,3 +106,10 @@ class Settings(_VALUES):
             for name, (_, argument, _) in list_arguments("TrainArguments").items()
             if argument.needs_loss and is_given(getattr(self, name), argument.default)
         ]
+
+
+def _comparable(value: Any) -> Any:
+    """Return weights or ratios by name as a checkpoint has them."""
+    if isinstance(value, Mapping):
+        return {str(name): _comparable(x) for name, x in value.items()}
+    return value if isinstance(value, str) else float(value)

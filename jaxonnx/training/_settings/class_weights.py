@@ -11,8 +11,9 @@ from jaxonnx._arguments import Argument
 from jaxonnx._data import images
 from jaxonnx._data.batches import Examples, PaddedExamples
 from jaxonnx._require import is_one_of, require
+from jaxonnx._text import list_some
 from jaxonnx.errors import TrainingError
-from jaxonnx.losses import Loss
+from jaxonnx.training._objective.objective import Term
 from jaxonnx.training._settings.plan import Plan
 
 _SHOWN = 8
@@ -22,10 +23,10 @@ class ClassWeightsArguments(TypedDict, total=False):
     """Weights of classes."""
 
     class_weights: Annotated[
-        str | Mapping[Any, float] | None,
+        str | Mapping[Any, Any] | None,
         Argument(
             form="balanced|NAME=X...",
-            expected="'balanced', or a dict from classes to weights",
+            expected="'balanced', a dict from classes to weights, or a dict of these by output",
             resume=True,
             needs_loss=True,
         ),
@@ -34,7 +35,8 @@ class ClassWeightsArguments(TypedDict, total=False):
 
     Weights apply in training and validation, and multiply the weights of examples. Classes that are
     not listed have weight 1. "balanced" gives each class of the data the same total weight; it is
-    not available for iterables. Only losses with class labels accept it. Metrics ignore it."""
+    not available for iterables. Only losses with class labels accept it. If there are several,
+    pass a dict by output name, like {"kind": {2: 5.0}, "color": "balanced"}. Metrics ignore it."""
 
 
 def weigh_classes(plan: Plan) -> None:
@@ -43,39 +45,50 @@ def weigh_classes(plan: Plan) -> None:
     Raises:
       TrainingError: there is no such class, nothing to balance, or not one loss of classes.
     """
-    if plan.settings.class_weights is None:
-        return
-    terms, labels = plan.goal.terms, images.preparation(plan.model).labels
-    losses = [term.loss for term in terms]
-    weights = class_weights_by_index(plan.settings.class_weights, labels, plan.examples, losses)
-    if not weights:
+    weights, terms = plan.settings.class_weights, plan.goal.terms
+    if weights is None:
         return
     chosen = [t for t in terms if t.loss.class_axis is not None or t.loss.one_hot] or [*terms]
-    if len(chosen) != 1:
+    if not (isinstance(weights, Mapping) and any(map(_is_of_output, weights.values()))):
+        if len(chosen) != 1:
+            raise TrainingError(
+                f"class_weights go with one loss of classes; there are {len(chosen)}: pass a dict "
+                f"by output, like {{{chosen[0].output!r}: {{0: 2.0}}}}"
+            )
+        weights = {chosen[0].output: weights}
+    outputs = [term.output for term in terms]
+    if unknown := [name for name in weights if name not in outputs]:
         raise TrainingError(
-            f"class_weights go with one loss of classes; there are {len(chosen)}: pass "
-            "jaxonnx.losses.cross_entropy(weight=...) for each of them"
+            f"class_weights has {list_some([*map(repr, unknown)])} beside weights by output; the "
+            f"outputs with a loss are {list_some([repr(name) for name in outputs if name])}"
         )
-    weighed = replace(chosen[0], loss=chosen[0].loss.with_class_weights(weights))
-    plan.goal = replace(plan.goal, terms=tuple(weighed if t is chosen[0] else t for t in terms))
+    labels = images.preparation(plan.model).labels
+    weighed: list[Term] = []
+    for term in terms:
+        of_classes = class_weights_by_index(
+            weights.get(term.output, {}), labels, plan.examples, term
+        )
+        loss = term.loss.with_class_weights(of_classes) if of_classes else term.loss
+        weighed.append(replace(term, loss=loss))
+    plan.goal = replace(plan.goal, terms=tuple(weighed))
 
 
 def class_weights_by_index(
-    weights: Any, labels: Sequence[str], data: Any = None, losses: Sequence[Loss] = ()
+    weights: Any, labels: Sequence[str], data: Any, term: Term
 ) -> dict[int, float]:
     """Return weights by the number of the class.
 
     Args:
-      weights: the argument `class_weights` of `train`.
+      weights: those of `class_weights` for one output.
       labels: the names of the classes, where they are known.
       data: to balance.
-      losses: what the targets are for: labels that they ignore do not count.
+      term: the loss of the output. Labels that it ignores do not count.
 
     Raises:
       TrainingError: there is no such class, or nothing to balance.
     """
     if is_one_of(weights, ("balanced",)):
-        return _balance(data, losses)
+        return _balance(data, term)
     fits = isinstance(weights, Mapping) and all(map(_is_weight, weights.values()))
     expected = (
         "'balanced', or a dict from classes (their names, or numbers from 0 on) to finite weights "
@@ -105,7 +118,7 @@ def _number(name: Any, labels: Sequence[str]) -> int:
     )
 
 
-def _balance(data: Any, losses: Sequence[Loss]) -> dict[int, float]:
+def _balance(data: Any, term: Term) -> dict[int, float]:
     """Return weights with which each class that occurs weighs as much as any other, 1 on average.
 
     They are those of scikit-learn: all labels / (classes * labels of the class).
@@ -113,19 +126,25 @@ def _balance(data: Any, losses: Sequence[Loss]) -> dict[int, float]:
     targets = (
         data.columns.pair[1] if isinstance(data, PaddedExamples) else getattr(data, "targets", None)
     )
+    if isinstance(targets, Mapping):
+        targets = targets.get(term.output)
     if not isinstance(targets, np.ndarray) or targets.dtype.kind not in "iu":
         raise TrainingError(
             "class_weights='balanced' counts the labels of data in one piece, in one array of "
-            "integers; for other data pass a dict of weights"
+            "integers for each loss; for other data pass a dict of weights"
         )
     assert isinstance(data, Examples)
     chosen = targets[data.rows]
-    if any(loss.one_hot for loss in losses):
+    if term.loss.one_hot:
         chosen = chosen.argmax(-1)
-    ignored = [loss.ignore_index for loss in losses if loss.ignore_index is not None]
+    ignored = [] if term.loss.ignore_index is None else [term.loss.ignore_index]
     classes, counts = np.unique(chosen[~np.isin(chosen, ignored)], return_counts=True)
     weights = counts.sum() / (len(classes) * counts)
     return dict(zip(classes.tolist(), weights.tolist(), strict=True))
+
+
+def _is_of_output(value: Any) -> bool:
+    return isinstance(value, Mapping | str)
 
 
 def _is_weight(value: Any) -> bool:
