@@ -39,6 +39,9 @@ def to_opset(proto: ModelProto, opset: int) -> ModelProto:
     """
     result = ModelProto()
     result.CopyFrom(proto)
+    if not {"", "ai.onnx"} & {entry.domain for entry in proto.opset_import}:
+        result.opset_import.add(domain="", version=opset)  # of ai.onnx.ml alone, as trees are
+        return result
     bodies = [(result.graph, result.opset_import), *((f, f.opset_import) for f in result.functions)]
     for body, imports in bodies:
         old = opset_of(body if isinstance(body, FunctionProto) else result)
