@@ -169,7 +169,7 @@ def reads(node: NodeProto) -> set[str]:
     """Return the names that a node reads, also in its subgraphs from around them."""
     names = {*node.input} - {""}
     for graph in subgraphs(node):
-        local = _local_names(graph)
+        local = local_names(graph)
         names |= {value.name for value in graph.output} - local
         names |= {name for inner in graph.node for name in reads(inner)} - local
     return names
@@ -186,14 +186,14 @@ def rename_reads(node: NodeProto, new: Mapping[str, str]) -> None:
     """Let a node, and its subgraphs, read other values, in place; its results keep their names."""
     node.input[:] = [new.get(name, name) for name in node.input]
     for graph in subgraphs(node):
-        captured = {old: name for old, name in new.items() if old not in _local_names(graph)}
+        captured = {old: name for old, name in new.items() if old not in local_names(graph)}
         for inner in graph.node:
             rename_reads(inner, captured)
         for value in graph.output:
             value.name = captured.get(value.name, value.name)
 
 
-def _local_names(graph: GraphProto) -> set[str]:
+def local_names(graph: GraphProto) -> set[str]:
     """Return the names that a graph defines itself."""
     names = {value.name for value in (*graph.input, *graph.initializer)}
     names |= {sparse.values.name for sparse in graph.sparse_initializer}

@@ -14,10 +14,11 @@ from onnx import ModelProto, NodeProto
 
 from jaxonnx._compare.written import check_written, make_origin
 from jaxonnx._graph.caches import find_continued
-from jaxonnx._io.protos import opset_of
+from jaxonnx._io.protos import all_nodes, opset_of
 from jaxonnx._require import check_arguments, require, require_integer
 from jaxonnx._rewrite import masks
 from jaxonnx._rewrite.floats import with_dtype
+from jaxonnx._rewrite.halves import constants_of_bodies, move_casts, prepare_to_halve
 from jaxonnx._rewrite.linear_models import open_linear_models
 from jaxonnx._rewrite.opset import to_opset
 from jaxonnx._text import list_some
@@ -177,17 +178,19 @@ def _to_float16(model: Model, keep: Sequence[str], keep_inputs: bool) -> ModelPr
         raise InputError(
             "convert to float16 needs onnxruntime's converter: pip install onnxruntime sympy"
         ) from error
-    proto, continued = model.to_onnx(), find_continued(model.graph, model.inputs)
+    continued = find_continued(model.graph, model.inputs)
+    proto = prepare_to_halve(model.to_onnx())
     graph = proto.graph
+    tensors = {**model.tensors, **dict(constants_of_bodies(graph))}
     halved: dict[str, dict[str, None]] = {}
-    for node in graph.node:
+    for node in all_nodes(graph):
         name = _name_of(node)
         if {name, node.op_type} & {*keep}:
             node.name = name  # by which the converter finds it
             continue
-        for tensor in {*node.input} & model.tensors.keys():
+        for tensor in {*node.input} & tensors.keys():
             halved.setdefault(tensor, {})[name] = None
-    large = [tensor for tensor in sorted(halved) if _overflows(model.tensors[tensor])]
+    large = [tensor for tensor in sorted(halved) if _overflows(tensors[tensor])]
     if large:
         readers = dict.fromkeys(repr(reader) for tensor in large for reader in halved[tensor])
         raise InputError(
@@ -199,12 +202,14 @@ def _to_float16(model: Model, keep: Sequence[str], keep_inputs: bool) -> ModelPr
     in_float32: Any = [name for name in ends if name not in carried] if keep_inputs else False
     with warnings.catch_warnings():  # of numbers near 0, which float16 has no room for either
         warnings.simplefilter("ignore", UserWarning)
-        return float16.convert_float_to_float16(
+        half = float16.convert_float_to_float16(
             proto,
             keep_io_types=in_float32,
             op_block_list=[*float16.DEFAULT_OP_BLOCK_LIST, *keep],
             node_block_list=[*keep],
         )
+    move_casts(half.graph)
+    return half
 
 
 def _name_of(node: NodeProto) -> str:

@@ -357,3 +357,77 @@ def test_linear_models_without_an_equal_are_refused(operator, attributes, messag
         jaxonnx.convert(proto, linear_as_gemm=True)
     with pytest.raises(jaxonnx.InputError, match="no LinearRegressor or LinearClassifier"):
         jaxonnx.convert(demo.model(), linear_as_gemm=True)
+
+
+def test_a_file_of_trees_alone_gets_an_opset():
+    proto = onnx.load(DATA / "families" / "xgboost.onnx")
+    assert {entry.domain for entry in proto.opset_import} == {"ai.onnx.ml"}
+    model = jaxonnx.convert(proto, opset=15)
+    x = np.random.default_rng(0).normal(size=(5, model.inputs[0].shape[1])).astype(np.float32)
+    double = model.then(lambda *values: values[-1] * 2)
+    np.testing.assert_allclose(run(double, x)[0], 2 * run(model, x)[-1], rtol=1e-6)
+
+
+INNER = {
+    "constants of a body": """
+        n (float[2, 3, 4, 4] x, bool c) => (float[2, 3, H, W] y) <float[1] w = {0.3}> {
+            y = If (c) <then_branch = a () => (float[2, 3, H, W] t) {
+                k = Constant <value = float[4] {1.0, 1.0, 2.0, 2.0}> ()
+                r = Resize <mode = "linear"> (x, , k)
+                t = Mul(r, w)
+            }, else_branch = b () => (float[2, 3, H, W] e) {
+                k = Constant <value = float[4] {1.0, 1.0, 3.0, 3.0}> ()
+                r = Add(x, w)
+                e = Resize <mode = "nearest"> (r, , k)
+            }> }""",
+    "operators that stay": """
+        n (float[2, 3, 4, 4] x, bool c) => (float[2, 3, 4, 4] y, float[3, 2, 3, 4, 4] all)
+        <float[1] w = {0.3}> {
+            trip = Constant <value = int64 {3}> ()
+            h, all = Loop (trip, c, x) <body = body (int64 i, bool g, float[2, 3, 4, 4] h)
+                => (bool more, float[2, 3, 4, 4] next, float[2, 3, 4, 4] s) {
+                more = Identity(g)
+                k = Constant <value_float = 1.5> ()
+                m = Mul(h, w)
+                next = Min(m, k)
+                s = Max(next, x)
+            }>
+            y = If (c) <then_branch = a () => (float[2, 3, 4, 4] t) { m = Shape(x)
+                q = Max(m, m) f = Cast <to = 1> (q) s = ReduceSum <keepdims = 0> (f) t = Add(h, s)
+            }, else_branch = b () => (float[2, 3, 4, 4] e) { m = Mul(h, w) e = Max(m, x) }> }""",
+    "functions": """
+        n (float[2, 3, 4, 4] x, bool c) => (float[2, 3, 4, 4] y) <float[1] w = {0.3}> {
+            h = local.f(x, w, c)
+            y = local.f(h, w, c)
+        }
+        <opset_import: ["": 18], domain: "local">
+        f (v, w, c) => (r) {
+            k = Constant <value_floats = [0.5]> ()
+            s = Add(v, k)
+            r = If (c) <then_branch = a () => (t) {
+                three = Constant <value = float {3.0}> ()
+                t = Mul(s, three)
+            }, else_branch = b () => (e) { e = Max(s, w) }> }""",
+}
+
+
+@pytest.mark.parametrize("keep_inputs", [True, False])
+@pytest.mark.parametrize("case", INNER)
+def test_float16_of_bodies_and_functions(case, keep_inputs):
+    header = '<ir_version: 8, opset_import: ["": 18, "local": 1]>'
+    proto = onnx.parser.parse_model(header + INNER[case])
+    half = jaxonnx.convert(proto, "float16", keep_inputs=keep_inputs)
+    assert {str(x.dtype) for x in half.params.values()} <= {"float16"}
+    onnx.checker.check_model(half.to_onnx(), full_check=True)
+    x = np.random.default_rng(0).normal(size=(2, 3, 4, 4)).astype(np.float32)
+    like = x.astype(np.float32 if keep_inputs else np.float16)
+    for chosen in (True, False):
+        session = onnxruntime.InferenceSession(proto.SerializeToString())
+        expected = session.run(None, {"x": x, "c": np.array(chosen)})
+        session = onnxruntime.InferenceSession(half.to_onnx().SerializeToString())
+        written = session.run(None, {"x": like, "c": np.array(chosen)})
+        results = half(like, np.array(chosen))
+        results = results if isinstance(results, tuple) else (results,)
+        for a, b, c in zip(expected, written, results, strict=True):
+            np.testing.assert_allclose(b.astype(np.float32), a, rtol=2e-3, atol=5e-3)
+            np.testing.assert_allclose(np.asarray(c, np.float32), a, rtol=2e-3, atol=5e-3)
