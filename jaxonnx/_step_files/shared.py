@@ -1,6 +1,7 @@
 """Tensors that the graphs of a folder have in common: stored once, and referred to by offset."""
 
 from collections.abc import Mapping
+from hashlib import sha256
 
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
@@ -35,10 +36,10 @@ def share_tensors(
     Returns:
       The bytes of `REST`, and the files that each graph refers to.
     """
-    positions = {}
+    positions, view = {}, memoryview(text)  # by digests: the contents would be a second copy
     for at, size in (place.values() for place in places.values()):
         if size >= _LEAST:
-            positions[text[at : at + size]] = MODEL, at
+            positions[sha256(view[at : at + size]).digest()] = MODEL, at
     rest, files = bytearray(), {}
     for key, proto in protos.items():
         used = set()
@@ -47,11 +48,12 @@ def share_tensors(
                 data = tensor.raw_data
                 if len(data) < _LEAST:
                     continue
-                if data not in positions:
+                digest = sha256(data).digest()
+                if digest not in positions:
                     rest += bytes(-len(rest) % _ALIGNED)
-                    positions[data] = REST, len(rest)
+                    positions[digest] = REST, len(rest)
                     rest += data
-                file, at = positions[data]
+                file, at = positions[digest]
                 used.add(file)
                 tensor.ClearField("raw_data")
                 tensor.data_location = TensorProto.EXTERNAL
