@@ -8,8 +8,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from onnx import ModelProto, helper
 
@@ -25,31 +23,23 @@ from jaxonnx._rewrite.network import (
 )
 from jaxonnx._run.fold_norms import folds, read_names
 from jaxonnx._text import list_some
-from jaxonnx.errors import InputError
 from jaxonnx.quantization._awq import scale_inputs
+from jaxonnx.quantization._calibration import observe, warn_if_worse
 from jaxonnx.quantization._files import Bias, Record, record_of
 from jaxonnx.quantization._gptq import round_weights
 from jaxonnx.quantization._scheme import (
-    COMPARED,
-    ActivationStatistics,
-    Calibration,
     Parameters,
     Quantization,
     clipped_share,
     find_ranges,
     fit_bias,
-    observe,
-    sample_outputs,
     scales_channels,
     weight_parameters,
-    with_weights,
 )
-from jaxonnx.quantization._sites import find_sites, find_wrong_int2, value_types
+from jaxonnx.quantization._sites import Sites, choose_types, value_types
 from jaxonnx.quantization._view import Rounding
 
 N = TypeVar("N", bound=Network)
-_NOISE, _TRIED = 1.25, 32
-"""The ratio of errors that is no noise, and the narrowest ranges that one of the worst is among."""
 
 
 def insert(
@@ -81,25 +71,9 @@ def insert(
     model = fold_normalizations(unfolded)
     whole = reenter(model, unfolded)
     tensors = model.tensors
-    dtypes = value_types(whole, examples[0])
     # 1. what is quantized: weights, each by a scheme of its type, and activations
-    sites = find_sites(model, dtypes, scheme)
     types = types or {}
-    kinds = {name: types.get(name, scheme.weights) for name in sites.weights}
-    of_type = {kind: with_weights(scheme, kind) for kind in kinds.values() if kind is not None}
-    schemes = {name: of_type[kind] for name, kind in kinds.items() if kind is not None}
-    in_int2 = {name: sites.weights[name] for name, kind in kinds.items() if kind == "int2"}
-    if wrong := find_wrong_int2(model.graph, tensors, in_int2, scheme.block):
-        raise InputError(
-            f"onnxruntime 1.32 computes products with {', '.join(map(repr, wrong))} in int2 "
-            "wrongly or refuses them: the number of outputs must be a multiple of 4, and a "
-            "Transpose needs block=; leave them out with skip=, or pass weights='int4' or max_loss="
-        )
-    if len(schemes) < len(kinds):
-        chosen = with_weights(
-            scheme, scheme.weights, where=lambda name, _: name in schemes, skip=None
-        )
-        sites = find_sites(model, dtypes, chosen)
+    sites, schemes = choose_types(model, value_types(whole, examples[0]), scheme, types)
     fitted: dict[str, Parameters] = {}
     if method == "awq":
         values, fitted = scale_inputs(whole, sites.weights, examples, schemes)
@@ -109,21 +83,19 @@ def insert(
     observed = observe(whole, sites.range_names, examples)
     calibration = find_ranges(observed, sites.shared, scheme, types)
     ranges = calibration.ranges
-    reads = sites.select_reads(ranges)
+    shares = {n: clipped_share(x, ranges[n]) for n, x in observed.samples.items() if n in ranges}
     # 3. BatchNormalizations that stay for training
     norms = folded_outputs(unfolded.graph, unfolded.tensors) if keep_norms else {}
     # only weights with a scale for each output channel, along the first axis
     along = {n: site for n, site in sites.weights.items() if n in norms and site.output == 0}
     norms = {n: p for n, p in norms.items() if n in along and scales_channels(along[n], schemes[n])}
+    convs = {norm: conv for conv, norm in norms.values()}
     if norms:
         model = fold_normalizations(unfolded, norms)
         outputs = [norm for _, norm in norms.values()]
         model = with_tensors(model, flip_negative_scales(model.graph, outputs, model.tensors))
         tensors = model.tensors
-        convs = {norm: conv for conv, norm in norms.values()}
-        reads = {(convs.get(node, node), i): name for (node, i), name in reads.items()}
     # 4. the scales of weights
-    inserter = _Inserter(model.proto, {*tensors, *(value.name for value in model.inputs)})
     biases = {bias.weight: bias for bias in sites.biases if bias.value in ranges}
 
     def fit(name: str, squares: np.ndarray | None = None) -> Parameters:
@@ -141,19 +113,21 @@ def insert(
         model = with_tensors(model, values)
     scales = {n: scales[n] if n in scales else fit(n) for n in sites.weights}
     # 5. write the QDQ pairs
+    inserter = _Inserter(model.proto, {*tensors, *(value.name for value in model.inputs)})
     for name, parameters in scales.items():
         # onnxruntime (1.32) refuses zero points per column of a stack of matrices of integers
         bare = sites.weights[name].stacked and schemes[name].computes_integers
         bare = bare and parameters.axis is not None and not parameters.block
         inserter.quantize_weight(name, parameters, bare=bare)
+    reads = select_reads(sites, ranges)
+    reads = {(convs.get(node, node), i): name for (node, i), name in reads.items()}
     inserter.quantize_values(reads, ranges, sites.shared)
     inserter.quantize_outputs((n for n in sites.outputs if n in ranges), ranges)
     inserter.store_biases((b.name, b.value, b.weight) for b in sites.biases if b.value in ranges)
     net = with_file(model, inserter.write(norm for _, norm in norms.values()), inserter.added)
     # 6. compare with the widest ranges, and warn
     entered = reenter(net, unfolded)
-    shares = {n: clipped_share(x, ranges[n]) for n, x in observed.samples.items() if n in ranges}
-    _warn_if_worse(entered, calibration, observed, inserter.parameters, examples, shares, scheme)
+    warn_if_worse(entered, calibration, observed, inserter.parameters, examples, shares, scheme)
     if zeros := [repr(n) for n, x in observed.limits.items() if not x.any()]:
         warnings.warn(
             f"{list_some(zeros, '')}: 0 in all calibration data, so that the range is not known, "
@@ -163,76 +137,14 @@ def insert(
     return enter(net, Rounding(clipped={n: x for n, x in shares.items() if x}))
 
 
-def _warn_if_worse(
-    model: Network,
-    calibration: Calibration,
-    observed: ActivationStatistics,
-    names: Mapping[str, Sequence[str]],
-    examples: Sequence[Sequence[Any]],
-    shares: Mapping[str, float],
-    scheme: Quantization,
-) -> None:
-    """Warn if calibrated ranges have an output further from the float one than the widest ranges.
+def select_reads(sites: Sites, ranges: Collection[str]) -> dict[tuple[str, int], str]:
+    """Select the reads of nodes all of whose activations have a range.
 
-    Args:
-      model: the quantized model, with the inputs of the one that was calibrated.
-      names: the scale and zero point of each activation.
-      examples: the calibration data.
-      shares: the fraction of the numbers of each activation that are clipped.
-      scheme: its method of calibration.
+    Another node stays in floating point with all of its inputs: runtimes compute with integers only
+    where every input is quantized.
     """
-    widest = {
-        value: dict(zip(names[value], map(jnp.asarray, parameters[:2]), strict=True))
-        for value, parameters in calibration.widest.items()
-        if value in names and parameters.scale != calibration.ranges[value].scale
-    }
-    if not widest:
-        return
-    inputs = [value.name for value in model.inputs]
-
-    @jax.jit
-    def measure_distances(params, state, x, expected):
-        values = model.program.evaluate(params, state, dict(zip(inputs, x, strict=True)))
-        outputs = sample_outputs(model, values)
-        squares = {n: jnp.maximum(jnp.square(y).sum(), 1e-30) for n, y in expected.items()}
-        return [
-            jnp.sqrt(jnp.square(outputs[n] - y).sum() / squares[n]) for n, y in expected.items()
-        ]
-
-    pairs = [*zip(examples, observed.outputs, strict=False)]  # of the first batches
-
-    def measure(ranges: Mapping[str, Any], count: int = COMPARED) -> np.ndarray:
-        state = {**model.state, **calibrated, **ranges}
-        return np.array(
-            [measure_distances(model.params, state, tuple(x), y) for x, y in pairs[:count]]
-        )
-
-    calibrated = {
-        name: jnp.asarray(value)
-        for x in widest
-        for name, value in zip(names[x], calibration.ranges[x][:2], strict=True)
-    }
-    errors, least = measure({}), measure({n: v for x in widest.values() for n, v in x.items()})
-    worse = (errors > _NOISE * least).all(0)
-    if not worse.any():
-        return
-    k = int(np.argmax(np.where(worse, errors.mean(0) - least.mean(0), -np.inf)))
-    narrow = sorted(widest, key=lambda x: calibration.ranges[x].scale / calibration.widest[x].scale)
-    gains = {x: float(errors[0, k] - measure(widest[x], 1)[0, k]) for x in narrow[:_TRIED]}
-    worst = [
-        f"{x!r} ({shares[x]:.2%} of its numbers clipped)"
-        for x in sorted(gains, key=lambda x: -gains[x])[:3]
-        if gains[x] > 0
-    ]
-    output = f"the output {[*observed.outputs[0]][k]!r}" if worse.size > 1 else "the outputs"
-    warnings.warn(
-        f"calibration={scheme.calibration!r} changes {output} on the calibration data by "
-        f"{errors[:, k].mean():.2%}, 'minmax' by {least[:, k].mean():.2%} (root mean square, of "
-        f"that of the outputs), most through the ranges of "
-        f"{', '.join(worst) or 'several activations'}: pass calibration='minmax', or another "
-        "method",
-        stacklevel=5,
-    )
+    left_out = {output for (output, _), name in sites.reads.items() if name not in ranges}
+    return {place: name for place, name in sites.reads.items() if place[0] not in left_out}
 
 
 def fold_normalizations(model: N, keep: Collection[str] = ()) -> N:

@@ -15,7 +15,7 @@ from jaxonnx._graph.uses import Use, uses
 from jaxonnx._rewrite.network import Network
 from jaxonnx._run.scope import Context, Scope
 from jaxonnx.errors import InputError
-from jaxonnx.quantization._padding import find_token_axes
+from jaxonnx.quantization._calibration import find_token_axes
 from jaxonnx.quantization._sites import PRODUCTS, WeightSite
 
 

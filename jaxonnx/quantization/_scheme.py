@@ -6,21 +6,17 @@ Scales of weights are found by their values, ranges of activations by calibratio
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
 from jaxonnx._graph.select import Select
 from jaxonnx._require import check_arguments, is_one_of, require
-from jaxonnx._rewrite.network import Network
 from jaxonnx.errors import InputError
 from jaxonnx.ops.contrib.moving_ranges import limits_of, range_parameters
-from jaxonnx.quantization._padding import find_token_axes
 
 
 class NumberType(NamedTuple):
@@ -267,24 +263,8 @@ class Quantization:
         return (least // 2, most // 2) if self.reduce_range else (least, most)
 
 
-def with_weights(scheme: Quantization, kind: str, **changes: Any) -> Quantization:
-    """Return a scheme with one type of weights, in place of a choice (`max_loss`).
-
-    A wider type that takes no blocks (`block`) has one scale for each output channel.
-    """
-    free: dict[str, Any] = {"max_loss": None}
-    if kind in ("int8", "uint8") and kind != scheme.weights and scheme.computes_integers:
-        free["block"] = None
-    return replace(scheme, weights=kind, **free, **changes)  # type: ignore[arg-type]
-
-
 _BINS = 2048
 """Bins of the histogram of an activation."""
-_SAMPLE = 2**16
-"""The most elements of an activation that each batch contributes to its histogram, and of an output
-that are compared."""
-COMPARED = 2
-"""The first batches, on which calibrated ranges are compared with the widest ones."""
 _SHARES = np.linspace(0.2, 1, 81)
 """The fractions of a range that are tried for the least error."""
 _KEPT = 0.9999
@@ -436,7 +416,7 @@ class ActivationStatistics(NamedTuple):
     sizes: dict[str, int]
     """The number of elements of a batch."""
     outputs: list[dict[str, Any]]
-    """Samples of the network's float outputs, of the first `COMPARED` batches."""
+    """Samples of the network's float outputs, of the first batches."""
 
 
 class Calibration(NamedTuple):
@@ -446,55 +426,6 @@ class Calibration(NamedTuple):
     """By the name of the activation."""
     widest: dict[str, Parameters]
     """The ranges from the minimum to the maximum of all data."""
-
-
-def observe(
-    model: Network, values: Iterable[str], batches: Sequence[Sequence[Any]]
-) -> ActivationStatistics:
-    """Evaluate a network on calibration data and record its activations.
-
-    Args:
-      model: the network before quantization.
-      values: the names of the activations.
-      batches: inputs, in the order of the model's. Padding does not count.
-    """
-    # 1. a program that returns the measured values behind the outputs of the graph
-    measured = [*values]
-    program, first = model.program.with_values(measured), len(model.graph.outputs)
-    names = [value.name for value in model.inputs]
-    tokens = find_token_axes(model, measured, batches)
-
-    @jax.jit
-    def read(params, state, inputs):
-        feeds = dict(zip(names, inputs, strict=True))
-        outputs = program.evaluate(params, state, feeds)
-        floats = [x.astype(jnp.float32) for x in outputs[first:]]
-        masks = [
-            tokens[n].find_tokens(feeds, x.ndim) if n in tokens else True
-            for n, x in zip(measured, floats, strict=True)
-        ]
-        pairs = [*zip(floats, masks, strict=True)]
-        least = [jnp.where(k, x, jnp.inf).min() for x, k in pairs]
-        greatest = [jnp.where(k, x, -jnp.inf).max() for x, k in pairs]
-        limits = [*map(jnp.stack, zip(least, greatest, strict=True))]
-        samples = [take_sample(jnp.where(k, x, jnp.nan)) for x, k in pairs]
-        return (limits, samples, [x.size for x in floats]), sample_outputs(model, outputs[:first])
-
-    # 2. ranges, samples and sizes of each batch, joined
-    parts, outputs = [], []
-    for inputs in batches:
-        part, results = read(model.params, model.state, tuple(inputs))
-        parts.append(jax.device_get(part))
-        outputs += [results] * (len(outputs) < COMPARED)
-    limits, samples, sizes = (
-        {name: [part[k][i] for part in parts] for i, name in enumerate(measured)} for k in range(3)
-    )
-    return ActivationStatistics(
-        {name: np.stack(x) for name, x in limits.items()},
-        {name: np.concatenate([x[~np.isnan(x)] for x in xs]) for name, xs in samples.items()},
-        {name: int(x[0]) for name, x in sizes.items()},
-        outputs,
-    )
 
 
 def find_ranges(
@@ -539,26 +470,12 @@ def find_ranges(
     return Calibration(ranges, widest)
 
 
-def sample_outputs(model: Network, outputs: Sequence[Any]) -> dict[str, jax.Array]:
-    """Return samples of the float outputs of a network, by name; those of a sequence as one."""
-    parts = {
-        name: [x for x in jax.tree.leaves(y) if jnp.issubdtype(x.dtype, jnp.floating)]
-        for name, y in zip(model.graph.outputs, outputs, strict=True)
-    }
-    return {n: jnp.concatenate([*map(take_sample, x)]) for n, x in parts.items() if x}
-
-
 def clipped_share(sample: np.ndarray, parameters: Parameters) -> float:
     """Return the fraction of the numbers that a range clips: those beyond half a step of it."""
     scale, zero_point, *_ = parameters
     least, _, most = limits_of(zero_point.dtype)
     low, high = (float(scale) * (x - float(zero_point)) for x in (least - 0.5, most + 0.5))
     return float(np.mean((sample < low) | (sample > high)))
-
-
-def take_sample(x: jax.Array) -> jax.Array:
-    """Return every k-th element, so that at most `_SAMPLE` leave the device."""
-    return x.reshape(-1)[:: max(-(-x.size // _SAMPLE), 1)]
 
 
 def find_origin(name: str, shared: Mapping[str, str]) -> str:

@@ -14,8 +14,8 @@ from jaxonnx._io.build import Editor
 from jaxonnx._rewrite.network import Network, reenter, with_file, with_tensors
 from jaxonnx.errors import InputError
 from jaxonnx.ops.contrib.moving_ranges import DOMAIN
-from jaxonnx.quantization._insert import fold_normalizations, insert
-from jaxonnx.quantization._padding import find_token_axes
+from jaxonnx.quantization._calibration import find_token_axes, observe
+from jaxonnx.quantization._insert import fold_normalizations, insert, select_reads
 from jaxonnx.quantization._scheme import (
     TYPES,
     Quantization,
@@ -23,12 +23,10 @@ from jaxonnx.quantization._scheme import (
     divides,
     find_origin,
     find_ranges,
-    observe,
     spread_scale,
     weight_parameters,
-    with_weights,
 )
-from jaxonnx.quantization._sites import find_sites, find_wrong_int2, value_types
+from jaxonnx.quantization._sites import find_sites, find_wrong_int2, value_types, with_weights
 from jaxonnx.quantization._view import Rounding
 
 Changes = Mapping[str, Any] | None
@@ -311,7 +309,7 @@ def make_trials(
         for kind in activations
     }
     rounded = ranges[activations[0]]
-    reads, file = sites.select_reads(rounded), Editor(model.proto, tensors)
+    reads, file = select_reads(sites, rounded), Editor(model.proto, tensors)
     names = {
         n: (file.unused_name(f"{n}_levels"), file.unused_name(f"{n}_rounded")) for n in rounded
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,14 +68,51 @@ class Sites:
         """The activations that have a range of their own."""
         return tuple(name for name in self.values if name not in self.shared)
 
-    def select_reads(self, ranges: Collection[str]) -> dict[tuple[str, int], str]:
-        """Select the reads of nodes all of whose activations have a range.
 
-        Another node stays in floating point with all of its inputs: runtimes compute with integers
-        only where every input is quantized.
-        """
-        left_out = {output for (output, _), name in self.reads.items() if name not in ranges}
-        return {place: name for place, name in self.reads.items() if place[0] not in left_out}
+def choose_types(
+    model: Network,
+    dtypes: Mapping[str, np.dtype],
+    scheme: Quantization,
+    types: Mapping[str, str | None],
+) -> tuple[Sites, dict[str, Quantization]]:
+    """Find what a scheme quantizes, and the scheme of each weight, by its type.
+
+    Args:
+      model, dtypes: as for `find_sites`.
+      scheme: what to quantize.
+      types: other types of some weights than the scheme's, by name. None keeps floating point.
+
+    Raises:
+      InputError: as from `find_sites`, or onnxruntime computes products with a weight wrongly.
+    """
+    sites = find_sites(model, dtypes, scheme)
+    kinds = {name: types.get(name, scheme.weights) for name in sites.weights}
+    in_int2 = {name: sites.weights[name] for name, kind in kinds.items() if kind == "int2"}
+    if wrong := find_wrong_int2(model.graph, model.tensors, in_int2, scheme.block):
+        raise InputError(
+            f"onnxruntime 1.32 computes products with {', '.join(map(repr, wrong))} in int2 "
+            "wrongly or refuses them: the number of outputs must be a multiple of 4, and a "
+            "Transpose needs block=; leave them out with skip=, or pass weights='int4' or max_loss="
+        )
+    of_type = {kind: with_weights(scheme, kind) for kind in kinds.values() if kind is not None}
+    schemes = {name: of_type[kind] for name, kind in kinds.items() if kind is not None}
+    if len(schemes) < len(kinds):
+        chosen = with_weights(
+            scheme, scheme.weights, where=lambda name, _: name in schemes, skip=None
+        )
+        sites = find_sites(model, dtypes, chosen)
+    return sites, schemes
+
+
+def with_weights(scheme: Quantization, kind: str, **changes: Any) -> Quantization:
+    """Return a scheme with one type of weights, in place of a choice (`max_loss`).
+
+    A wider type that takes no blocks (`block`) has one scale for each output channel.
+    """
+    free: dict[str, Any] = {"max_loss": None}
+    if kind in ("int8", "uint8") and kind != scheme.weights and scheme.computes_integers:
+        free["block"] = None
+    return replace(scheme, weights=kind, **free, **changes)  # type: ignore[arg-type]
 
 
 def find_sites(model: Network, dtypes: Mapping[str, np.dtype], scheme: Quantization) -> Sites:

@@ -66,7 +66,7 @@ def test_products_that_it_computes_wrongly_are_refused(kind, outputs, block, mon
     proto = product(kind, outputs)
     with pytest.raises(jaxonnx.InputError, match="'w' in int2 wrongly or refuses"):
         jaxonnx.quantize(proto, X, scheme(block))
-    monkeypatch.setattr("jaxonnx.quantization._insert.find_wrong_int2", lambda *_: [])
+    monkeypatch.setattr("jaxonnx.quantization._sites.find_wrong_int2", lambda *_: [])
     with pytest.raises(jaxonnx.ModelError, match="the quantized file"):
         jaxonnx.quantize(proto, X, scheme(block))
     file = jaxonnx.quantize(proto, X, scheme(block), check=False).to_onnx()
