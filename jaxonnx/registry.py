@@ -30,7 +30,7 @@ converts all others to plain arrays before the call::
     @op("MatMul", since=1, weights={"b": matrix()}, accepts={"b": LowRank | Packed})
 
 Annotations say what a parameter needs beyond its value: `Static` on an input that must be known
-while tracing; `Key`, `Training`, `Outputs`, `Names`, `Channels` and `SharesCaches` on
+while tracing; `Key`, `Training`, `Outputs`, `Names`, `Channels` and `ReusesInputs` on
 keyword-only parameters that the evaluator fills in and that are not attributes.
 
 What the specification demands of values and shapes is declared, and checked before the function is
@@ -92,9 +92,9 @@ Channels = Annotated[int, "channels"]
 """The axis of the channels in the first input and the first output: 1 as in the specification, or
 -1 where the evaluator keeps images with their channels last (`jaxonnx._run.array_forms`)."""
 
-SharesCaches = Annotated[bool, "shares caches"]
-"""Whether caches of earlier calls may be updated in place: what they hold behind the valid steps
-stays (`SharedCaches` of generation)."""
+ReusesInputs = Annotated[bool, "reuses inputs"]
+"""Whether a result that continues an input may be written into it: what the input has behind its
+valid steps stays there."""
 
 _CONTEXT = {
     "key": Key,
@@ -102,7 +102,7 @@ _CONTEXT = {
     "outputs": Outputs,
     "scope": Names,
     "channels": Channels,
-    "shares caches": SharesCaches,
+    "reuses inputs": ReusesInputs,
 }
 """The markers of keyword-only parameters that the evaluator passes, not attributes of the node."""
 
@@ -172,8 +172,8 @@ class Op:
     """The input that is added to a product; in units of both scales if the result is quantized."""
     frozen: bool = False
     """Whether training uses the running statistics, and keeps them, as inference does."""
-    shares_caches: bool = False
-    """Whether caches are updated in place: see `SharesCaches`. A view sets it."""
+    reuses_inputs: bool = False
+    """Whether results may be written into the inputs that they continue. A view sets it."""
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Check the constraints, and call the function."""

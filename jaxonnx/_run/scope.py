@@ -287,8 +287,8 @@ class Scope:
             return self._training(node)
         if what == "channels":
             return -1 if isinstance(arguments[0], lowering.ChannelsLast) else 1
-        if what == "shares caches":
-            return node.op.shares_caches
+        if what == "reuses inputs":
+            return node.op.reuses_inputs
         return len(node.outputs) if what == "outputs" else self
 
     def _training(self, node: Node) -> bool | None:

@@ -77,7 +77,7 @@ class SharedCaches(CallView):
     stays: ClassVar[bool] = False
 
     def enter(self, graph: Graph, constants: Mapping[str, np.ndarray]) -> Graph:
-        nodes = (replace(n, op=replace(n.op, shares_caches=True)) for n in graph.nodes)
+        nodes = (replace(n, op=replace(n.op, reuses_inputs=True)) for n in graph.nodes)
         return replace(graph, nodes=tuple(nodes))
 
 

@@ -224,7 +224,7 @@ def test_a_token_is_written_into_a_shared_cache(batch):
 
     def step(caches, news, lengths):
         more = lengths, np.array([room], np.int32), *tables
-        shared = {"do_rotary": 1, "shares_caches": True}
+        shared = {"do_rotary": 1, "reuses_inputs": True}
         y, *caches = attention(*news, *caches, *more, **GROUPED, **shared)
         return y, caches
 

@@ -30,7 +30,7 @@ from jaxonnx.ops.common import INDEX, divide
 from jaxonnx.ops.contrib.attention import refuse
 from jaxonnx.ops.contrib.fused import DOMAIN, rms_norm
 from jaxonnx.ops.quantize import dequantize_linear, quantize, quantize_linear
-from jaxonnx.registry import Omissible, Outputs, SharesCaches, op
+from jaxonnx.registry import Omissible, Outputs, ReusesInputs, op
 
 INT4 = np.dtype(ml_dtypes.int4)
 
@@ -186,7 +186,7 @@ def group_query_attention(
     softcap=0.0,
     v_quant_type="NONE",
     outputs: Outputs = 4,
-    shares_caches: SharesCaches = False,
+    reuses_inputs: ReusesInputs = False,
 ):
     """Attention of `num_heads` over `kv_num_heads`, with a cache of keys and values.
 
@@ -255,7 +255,7 @@ def group_query_attention(
                 "jit, or pass empty caches"
             )
         length = max(total, 0 if past_key is None else past_key.shape[2])
-        keeps_room = shares_caches and past_key is not None and past_key.shape[2] == length
+        keeps_room = reuses_inputs and past_key is not None and past_key.shape[2] == length
         in_place = keeps_room and steps == 1
         add = _write_into_cache if in_place else partial(_append_to_cache, length=length)
         caches = [add(*pair, start) for pair in zip(pasts, news, strict=True)]
