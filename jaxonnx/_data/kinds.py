@@ -210,8 +210,8 @@ class Data:
         """
         return self, validation, []
 
-    def make_prompts(self, samples: Any) -> Any:
-        """Return the argument `samples` of `train`, as prompts of this data are."""
+    def convert_samples(self, samples: Any) -> Any:
+        """Return the argument `samples` of `train` in the form of these examples."""
         return samples
 
     def choose_loss(self, model: Any) -> tuple[str, str] | None:

@@ -132,7 +132,7 @@ class Texts(RowData):
             return RowStream(self.rows, reading, self.name, **self._options)
         return read_arrays(self.columns, reading, self.name)
 
-    def make_prompts(self, samples: Any) -> Any:
+    def convert_samples(self, samples: Any) -> Any:
         """Convert texts to messages of the user, if the data has conversations."""
         if not isinstance(samples, list | tuple) or not has_messages(self.rows):
             return samples

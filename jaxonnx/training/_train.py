@@ -190,7 +190,7 @@ def prepare_run(
     run_data = read_data(net, settings, opened)
     # 3. The step, for a run whose length is known now.
     settings = settings.with_length(run_data.examples.steps)
-    settings = replace(settings, samples=opened.data.make_prompts(settings.samples))
+    settings = replace(settings, samples=opened.data.convert_samples(settings.samples))
     step = build_step(
         run_data.model,
         settings,
