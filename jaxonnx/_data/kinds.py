@@ -293,7 +293,7 @@ class RowData(Data):
 
     @property
     def rows(self) -> Any:
-        rows = self.plain.rows
+        rows: Any = self.plain.rows
         return rows if self._chosen is None else rows.choose(self._chosen)
 
     def split(self, validation: Any, seed: int) -> tuple[Data, Any, list[str]]:

@@ -47,10 +47,11 @@ class PrecisionArguments(TypedDict, total=False):
     This applies to the forward pass and both gradients, and is fast on accelerators; "bf16" also on
     CPUs with AVX512_BF16, AMX or ARM's BF16, which leave in float32 what is not faster, and on x86
     round the results of products as well. Weights, updates, normalization, softmax and losses stay
-    in float32, and so do validation and the resulting model. With "fp16" the loss is scaled: by 2**15 at first, by half as much after each
-    gradient that overflows, by twice as much after 2000 steps without overflow. A step that
-    overflows changes nothing and is not listed in `history.events`. Use "fp16" for float16 files,
-    whose small gradients would be zero otherwise, and for hardware without bfloat16."""
+    in float32, and so do validation and the resulting model. With "fp16" the loss is scaled: by
+    2**15 at first, by half as much after each gradient that overflows, by twice as much after 2000
+    steps without overflow. A step that overflows changes nothing and is not listed in
+    `history.events`. Use "fp16" for float16 files, whose small gradients would be zero otherwise,
+    and for hardware without bfloat16."""
 
 
 class LossScale(NamedTuple):
