@@ -75,7 +75,7 @@ def choose_types(
     scheme: Quantization,
     types: Mapping[str, str | None],
 ) -> tuple[Sites, dict[str, Quantization]]:
-    """Find what a scheme quantizes, and the scheme of each weight, by its type.
+    """Find the quantized tensors, and the scheme of each weight by its type.
 
     Args:
       model, dtypes: as for `find_sites`.
