@@ -94,7 +94,7 @@ class DatasetSplits(Data):
             f"its splits, like data[{next(iter(self.data), 'train')!r}]"
         )
 
-    def split(self, validation: Any, seed: int) -> tuple[Data, Any, list[str]]:
+    def split(self, validation: Any) -> tuple[Data, Any, list[str]]:
         data = self.data
         if "train" not in data:
             raise TrainingError(

@@ -200,15 +200,13 @@ class Data:
           reading: `model`, `padding`, `notes` and `long` may be changed.
         """
 
-    def split(self, validation: Any, seed: int) -> tuple[Data, Any, list[str]]:
-        """Return the data to train with, the validation data, and notes for the history.
-
-        Args:
-          validation: the argument of `train`. A share of the data (a number) may be returned as it
-            is: it is then a share of the examples.
-          seed: that of the run.
-        """
+    def split(self, validation: Any) -> tuple[Data, Any, list[str]]:
+        """Return the data to train with, the validation data, and notes for the history."""
         return self, validation, []
+
+    def hold_out(self, share: float, reading: Reading) -> tuple[Data, Data] | None:
+        """Return the data without a share of it, and that share; None for a share of examples."""
+        return None
 
     def convert_samples(self, samples: Any) -> Any:
         """Return the argument `samples` of `train` in the form of these examples."""
@@ -296,17 +294,15 @@ class RowData(Data):
         rows: Any = self.plain.rows
         return rows if self._chosen is None else rows.choose(self._chosen)
 
-    def split(self, validation: Any, seed: int) -> tuple[Data, Any, list[str]]:
-        """Hold out a share of the rows: the examples that a row becomes stay together."""
-        if not isinstance(validation, int | float) or self.rows.is_stream:
-            return self, validation, []
+    def hold_out(self, share: float, reading: Reading) -> tuple[Data, Data] | None:
+        """Hold out rows: the examples that a row becomes stay together."""
+        if self.rows.is_stream:
+            return None
         held_out = np.zeros(sum(1 for _ in self.rows.iterate(0)), bool)
-        held_out[draw_share(len(held_out), validation, seed, "rows")] = True
-        parts = copy(self), copy(self)
-        for part, chosen in zip(parts, (~held_out, held_out), strict=True):
-            part._chosen = chosen
-        parts[1].name = "validation"
-        return *parts, []
+        held_out[draw_share(len(held_out), share, reading.seed, "rows")] = True
+        rest, part = copy(self), copy(self)
+        rest._chosen, part._chosen, part.name = ~held_out, held_out, "validation"
+        return rest, part
 
     @property
     def first_batch(self) -> Mapping[str, Any]:

@@ -78,9 +78,12 @@ class Texts(RowData):
           TrainingError: a text that cannot be an example; the message has its line.
         """
         model, rows = reading.model, {name: part.rows for name, part in parts.items()}
-        scored = scores_texts(model) and all(find_shape(x, scores=True) for x in rows.values())
+        scored = all(part._is_scored(model) for part in parts.values())
         if reading.per_row and not scored:
             return
+        vectors = all(value.shape is not None and len(value.shape) < 3 for value in model.outputs)
+        if vectors and not scored and model.folder is not None:
+            raise _refuse_unscored(model, rows)
         settings = TextSettings.of(reading.preprocess)
         _check_answers(reading.padding.needs.losses, rows, settings.pack)
         if reading.trains and settings.pack:
@@ -103,6 +106,13 @@ class Texts(RowData):
             reading.padding = replace(reading.padding, buckets=widths)
         reading.notes.append(reader.notes)
         reading.long = reader.long
+
+    def hold_out(self, share: float, reading: Reading) -> tuple[Data, Data] | None:
+        """Hold out rows; where a model scores texts, these are examples, perhaps in groups."""
+        return None if self._is_scored(reading.model) else super().hold_out(share, reading)
+
+    def _is_scored(self, model: Network) -> bool:
+        return scores_texts(model) and find_shape(self.rows, scores=True) is not None
 
     def _read_rows(self, reader: Reader | LabelReader, rows: Rows) -> None:
         """Convert the rows to columns, or those of a stream as they are read."""
@@ -174,6 +184,19 @@ class Texts(RowData):
         task = model.folder.task
         fills = task == "fill-mask" or (not task and Tokenizer(model.folder).mask_token is not None)
         return "masked_lm" if fills else "causal_lm", "texts"
+
+
+def _refuse_unscored(model: Network, data: Mapping[str, Rows]) -> TrainingError:
+    """Return the error for rows of language models on a network that scores texts."""
+    name, rows = next((n, x) for n, x in data.items() if not find_shape(x, scores=True))
+    columns = ", ".join(map(repr, rows.rename(rows.first)))
+    return TrainingError(
+        f"{name} has rows with {columns}, and the output '{model.outputs[0].name}' has one row for "
+        f"each text: rows are like {SCORED[-2].example}. Pass chats as tokens, {{'input_ids': "
+        "[model.tokenizer.apply_chat_template(messages), ...], 'labels': [...]}, and pairs of "
+        "answers as two texts (or rows of tokens), the chosen one before the other, with a "
+        "jaxonnx.losses.GroupLoss of 2 rows"
+    )
 
 
 def _check_answers(losses: Sequence[Any], data: Mapping[str, Rows], packs: bool) -> None:

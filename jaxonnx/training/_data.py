@@ -59,11 +59,11 @@ def open_data(data: Any, settings: Settings) -> OpenedData:
       TrainingError: a split, a column or validation data is missing, or a file cannot be read.
     """
     opened = open_kind(data, "data", settings.columns)
-    opened, validation, notes = opened.split(settings.validation, settings.seed)
+    opened, validation, notes = opened.split(settings.validation)
     for name in ("validate_every", "validate_first"):
         if validation is None and getattr(settings, name):
             raise TrainingError(f"{name} needs validation data: pass validation= as well")
-    if validation is not None and not isinstance(validation, int | float | Data):
+    if validation is not None and not isinstance(validation, int | float):
         validation = open_kind(validation, "validation", settings.columns)
     return OpenedData(opened, validation, (*notes,))
 
@@ -119,6 +119,10 @@ def read_data(
         target_names=target_names(model),
     )
     parts = {"data": opened.data}
+    if isinstance(validation, int | float) and (
+        divided := opened.data.hold_out(validation, reading)
+    ):
+        parts["data"], validation = divided
     if isinstance(validation, Data):
         parts["validation"] = validation
     examples, *others = read(parts, reading)

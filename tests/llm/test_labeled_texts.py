@@ -1,7 +1,10 @@
 """Texts and pairs of texts with labels: tokens and segments of transformers, labels of any kind."""
 
+import itertools
 import json
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import onnx
 import onnxruntime
@@ -282,3 +285,46 @@ def test_new_classes_by_name_go_into_the_saved_configuration(tmp_path):
     model.save(f"{tmp_path}/same/")
     config = (tmp_path / "base" / "config.json").read_text()
     assert (tmp_path / "same" / "config.json").read_text() == config
+
+
+PAIR_ROW = {"prompt": "who", "chosen": "the cat sat", "rejected": "a dog ran"}
+
+
+@pytest.mark.parametrize("loss", [None, "dpo", "squared_error"])
+@pytest.mark.parametrize(
+    "row",
+    [
+        PAIR_ROW,
+        {"messages": [{"role": "user", "content": "who sat"}], "label": 1.0},
+        {"prompt": "who", "completion": "the cat", "label": 1},
+        {"instruction": "who", "output": "the cat", "label": 1.0},
+    ],
+    ids=lambda row: next(iter(row)),
+)
+def test_rows_of_language_models_are_refused_with_a_way_out(row, loss, tmp_path):
+    with pytest.raises(jaxonnx.TrainingError, match=r"one row for each text.*GroupLoss"):
+        jaxonnx.train(write(tmp_path, 1), [row] * 4, loss=loss, progress=False)
+
+
+@pytest.mark.parametrize("share", [None, 0.5])
+def test_a_reward_model_learns_from_pairs_of_texts(share, tmp_path):
+    """The way out of that error: Bradley and Terry's loss of two texts, which stay together."""
+    model = write(tmp_path, 1)
+
+    def ranking(outputs, targets, weight):
+        margins = outputs[0::2, 0] - outputs[1::2, 0]
+        return jnp.repeat(jax.nn.softplus(-margins), 2)
+
+    loss = jaxonnx.losses.GroupLoss(name="ranking", function=ranking, group=2, takes_targets=False)
+    pairs = ["the cat sat", "a dog ran"], ["it is a mat", "who"], ["a cat", "the dog"], ["it", "is"]
+    rows = [{"text": text} for pair in pairs for text in pair]
+    settings = {"optimizer": optax.sgd(0.0), "batch_size": 8, "progress": False}
+    run = jaxonnx.train(model, rows, loss=loss, validation=share, **settings)
+    scores = np.asarray(model.predict(rows, progress=False))[:, 0].reshape(-1, 2)
+    losses = np.log1p(np.exp(scores[:, 1] - scores[:, 0]))
+    if share is None:
+        np.testing.assert_allclose(run.history.losses, [losses.mean()], rtol=1e-4)
+        return
+    held_out = run.history.epochs[0]["validation_loss"]
+    halves = [np.mean(half) for half in itertools.combinations(losses, 2)]
+    assert np.abs(np.array(halves) - held_out).min() < 1e-4
