@@ -23,7 +23,7 @@ from jaxonnx._io.formats import save
 from jaxonnx._require import check_arguments, require_choice
 from jaxonnx._step_files import shared
 from jaxonnx._step_files import web as _web
-from jaxonnx._step_files.load import FORMAT
+from jaxonnx._step_files.load import FORMAT, read_manifest
 from jaxonnx.errors import InputError, TrainingError
 from jaxonnx.lora import Adapters, file_tensors, writes_apart
 from jaxonnx.model import Model, as_model, start_at_zeros
@@ -130,6 +130,8 @@ def export_step(
       The manifest.
 
     Raises:
+      InputError: the folder has a file of one of these names that no earlier export wrote, and that
+        would change, such as the model itself.
       UnsupportedError: a part of the step cannot be expressed in ONNX.
       TrainingError: settings or batch do not fit the model.
       ModelError: `check` finds a difference; the message names the first node that differs.
@@ -165,14 +167,50 @@ def export_step(
         if source is not None or external_data == "shared":
             trained = () if source is None else graphs["weights"][1]["tensors"]
             base = _web.serialize(step.model, trained)
+        written = [*chosen_files.values(), "manifest.json"]
+        written += [shared.MODEL] if base and base[0] else []
+        written += [shared.REST] if external_data == "shared" else []
+        written += [] if source is None else _web.FILES
+        preserved = _find_preserved(Path(path), written, base and base[0])
         manifest = exporter.write(Path(path), graphs, chosen_files, external_data, base)
         if source is not None and base is not None:
             manifest["web"] = _web.write(
                 Path(path), source, step.model, web, manifest, base[1], kind
             )
+        if preserved:
+            manifest["preserved"] = preserved
         with write_atomically(Path(path) / "manifest.json") as file:
             file.write_text(json.dumps(manifest, indent=1) + "\n")
     return manifest
+
+
+def _find_preserved(folder: Path, names: Sequence[str], network: bytes | None) -> list[str]:
+    """Return the files that stay as they are, which the user had before the first export.
+
+    Args:
+      folder: to write to.
+      names: of the files to write.
+      network: the contents of `shared.MODEL`.
+
+    Raises:
+      InputError: a file is there that no export wrote, and would be overwritten.
+    """
+    try:
+        _, earlier = read_manifest(folder)
+    except InputError:
+        users = names
+    else:
+        listed = earlier.get("preserved", [])
+        users = listed if isinstance(listed, list) else names
+    preserved = []
+    for file in (folder / name for name in names if name in users and (folder / name).exists()):
+        if file.name != shared.MODEL or file.read_bytes() != network:
+            raise InputError(
+                f"'{file}' would be overwritten, and no earlier export wrote it: it may be the "
+                "model itself. Export to another folder, or remove the file"
+            )
+        preserved.append(file.name)
+    return preserved
 
 
 class _Exporter:

@@ -60,7 +60,7 @@ def import_step(
             f"'{folder}' and '{model}' are swapped: the file of the network comes first, then the "
             "folder that export_step wrote"
         )
-    path, manifest = _read_manifest(folder)
+    path, manifest = read_manifest(folder)
     if state is None:
         files = [Path(folder, f"state{suffix}") for suffix in (".npz", ".safetensors", _FLAT)]
         state = next((file for file in files if file.exists()), None)
@@ -120,7 +120,7 @@ def average_states(
         the two), or with masks of sparsity that differ.
     """
     check_arguments(average_states, locals())
-    path, manifest = _read_manifest(folder)
+    path, manifest = read_manifest(folder)
     listed = isinstance(states, list | tuple) and len(states) > 0
     kinds = (Mapping, str, os.PathLike)
     each = listed and all(isinstance(state, kinds) for state in states)
@@ -191,7 +191,7 @@ def _changes(path: Path, about: Any, tensors: dict[str, np.ndarray]) -> dict[str
     return values | products
 
 
-def _read_manifest(folder: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]:
+def read_manifest(folder: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]:
     """Return the path of a manifest and the manifest."""
     path = Path(folder) / "manifest.json"
     try:

@@ -39,6 +39,9 @@ RUNTIME = {
 }
 """Files of the package, and their names in the folder: not all servers know the type of .mjs."""
 
+FILES = "index.html", "train.js", "examples.bin"
+"""The files of a page, beside those of its runtime."""
+
 _HELD_OUT = 0.2
 """The fraction of the examples that the page evaluates on."""
 KINDS = ("image", "audio", "table")

@@ -22,6 +22,7 @@ from benchmarks.networks import NETWORKS
 from benchmarks.speed.agreement import Trainer, difference
 from benchmarks.speed.doubles import doubled
 from jaxonnx import docs
+from jaxonnx._step_files.web import RUNTIME
 from jaxonnx.cli import main
 from jaxonnx.onnx_out._export import reads
 from jaxonnx.training import step
@@ -307,6 +308,44 @@ def test_graphs_share_the_weights_of_the_network(tmp_path):
     assert not np.array_equal(back.params["w1"], model.params["w1"])
     with pytest.raises(jaxonnx.InputError, match="external_data must be"):
         jaxonnx.export_step(model, folder, (x, y), LABELS, external_data="alone", **settings)
+
+
+def test_a_file_that_no_export_wrote_is_not_overwritten(tmp_path, monkeypatch):
+    """The network has the name of the source in its folder, and is another one with a new head."""
+    monkeypatch.chdir(tmp_path)
+    model, (x, y) = jaxonnx.load(mlp(hidden=300)), examples(4)
+    model.save("model.onnx")
+    source = Path("model.onnx").read_bytes()
+    settings = {"loss": LABELS, "optimizer": optax.sgd(0.1), "check": False}
+    export = partial(jaxonnx.export_step, batch=(x, y), **settings)
+    headed = jaxonnx.load("model.onnx").with_head(2)
+    pair = {"batch": (x, y % 2), "external_data": "shared"}
+    with pytest.raises(jaxonnx.InputError, match=r"'model\.onnx' would be .* another folder"):
+        export(headed, ".", **pair)
+    assert [path.name for path in Path().iterdir()] == ["model.onnx"]
+    # unchanged it may lie in the folder, where it stays the user's
+    for _ in range(2):
+        assert export("model.onnx", ".", external_data="shared")["preserved"] == ["model.onnx"]
+    files = {path: path.read_bytes() for path in Path().iterdir()}
+    with pytest.raises(jaxonnx.InputError, match=r"'model\.onnx' would be overwritten"):
+        export(headed, ".", **pair)
+    assert {path: path.read_bytes() for path in Path().iterdir()} == files
+    assert files[Path("model.onnx")] == source
+    # what an export wrote, the next one may replace
+    for net in (model.with_head(3), headed):
+        assert "preserved" not in export(net, "step", **{**pair, "batch": (x, y % 2)})
+    package = Path("onnxruntime-web")
+    package.mkdir()
+    for name in RUNTIME:
+        (package / name).touch()
+    for name in ("weights.onnx", "manifest.json", "index.html"):
+        folder = Path(f"of {name}")
+        folder.mkdir()
+        (folder / name).write_bytes(source)
+        settings = {"web": (x, y)} if name == "index.html" else {"init": "npz"}
+        with pytest.raises(jaxonnx.InputError, match=f"of {name}/{name}' would be overwritten"):
+            export("model.onnx", folder, lora=2, runtime=package, **settings)
+        assert [path.read_bytes() for path in folder.iterdir()] == [source]
 
 
 def test_a_state_of_zeros_takes_no_bytes(tmp_path):
