@@ -91,8 +91,11 @@ class OnnxFormat(Format):
         before = _data_files(path)
         with write_atomically(path) as written:
             onnx.save_model(proto, written, **data)
-        for unused in before - {data.get("location")}:
-            (path.parent / unused).unlink(missing_ok=True)
+        if unused := before - {data.get("location")}:
+            for other in path.parent.glob("*.onnx"):  # a copy of the file that was at `path`
+                unused -= list_data_files(other)
+        for name in unused:
+            (path.parent / name).unlink(missing_ok=True)
 
 
 class PackedFormat(Format):
@@ -152,13 +155,20 @@ def _data_files(path: Path) -> set[str]:
         return set()
     pattern = re.compile(re.escape(path.name) + r"\.[0-9a-f]{16}\.data")
     files = {other.name for other in path.parent.iterdir() if pattern.fullmatch(other.name)}
+    return files | ({f"{path.name}.data"} & list_data_files(path))  # what other exporters call it
+
+
+def list_data_files(path: Path) -> set[str]:
+    """Return the files of a model's external data, relative to its folder.
+
+    There are none if it is damaged, or cannot be read.
+    """
     try:
-        graphs = [*all_graphs(_parse(path).graph)]
-    except ModelError:
-        return files
+        graphs = all_graphs(_parse(path).graph)
+    except (ModelError, OSError):
+        return set()
     entries = (e for g in graphs for tensor in g.initializer for e in tensor.external_data)
-    usual = f"{path.name}.data"  # what other exporters call it
-    return files | {usual for e in entries if (e.key, e.value) == ("location", usual)}
+    return {entry.value for entry in entries if entry.key == "location"}
 
 
 def save_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> None:

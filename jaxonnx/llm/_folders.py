@@ -19,9 +19,9 @@ from onnx import ModelProto, NodeProto
 from jaxonnx import _safe_read
 from jaxonnx._atomic_write import write_atomically
 from jaxonnx._io.build import reads
-from jaxonnx._io.files import LIMIT, OnnxFormat
+from jaxonnx._io.files import LIMIT, OnnxFormat, list_data_files
 from jaxonnx._io.protocol import Companion, File, Graph, check_exists, is_folder
-from jaxonnx._io.protos import all_graphs, all_nodes
+from jaxonnx._io.protos import all_nodes
 from jaxonnx._io.records import QUANTIZATION, SPARSITY
 from jaxonnx.errors import InputError, ModelError
 
@@ -189,8 +189,22 @@ class ModelFolder(Companion):
 
         Args:
           classes: the names of the classes if these are others, for `config.json`.
+
+        Raises:
+          InputError: another model of the folder has its weights in a file that would change.
         """
-        target, source, protos = Path(path), self.path, self.split(graph())
+        target, source = Path(path), self.path
+        for name in self.files:  # of copies, say
+            data = list_data_files(source / name)
+            for other in {*(target / name).parent.glob("*.onnx")} - {
+                target / n for n in self.files
+            }:
+                if shared := data & list_data_files(other):
+                    raise InputError(
+                        f"'{other}' has its weights in '{min(shared)}', as '{name}' has, which "
+                        "would be overwritten: save to another folder"
+                    )
+        protos = self.split(graph())
         target.mkdir(parents=True, exist_ok=True)
         copied, left = _sort_files(self)
         for name in copied:
@@ -208,7 +222,7 @@ class ModelFolder(Companion):
         for name, proto in zip(self.files, protos, strict=True):
             # write one file, with external data where the old one had some
             file = target / name
-            locations = list_data_files(source / name)
+            locations = sorted(list_data_files(source / name))
             file.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=file.parent, prefix=".jaxonnx-") as scratch:
                 written = Path(scratch, file.name)
@@ -267,14 +281,6 @@ def list_modules(folder: Path) -> list[str]:
         modules = json.loads(path.read_text("utf-8"))
         behind = [m["path"] for m in modules if not m["type"].endswith(".Transformer")]
     return [f"{name.strip('/')}/" for name in behind if name.strip("/")]
-
-
-def list_data_files(path: Path) -> list[str]:
-    """Return the files that have the external data of a model, relative to its own folder."""
-    proto = onnx.load(path, load_external_data=False)
-    tensors = (tensor for graph in all_graphs(proto.graph) for tensor in graph.initializer)
-    entries = (entry for tensor in tensors for entry in tensor.external_data)
-    return sorted({entry.value for entry in entries if entry.key == "location"})
 
 
 def _sort_files(home: ModelFolder) -> tuple[list[str], list[str]]:

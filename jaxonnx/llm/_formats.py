@@ -29,6 +29,7 @@ from onnx import FunctionProto, GraphProto, ModelProto
 
 from jaxonnx._io.build import reads
 from jaxonnx._io.checkpoints import RunFormat
+from jaxonnx._io.files import list_data_files
 from jaxonnx._io.formats import FORMATS
 from jaxonnx._io.protocol import File, Format
 from jaxonnx._io.protos import PREFIX, own_name, rename_values, value_names
@@ -42,7 +43,6 @@ from jaxonnx.llm._folders import (
     ModelFolder,
     ancestors,
     extract_part,
-    list_data_files,
     list_modules,
     refuse_records,
     split_variant,

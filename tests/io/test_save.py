@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -123,6 +124,19 @@ def test_saving_over_the_file_that_was_loaded(tmp_path):
     assert re.fullmatch(r"big\.onnx\.[0-9a-f]{16}\.data", names[1])
     assert len(names) == 2
     np.testing.assert_allclose(2 * loaded(x), expected)
+
+
+def test_a_copy_of_the_file_keeps_its_external_data(tmp_path):
+    path, x = big(tmp_path), np.ones((1, 32), np.float32)
+    for number in range(2):  # data of other programs, and then of ours
+        model, copy = jaxonnx.load(path), tmp_path / f"copy{number}.onnx"
+        expected = model(x)
+        shutil.copy(path, copy)
+        model = model.replace(params={name: 2 * value for name, value in model.params.items()})
+        model.save(path, external_data=True)
+        np.testing.assert_array_equal(jaxonnx.load(copy)(x), expected)
+    model.replace(params=jaxonnx.load(copy).params).save(path, external_data=True)
+    assert len([*tmp_path.glob("big.onnx.*")]) == 2  # those of the copies
 
 
 @pytest.mark.deep

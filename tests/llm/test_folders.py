@@ -159,6 +159,22 @@ def test_the_saved_folder_has_all_but_other_weights(tmp_path):
     onnxruntime.InferenceSession(tmp_path / "tuned" / "model.onnx")
 
 
+def test_weights_of_a_copy_are_not_overwritten(browser, tmp_path):
+    """A copy of a file with external data shares them."""
+    files = browser / "onnx"
+    shutil.copy(files / "model_q4.onnx", files / "backup.onnx")
+    before = {path: path.read_bytes() for path in files.iterdir()}
+    model = jaxonnx.load(browser, variant="q4")
+    with pytest.raises(jaxonnx.InputError, match=r"backup\.onnx' has its weights in 'model_q4"):
+        model.save(browser)
+    assert {path: path.read_bytes() for path in files.iterdir()} == before
+    with pytest.warns(UserWarning, match="old ones: onnx/model"):
+        model.save(tmp_path / "new")
+    (files / "backup.onnx").unlink()
+    with pytest.warns(UserWarning, match="old ones: onnx/model"):
+        model.save(browser)
+
+
 def test_other_forms_of_the_model_stay_behind(browser, tmp_path):
     shutil.copy(browser / "onnx" / "model.onnx", browser / "onnx" / "embed_tokens.onnx")
     (browser / "model.safetensors").write_bytes(b"0")
