@@ -218,6 +218,7 @@ class _Exporter:
 
     Attributes:
       state: the initial state of the step.
+      params: the names of its parameters, without variables of the optimizer.
       names, leaves, values: the name of each leaf of the state, the leaf, and its array (for a PRNG
         key, its data).
       batch: the names of the inputs of a batch.
@@ -240,7 +241,13 @@ class _Exporter:
         names = [name.removeprefix("params.").removeprefix("state.") for name in names]
         self.names = [unused_name(name, used) for name in names]
         self.leaves = [value for _, value in leaves]
-        self._roles = [_ROLES.get(path[0].name, "progress") for path, _ in leaves]
+        self.params = [n for n in self.state.params if n not in step.optimizer_variables]
+        self._roles = [
+            "optimizer"
+            if path[0].name == "params" and path[1].key in step.optimizer_variables
+            else _ROLES.get(path[0].name, "progress")
+            for path, _ in leaves
+        ]
         self.values = [known_tensor(value, value) for value in self.leaves]
         inputs = [value.name for value in step.model.inputs]
         targets = [_key("targets", path) for path, _ in _leaves(example.targets)]
@@ -391,7 +398,7 @@ class _Exporter:
             "opset": self.opset,
             "least_opset": max(least_opset(proto) for proto, _ in graphs.values()),
             "state": self._describe_state(entries.get("weights", {}).get("state")),
-            "params": [*self.state.params],
+            "params": self.params,
             "statistics": [*self.state.state],
             **entries,
         }
@@ -404,7 +411,7 @@ class _Exporter:
             statistics.
         """
         if needed is None:
-            needed = [*self.state.params, *self.state.state]
+            needed = [*self.params, *self.state.state]
         described = zip(self.names, self.values, self._roles, strict=True)
         order = sorted(described, key=lambda each: each[0] not in needed)  # stable
         places, offset = {}, 0

@@ -38,8 +38,8 @@ def import_step(
     model gets them, as after `train`; its running statistics are those of training then, and
     `Model.recompute_statistics` makes them fit.
 
-    Of a step that the file carries itself (`training_info`) the model gets all variables, so that
-    training goes on.
+    Of a step that the file carries itself (`training_info`) the model gets the variables of the
+    optimizer, too, as far as the state has them, so that training goes on.
 
     Args:
       model: the model that the step was exported from: a Model, or what `jaxonnx.load` takes.
@@ -67,12 +67,16 @@ def import_step(
         if state is None:
             tried = ", ".join(f"'{file}'" for file in files)
             raise InputError(f"there is no state: none of {tried}; give its path")
-    values, graph = _read_state(path, manifest, state), manifest.get("weights")
+    model, graph = as_model(model), manifest.get("weights")
+    variables = model.training.variables if model.proto.training_info else ()
+    optional = _list_optional(manifest)
+    carries_step = bool(variables) and {*variables} == {*_needed(path, manifest), *optional}
+    values = _read_state(path, manifest, state, optional if carries_step else ())
+    if carries_step:
+        values = model.training.state | {n: jnp.asarray(x) for n, x in values.items()}
+        return load(model.training.to_onnx(values))
     if graph is not None:
         values = _compute_tensors(path, graph, [values])[0]
-    model = as_model(model)
-    if model.proto.training_info and {*model.training.variables} == {*values}:
-        return load(model.training.to_onnx({n: jnp.asarray(x) for n, x in values.items()}))
     if graph is not None and graph.get("adapters") is not None:
         return _read_adapters(path, graph["adapters"], values).attach(model)
     present = {**model.state, **model.params}
@@ -103,7 +107,8 @@ def average_states(
 
     The result has the parameters and running statistics, and the second set of weights where the
     step has one; `state | averaged` is the next state of a client, which keeps its optimizer. Means
-    are taken in float64, and have the dtype of the state.
+    are taken in float64, and have the dtype of the state. The same holds for a file that carries
+    its step (`training_info`): of its variables, those that the network reads are averaged.
 
     Args:
       folder: the folder that `export_step` wrote.
@@ -206,27 +211,44 @@ def read_manifest(folder: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]
 _FLAT = ".bin"
 
 
-def _read_state(path: Path, manifest: Mapping[str, Any], state: State) -> dict[str, np.ndarray]:
-    """Read the tensors of a state that the weights need, by name.
+def _needed(path: Path, manifest: Mapping[str, Any]) -> list[str]:
+    """Return the names of the tensors of a state that the weights need."""
+    graph = manifest.get("weights")
+    if graph is not None:
+        return _names(path, graph, "state")
+    return [*_names(path, manifest, "params"), *_names(path, manifest, "statistics")]
+
+
+def _list_optional(manifest: Mapping[str, Any]) -> list[str]:
+    """Return the names of the tensors of a state that the optimizer has."""
+    places = manifest.get("state")
+    places = places if isinstance(places, dict) else {}
+    return [n for n, x in places.items() if isinstance(x, dict) and x.get("role") == "optimizer"]
+
+
+def _read_state(
+    path: Path, manifest: Mapping[str, Any], state: State, optional: Sequence[str] = ()
+) -> dict[str, np.ndarray]:
+    """Read the tensors of a state that the weights need, and the optional ones that it has.
 
     Raises:
       InputError: it lacks one, or is a flat file of another size.
     """
-    graph = manifest.get("weights")
-    if graph is None:
-        needed = [*_names(path, manifest, "params"), *_names(path, manifest, "statistics")]
-    else:
-        needed = _names(path, graph, "state")
+    needed = _needed(path, manifest)
     if isinstance(state, str | os.PathLike) and Path(state).suffix == _FLAT:
-        return _read_flat(path, manifest, check_exists(state, "a state"), needed)
+        return _read_flat(path, manifest, check_exists(state, "a state"), needed, optional)
     what, arrays, _ = read_weights(state)
     if missing := [name for name in needed if name not in arrays]:
         raise InputError(f"{what}: the state has no '{missing[0]}', which the weights need")
-    return {name: arrays[name] for name in needed}
+    return {name: arrays[name] for name in (*needed, *optional) if name in arrays}
 
 
 def _read_flat(
-    path: Path, manifest: Mapping[str, Any], file: Path, needed: Sequence[str]
+    path: Path,
+    manifest: Mapping[str, Any],
+    file: Path,
+    needed: Sequence[str],
+    optional: Sequence[str],
 ) -> dict[str, np.ndarray]:
     """Return tensors of a flat file."""
     end, values = 0, {}
@@ -237,7 +259,7 @@ def _read_flat(
             end = max(end, int(places[name]["offset"]) + int(places[name]["bytes"]))
         data = file.read_bytes()
         if len(data) in (total, end):
-            for name in needed:
+            for name in (*needed, *optional) if len(data) == total else needed:
                 dtype, place = np.dtype(places[name]["dtype"]), places[name]
                 x = np.frombuffer(data, np.uint8, place["bytes"], place["offset"])
                 values[name] = x.view(dtype).reshape(place["shape"])

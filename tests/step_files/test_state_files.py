@@ -101,6 +101,40 @@ def test_the_mean_of_clients(tmp_path):
         jaxonnx.average_states(tmp_path, [one, two])
 
 
+def test_the_mean_of_a_file_that_carries_its_step(tmp_path):
+    """Clients keep moments and the number of updates, which may differ."""
+    model = jaxonnx.add_training(mlp(), loss=LABELS, optimizer=jaxonnx.optim.adam(1e-2))
+    manifest = jaxonnx.export_step(model, tmp_path, examples(8))
+    states = []
+    for seed in range(2):
+        x, y = examples(8, seed)
+        batch = x, y.astype(np.int32), np.ones(8, np.float32)
+        states.append(trained(tmp_path, batch, 2 + seed)[1])
+    weights = {"w1", "b1", "w2", "b2"}
+    roles = {name: place["role"] for name, place in manifest["state"].items()}
+    assert {name for name, role in roles.items() if role == "parameter"} == weights
+    assert {*manifest["params"]} == weights
+    assert roles["T"] == roles["V.w1"] == roles["H.b2"] == "optimizer"
+    assert [int(state["T"]) for state in states] == [2, 3]
+    mean = jaxonnx.average_states(tmp_path, states, [3, 1])
+    assert {*mean} == weights
+    for name in weights:
+        expected = 0.75 * states[0][name].astype(np.float64) + 0.25 * states[1][name]
+        assert_allclose(mean[name], expected, rtol=1e-6)
+    start = jaxonnx.load(model).training.state
+    alone = jaxonnx.import_step(model, tmp_path, mean).training.state
+    both = jaxonnx.import_step(model, tmp_path, states[1] | mean).training.state
+    flat = write_flat(tmp_path / "mean.bin", manifest, states[1] | mean)
+    short = write_flat(tmp_path / "short.bin", manifest, mean, manifest["params"])
+    for path, expected in ((flat, both), (short, alone)):
+        found = jaxonnx.import_step(model, tmp_path, path).training.state
+        for name, value in expected.items():
+            assert_array_equal(found[name], value)
+    for name, value in start.items():
+        assert_array_equal(alone[name], mean.get(name, value))
+        assert_array_equal(both[name], mean.get(name, states[1][name]))
+
+
 @pytest.mark.parametrize("dora", [False, True])
 def test_the_mean_of_factors_is_refused(dora, tmp_path):
     lora = jaxonnx.LoRA(rank=2, dora=dora)

@@ -80,6 +80,8 @@ class Step(ABC):
       updates: those that its schedule is made for, where the optimizer asked for them.
       phases: the epochs of the dense and the dynamic phase of sparsity, where it shares them out.
       gather: what a mesh does with tensors before the model reads them, within a program.
+      optimizer_variables: parameters of its states that the network does not read: in a file that
+        carries its step, the variables of its optimizer.
     """
 
     model: Model
@@ -89,6 +91,7 @@ class Step(ABC):
     updates: int | None = None
     phases: list[int] | None = None
     gather: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+    optimizer_variables: frozenset[str] = frozenset()
 
     def jit(self) -> CompiledStep:
         """Compile `update` and `evaluate`, with the frozen tensors as an argument.

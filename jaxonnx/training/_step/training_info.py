@@ -31,6 +31,8 @@ class TrainingInfoStep(Step):
         self.frozen = {}
         self.notes = ()
         self._training = model.training
+        network = {*model.tensors, *model.graph.readers}
+        self.optimizer_variables = frozenset(self._training.variables) - network
         self._goal = goal
         self.settings = settings
         self._inputs = [value.name for value in model.inputs]
