@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -19,7 +20,9 @@ from tests.support import chromium
 from tests.support.pages import PAGES, blocks
 
 PAGE = next(page for page in PAGES if page.stem == "other_languages")
-HEADERS = [Path(root, "include", "onnxruntime") for root in ("/usr", "/usr/local")]
+ROOTS = [*os.environ.get("CPATH", "").split(":"), "/usr/include", "/usr/local/include"]
+ROOTS = [Path(root) for root in ROOTS if root]
+HEADERS = [root / "onnxruntime" for root in ROOTS]
 HEADERS = [path for path in HEADERS if (path / "onnxruntime_cxx_api.h").is_file()]
 LIBRARY = next(Path(onnxruntime.__file__).parent.glob("capi/libonnxruntime.so.*"), None)
 
@@ -70,7 +73,7 @@ def agree(command, python):
 def test_compiled(language, compiler, folder, python):
     if shutil.which(compiler) is None or LIBRARY is None:
         pytest.skip(f"no {compiler}, or no library in onnxruntime's wheel")
-    if language == "cpp" and not Path("/usr/include/nlohmann").is_dir():
+    if language == "cpp" and not any((root / "nlohmann").is_dir() for root in ROOTS):
         pytest.skip("no nlohmann/json.hpp (Debian: nlohmann-json3-dev)")
     Path(f"train.{language}").write_text(code(language))
     standard = {"cpp": "-std=c++17", "c": "-std=c11"}[language]
