@@ -133,5 +133,6 @@ class TrainingInfoStep(Step):
                 return x
         raise TrainingError(
             "the file's algorithm has no scalar output besides the values of its variables, so "
-            "there is no loss to follow; run model.training.step yourself"
+            "there is no loss to follow: make it an output of the algorithm, or run "
+            "model.training.step yourself"
         )
