@@ -1,9 +1,10 @@
 """Tensors that the graphs of a folder have in common: stored once, and referred to by offset."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from hashlib import sha256
 
-from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
+import numpy as np
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from jaxonnx._io.build import names as names_of
 from jaxonnx._io.build import unused_name
@@ -42,6 +43,7 @@ def share_tensors(
             positions[sha256(view[at : at + size]).digest()] = MODEL, at
     rest, files = bytearray(), {}
     for key, proto in protos.items():
+        _derive_tensors(proto.graph, positions)
         used = set()
         for graph in all_graphs(proto.graph):
             for tensor in graph.initializer:
@@ -61,6 +63,37 @@ def share_tensors(
                     tensor.external_data.add(key=entry, value=str(value))
         files[key] = sorted(used)
     return bytes(rest), files
+
+
+def _derive_tensors(graph: GraphProto, positions: Collection[bytes]) -> None:
+    """Compute large initializers by a node of smaller ones, or of those of `MODEL`, in place.
+
+    These are transposed weights, and tables of small integers (masks, indices). Runtimes compute
+    such nodes once, when they load the graph.
+
+    Args:
+      graph: without those of its nodes.
+      positions: the digests of what is stored already.
+    """
+    used, nodes = {*names_of(graph)}, []
+    for tensor in graph.initializer:
+        if len(tensor.raw_data) < _LEAST or sha256(tensor.raw_data).digest() in positions:
+            continue
+        x, name = numpy_helper.to_array(tensor), tensor.name
+        stored = unused_name(f"{name}.stored", used)
+        if x.ndim == 2 and sha256(x.T.tobytes()).digest() in positions:
+            nodes.append(helper.make_node("Transpose", [stored], [name], perm=[1, 0]))
+            tensor.CopyFrom(numpy_helper.from_array(np.ascontiguousarray(x.T), stored))
+            continue
+        with np.errstate(invalid="ignore"):
+            narrow = [x.astype(dtype) for dtype in (np.uint8, np.uint16)]
+            fits = [y for y in narrow if y.astype(x.dtype).tobytes() == x.tobytes()]
+        if fits and 2 * fits[0].nbytes <= len(tensor.raw_data):
+            nodes.append(helper.make_node("Cast", [stored], [name], to=tensor.data_type))
+            tensor.CopyFrom(numpy_helper.from_array(fits[0], stored))
+    nodes.extend(graph.node)
+    del graph.node[:]
+    graph.node.extend(nodes)
 
 
 def shorten_constants(proto: ModelProto) -> None:

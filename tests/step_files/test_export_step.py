@@ -134,6 +134,36 @@ def test_a_file_exports_the_step_that_it_carries(tmp_path):
         np.testing.assert_array_equal(value, values[name])
 
 
+def test_an_algorithm_that_somebody_wrote_is_exported_with_its_loss(tmp_path):
+    """By plain gradient descent; its evaluation has the loss before the update."""
+    proto = onnx.parser.parse_model("""
+    <ir_version: 10, opset_import: ["": 17, "ai.onnx.preview.training": 1]>
+    g (float[n, 2] x) => (float[n, 1] y) <float[2, 1] w = {1, 2}> { y = MatMul(x, w) }""")
+    info = proto.training_info.add()
+    info.algorithm.CopyFrom(
+        onnx.parser.parse_graph("""algorithm (float[n, 1] t) => (float[2, 1] new, float loss)
+        <float rate = {0.1}> { d = Sub(y, t) s = Mul(d, d) loss = ReduceMean<keepdims = 0>(s)
+        dw = ai.onnx.preview.training.Gradient<xs = ["w"], y = "loss", zs = ["x"]>(w, x)
+        u = Mul(dw, rate) new = Sub(w, u) }""")
+    )
+    info.update_binding.add(key="w", value="new")
+    x = np.random.default_rng(0).normal(size=(4, 2)).astype(np.float32)
+    t = np.zeros((4, 1), np.float32)
+    manifest = jaxonnx.export_step(proto, tmp_path, (x, t))
+    losses, values, sums, _ = trained(tmp_path, (x, t, np.ones(4, np.float32)), 2)
+    w = np.array([[1], [2]])
+    for loss in losses:
+        np.testing.assert_allclose(loss, np.mean((x @ w) ** 2), rtol=1e-5)
+        w = w - 0.1 * 2 * x.T @ (x @ w) / 4
+    np.testing.assert_allclose(values["w"], w, rtol=1e-5)
+    total, count = (sums[name] for name in manifest["evaluate"]["sums"]["loss"])
+    np.testing.assert_allclose(total / count, np.mean((x @ w) ** 2), rtol=1e-5)
+    del info.algorithm.output[1]
+    with pytest.raises(jaxonnx.TrainingError, match=r"no scalar output .*an output of the algor"):
+        jaxonnx.export_step(proto, tmp_path / "other", (x, t))
+    assert not (tmp_path / "other").exists()
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("setting", [{}, {"lora": jaxonnx.LoRA(rank=2)}], ids=["", "lora"])
 def test_a_network_with_convolutions_and_statistics(setting, tmp_path):
@@ -308,6 +338,39 @@ def test_graphs_share_the_weights_of_the_network(tmp_path):
     assert not np.array_equal(back.params["w1"], model.params["w1"])
     with pytest.raises(jaxonnx.InputError, match="external_data must be"):
         jaxonnx.export_step(model, folder, (x, y), LABELS, external_data="alone", **settings)
+
+
+def test_graphs_that_share_compute_what_they_can(tmp_path):
+    """Transposed weights, and tables of small integers for the gradients of depthwise kernels."""
+    proto = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 17]>
+    g (float[n, 4, 8, 8] x) => (float[n, 10] y) {
+        p = Conv(x, q) c = Conv<group = 4, pads = [1, 1, 1, 1]>(p, k) f = Flatten(c)
+        y = Gemm<transB = 1>(f, w) }""")
+    random = np.random.default_rng(0)
+    for name, shape in {"q": (4, 4, 1, 1), "k": (4, 1, 3, 3), "w": (10, 256)}.items():
+        value = random.normal(0, 0.2, shape).astype(np.float32)
+        proto.graph.initializer.append(numpy_helper.from_array(value, name))
+    x, y = random.normal(size=(16, 4, 8, 8)).astype(np.float32), np.arange(16) % 10
+    settings = {"loss": LABELS, "optimizer": optax.adam(1e-2), "lora": jaxonnx.LoRA(rank=2)}
+    losses = {}
+    for kind in (False, "shared"):
+        folder = tmp_path / str(kind)
+        jaxonnx.export_step(proto, folder, (x, y), external_data=kind, **settings)
+        batch = x, y.astype(np.int32), np.ones(16, np.float32)
+        losses[kind], *_ = trained(folder, batch, 3)
+    assert losses[False] == losses["shared"]
+    step = onnx.load(folder / "step.onnx", load_external_data=False).graph
+    stored = {"model.onnx": {}, "shared.data": {}}
+    for tensor in step.initializer:
+        if place := {entry.key: entry.value for entry in tensor.external_data}:
+            stored[place["location"]][tensor.name] = int(place["length"])
+    first = {node.input[0]: node.op_type for node in reversed(step.node) if node.input}
+    assert "Transpose" in {first.get(name) for name in stored["model.onnx"]}
+    assert {first.get(name) for name in stored["shared.data"]} == {"Cast"}
+    names = {name.removesuffix(".stored") for name in stored["shared.data"]}
+    whole = onnx.load(tmp_path / "False" / "step.onnx").graph.initializer
+    size = sum(len(tensor.raw_data) for tensor in whole if tensor.name in names)
+    assert sum(stored["shared.data"].values()) == size / 4
 
 
 def test_a_file_that_no_export_wrote_is_not_overwritten(tmp_path, monkeypatch):
