@@ -136,6 +136,8 @@ class RowStream(Source):
         lambda rows, padding: (to_columns(rows), padding)
     )
     """Returns the columns of some rows, and the padding of their sequences."""
+    explain: Callable[[], str] | None = None
+    """Returns why no row that was converted became an example."""
     targets = None
     identity = None  # type: ignore[assignment]
     steps = None  # type: ignore[assignment]
@@ -170,6 +172,8 @@ class RowStream(Source):
                 yield from read_arrays(columns, buffer, self.what).batches(0)
                 steps += 1
             if not part:
+                if number and not steps and self.explain is not None:
+                    raise TrainingError(self.explain())
                 break
         if not steps:
             hint = "; an iterator serves one epoch" if epoch and self.spent else ""

@@ -118,24 +118,12 @@ class Texts(RowData):
         """Convert the rows to columns, or those of a stream as they are read."""
         if rows.is_stream:
             self._options["convert"] = partial(_convert_part, reader, rows, self.name)
+            self._options["explain"] = partial(_explain_emptiness, reader, self.name)
             return
-        skipped = reader.long["skip"]
+        before = _count_omitted(reader)
         self.columns = reader.read(rows, rows(), self.name)
-        if not self.columns and reader.long["skip"] > skipped:
-            raise TrainingError(
-                f"preprocess={{'long': 'skip'}} leaves no example of {self.name}: pass a larger "
-                f"'max_length' than {reader.limit} tokens, or 'cut'"
-            )
-        if not self.columns and isinstance(reader, Reader) and reader.equal:
-            raise TrainingError(
-                f"no pair of answers of {self.name} differs in the first {reader.limit} tokens: "
-                "pass a larger preprocess={'max_length': ...}, or a shorter prompt"
-            )
         if not self.columns:
-            raise TrainingError(
-                "the loss counts no token of any example: preprocess={'loss': 'all'} counts all, "
-                "and a larger preprocess={'max_length': ...} cuts or splits fewer texts"
-            )
+            raise TrainingError(_explain_emptiness(reader, self.name, before))
 
     def read(self, reading: Reading) -> Source:
         if self.columns is None:
@@ -252,6 +240,37 @@ def _make_reader(
         group=padding.needs.group,
         images=images,
         packing=model.program.find(PackedRows) if settings.pack else None,
+    )
+
+
+def _count_omitted(reader: Reader | LabelReader) -> tuple[int, int]:
+    """Count the texts that were skipped so far, and the pairs of equal answers."""
+    return reader.long["skip"], reader.equal if isinstance(reader, Reader) else 0
+
+
+def _explain_emptiness(
+    reader: Reader | LabelReader, name: str, before: tuple[int, int] = (0, 0)
+) -> str:
+    """Return why no row of the data became an example.
+
+    Args:
+      name: of the data.
+      before: what `_count_omitted` returned before its rows were converted.
+    """
+    skipped, equal = np.subtract(_count_omitted(reader), before)
+    if skipped:
+        return (
+            f"preprocess={{'long': 'skip'}} leaves no example of {name}: pass a larger "
+            f"'max_length' than {reader.limit} tokens, or 'cut'"
+        )
+    if equal:
+        return (
+            f"no pair of answers of {name} differs in the first {reader.limit} tokens: "
+            "pass a larger preprocess={'max_length': ...}, or a shorter prompt"
+        )
+    return (
+        "the loss counts no token of any example: preprocess={'loss': 'all'} counts all, "
+        "and a larger preprocess={'max_length': ...} cuts or splits fewer texts"
     )
 
 

@@ -10,6 +10,7 @@ import pytest
 
 import jaxonnx
 from jaxonnx import losses
+from tests.llm.test_rows import Streamed
 from tests.support.paths import DATA
 from tests.support.tiny_networks import examples, mlp, same, text, train, weights
 
@@ -68,6 +69,10 @@ def test_a_run_of_preferences_resumes(tmp_path):
     assert streamed.history.losses[0] == pytest.approx(np.log(2), rel=1e-6)
 
 
+class StreamedPairs(Streamed):
+    column_names = ("prompt", "chosen", "rejected")
+
+
 @pytest.mark.parametrize("loss", ["dpo", "orpo"])
 def test_pairs_that_are_cut_to_the_same_tokens_are_left_out(loss):
     """TRL (1.x) keeps them: of dpo each adds log 2 to the loss, and nothing to its gradient."""
@@ -85,10 +90,16 @@ def test_pairs_that_are_cut_to_the_same_tokens_are_left_out(loss):
     assert [n for n in cut.history.notes if n.startswith(note) and n.endswith(": 1")]
     alone = jaxonnx.train(GENAI, rows[:1], **settings)
     assert cut.history.losses == alone.history.losses
+    for order in (rows, rows[::-1]):
+        streamed = jaxonnx.train(GENAI, StreamedPairs(order), **settings)
+        assert [n for n in streamed.history.notes if n.startswith(note)]
+        assert streamed.history.losses == alone.history.losses
     twice = {"prompt": prompt, "chosen": " three", "rejected": " three"}
     for pair in (rows[1], twice):
-        with pytest.raises(jaxonnx.TrainingError, match=r"no pair of answers .* first 8 tokens"):
-            jaxonnx.train(GENAI, [pair], **settings)
+        for data in ([pair], StreamedPairs([pair])):
+            message = r"no pair of answers of data differs in the first 8 tokens"
+            with pytest.raises(jaxonnx.TrainingError, match=message):
+                jaxonnx.train(GENAI, data, **settings)
 
 
 def test_answers_in_texts_are_pairs():
