@@ -6,6 +6,7 @@ transformers and onnxruntime-genai are installed (the extra test-llm).
 
 import importlib.util
 import json
+import warnings
 
 import ml_dtypes
 import numpy as np
@@ -315,3 +316,34 @@ def test_smollm3_in_half_precision_for_cpu_has_no_positions(build):
     )
     assert told == pytest.approx(genai_builder.loss_of(without, IDS.tolist()), abs=4e-3)
     assert abs(told - genai_builder.loss_of(network, IDS.tolist())) > 1e-2
+
+
+@built
+@pytest.mark.deep
+@pytest.mark.parametrize("provider", ["cpu", "webgpu"])  # with room that grows, and fixed caches
+def test_rooms_filled_to_their_end_continue_as_transformers_does(provider, tmp_path):
+    """Rooms of 16, 32 and 64 tokens, the last one the context: one token less, and one more."""
+    import torch
+
+    network = genai_builder.write_checkpoint("llama", tmp_path / "hf")
+    genai_builder.change_norms(network)
+    options = [] if provider == "cpu" else STORED["llama"][2]
+    genai_builder.build(tmp_path / "hf", tmp_path / "onnx", "fp32", provider, options)
+    model, random = jaxonnx.load(tmp_path / "onnx"), np.random.default_rng(0)
+    context = network.config.max_position_embeddings
+    for total in (15, 16, 17, 31, 32, 33, 63, 64, 65):
+        for width in {1, 5, 16, total - 2, total - 1} - {total}:
+            if not 0 < width < min(total, context):
+                continue
+            row = random.integers(3, VOCABULARY, width)
+            new = min(total, context) - width
+            known = {"input_ids": torch.tensor(row[None])}
+            known["attention_mask"] = torch.ones_like(known["input_ids"])
+            settings = {"do_sample": False, "min_new_tokens": new, "max_new_tokens": new}
+            expected = network.generate(**known, **settings, eos_token_id=None)[0].numpy()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always", UserWarning)
+                found = model.generate(row, max_new_tokens=total - width, stop=[])
+            np.testing.assert_array_equal(found, expected)
+            ended = [w for w in caught if "a continuation ends" in str(w.message)]
+            assert len(ended) == (total > context), (total, width)
