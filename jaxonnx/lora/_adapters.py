@@ -140,7 +140,8 @@ class Adapters:
             of their ranks; "linear", whose A and B are sums of A and of B, each with the root of
             the factor, so that the rank stays. The result is another than PEFT's
             for modules whose share of the scale (`alpha_pattern`, `rank_pattern`) differs between
-            folders.
+            folders; and where the first folder has `use_rslora`: PEFT 0.21 then multiplies the
+            change by the root of the new rank, with both methods.
 
         Raises:
           InputError: the adapters are of different models or, but for "cat", ranks, also of modules

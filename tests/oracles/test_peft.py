@@ -251,6 +251,88 @@ def test_embeddings_whole_layers_and_combined_adapters(tmp_path):
         check(combined, run_network(theirs.eval()))
 
 
+@pytest.mark.parametrize("stabilized", [(True, True), (True, False), (False, True)])
+def test_combined_adapters_with_stabilized_scales(stabilized, tmp_path):
+    """`use_rslora`: the weighted sum of the changes, which PEFT scales once more by the first."""
+    pytest.importorskip("onnxruntime_genai")
+    checkpoint, target = tmp_path / "hf", tmp_path / "onnx"
+    genai_builder.write_checkpoint("llama", checkpoint)
+    genai_builder.build(checkpoint, target, "fp32", "cpu")
+    model = jaxonnx.load(target)
+    modules = ["q_proj", "down_proj", "lm_head", "embed_tokens"]
+    ours = []
+    for i, rslora in enumerate(stabilized):
+        settings = {"r": 2 + 2 * i, "lora_alpha": 3 + i, "use_rslora": rslora}
+        config = peft.LoraConfig(target_modules=modules, **settings)
+        network = peft.get_peft_model(read_network(checkpoint), config)
+        torch.manual_seed(i)
+        for key, value in network.named_parameters():
+            if "lora_" in key:
+                torch.nn.init.normal_(value, std=0.2)
+        network.save_pretrained(tmp_path / f"{i}")
+        ours.append(jaxonnx.Adapters.load(tmp_path / f"{i}", model))
+    theirs = peft.PeftModel.from_pretrained(read_network(checkpoint), tmp_path / "0", "0")
+    theirs.load_adapter(tmp_path / "1", "1")
+    factors = [0.7, -0.4]
+    theirs.add_weighted_adapter(["0", "1"], factors, "cat", combination_type="cat")
+    theirs.set_adapter("cat")
+    layers = [m for m in theirs.modules() if isinstance(m, peft.tuners.lora.LoraLayer)]
+    assert len(layers) == 2 * LAYERS + 2
+    for layer in layers:  # rank / sqrt(rank) with `use_rslora`, though the factors have all scales
+        assert layer.scaling["cat"] == pytest.approx(6**0.5 if stabilized[0] else 1)
+        layer.scaling["cat"] = 1.0
+        parts = [w * layer.get_delta_weight(n) for n, w in zip("01", factors, strict=True)]
+        torch.testing.assert_close(layer.get_delta_weight("cat"), sum(parts))
+    expected = run_network(theirs.eval())
+    combined = jaxonnx.Adapters.combine(ours, factors)
+    atol = 1e-5 * max(1, np.abs(expected).max())
+    np.testing.assert_allclose(run_model(combined.attach(model)), expected, rtol=0, atol=atol)
+    combined.save(f"{tmp_path}/back/", model)
+    again = peft.PeftModel.from_pretrained(read_network(checkpoint), tmp_path / "back").eval()
+    np.testing.assert_allclose(run_network(again), expected, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize(
+    "modules", [["lm_head"], ["embed_tokens"], ["q_proj", "lm_head", "embed_tokens"]]
+)
+@pytest.mark.parametrize("ties", [False, True])  # `ensure_weight_tying` adapts both ends
+def test_both_ends_of_a_tied_table_in_four_bits(modules, ties, tmp_path):
+    """Refused where the file has one table for both; the file that the error names takes them."""
+    pytest.importorskip("onnxruntime_genai")
+    checkpoint = tmp_path / "hf"
+    network = genai_builder.write_checkpoint("qwen3", checkpoint)
+    with torch.no_grad():  # numbers that 4 bits have
+        for p in network.parameters():
+            if p.ndim == 2:
+                integers = torch.randint(-7, 8, p.shape)
+                integers.view(-1, 32)[:, 0] = -8
+                p.copy_(integers * 2.0**-5)
+    network.save_pretrained(checkpoint)
+    config = peft.LoraConfig(r=2, lora_alpha=3, target_modules=modules, ensure_weight_tying=ties)
+    theirs = peft.get_peft_model(read_with_changed_norms(checkpoint), config).eval()
+    torch.manual_seed(1)
+    for key, value in theirs.named_parameters():
+        if "lora_" in key:
+            torch.nn.init.normal_(value, std=0.2)
+    theirs.save_pretrained(tmp_path / "peft")
+    base, expected = run_network(read_with_changed_norms(checkpoint)), run_network(theirs)
+    atol = 1e-5 * max(1, np.abs(expected).max())
+    models = {}
+    for shared in ("true", "false"):
+        options = [*genai_builder.QUANTIZED, f"shared_embeddings={shared}"]
+        genai_builder.build(checkpoint, tmp_path / shared, "int4", "cpu", options)
+        models[shared] = jaxonnx.load(tmp_path / shared, tied=[])
+        np.testing.assert_allclose(run_model(models[shared]), base, rtol=0, atol=atol)
+    with pytest.raises(jaxonnx.InputError, match=r"both the embedding .*shared_embeddings=false"):
+        jaxonnx.Adapters.load(tmp_path / "peft", models["true"])
+    adapters = jaxonnx.Adapters.load(tmp_path / "peft", models["false"])
+    logits = run_model(adapters.attach(models["false"]))
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=atol)
+    adapters.save(f"{tmp_path}/back/", models["false"])
+    again = peft.PeftModel.from_pretrained(read_with_changed_norms(checkpoint), tmp_path / "back")
+    np.testing.assert_allclose(run_network(again.eval()), expected, rtol=0, atol=atol)
+
+
 def test_patterns_of_ranks(tmp_path):
     """Each module has the rank and the scale of the first pattern at the end of its name."""
     pytest.importorskip("transformers", minversion="5")
