@@ -10,7 +10,9 @@ In the environment of make_ort_trajectories.py:
 further steps and the parameters behind them (`end:<name>`). `ort/summed.npz` has the parameters
 after six updates of AdamW and of SGD, for each of which the gradients of both halves of the data
 were summed, and the rates of a LinearLRScheduler of 10 and 100 steps. `ort/sgd.ckpt` is the
-checkpoint behind those of SGD, `ort/nominal.ckpt` a nominal one.
+checkpoint behind those of SGD, `ort/nominal.ckpt` a nominal one. `ort/shared.onnx` is the network
+with a tensor that it reads three times, twice by Identity, and `ort/shared.npz` has the losses of
+ten steps of AdamW from it, and the parameters behind them.
 """
 
 import shutil
@@ -88,12 +90,46 @@ def sum_gradients(x: np.ndarray, y: np.ndarray) -> None:
     np.savez(HERE / "summed.npz", rates=np.float32(rates), **summed)
 
 
+def train_identities(x: np.ndarray, y: np.ndarray) -> None:
+    proto = network()
+    graph = proto.graph
+    graph.node[-1].output[0] = "scores"
+    graph.node.insert(0, helper.make_node("Identity", ["fc2.bias"], ["shift"]))
+    graph.node.insert(1, helper.make_node("Identity", ["shift"], ["more"]))
+    graph.node.append(helper.make_node("Add", ["scores", "shift"], ["shifted"]))
+    graph.node.append(helper.make_node("Add", ["shifted", "more"], ["y"]))
+    onnx.save(proto, HERE / "shared.onnx")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        artifacts.generate_artifacts(
+            proto,
+            requires_grad=["fc1.weight", "fc2.weight", "fc2.bias"],
+            frozen_params=["fc1.bias"],
+            loss=artifacts.LossType.CrossEntropyLoss,
+            optimizer=artifacts.OptimType.AdamW,
+            artifact_directory=folder,
+        )
+        state = CheckpointState.load_checkpoint(str(folder / "checkpoint"))
+        module = Module(str(folder / "training_model.onnx"), state)
+        optimizer = Optimizer(str(folder / "optimizer_model.onnx"), module)
+        optimizer.set_learning_rate(0.01)
+        module.train()
+        losses = []
+        for _ in range(10):
+            losses.append(float(module(x, y)))
+            optimizer.step()
+            module.lazy_reset_grad()
+        ends = {f"end:{n}": np.array(p.data) for n, p in state.parameters}
+    np.savez(HERE / "shared.npz", losses=np.float32(losses), **ends)
+
+
 def main() -> None:
     HERE.mkdir(exist_ok=True)
     onnx.save(network(), HERE / "net.onnx")
     draw = np.random.default_rng(1)
     x, y = draw.standard_normal((8, 4)).astype(np.float32), np.arange(8, dtype=np.int64) % 3
     sum_gradients(x, y)
+    train_identities(x, y)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         artifacts.generate_artifacts(

@@ -72,22 +72,31 @@ def test_training_goes_on_as_onnxruntime_does(steps):
     assert np.abs(step.view(fresh)["fc2.weight"] - steps["end:fc2.weight"]).max() > 1e-3
 
 
-def shared_network(tmp_path):
-    """The network with a scale and a shift behind it, which an exporter wrote as an Identity."""
-    proto = onnx.load(ORT / "net.onnx")
-    graph = proto.graph
-    graph.node[-1].output[0] = "scores"
-    graph.node.insert(0, onnx.helper.make_node("Identity", ["fc2.bias"], ["shift"]))
-    graph.node.insert(1, onnx.helper.make_node("Identity", ["shift"], ["more"]))
-    graph.node.append(onnx.helper.make_node("Add", ["scores", "shift"], ["shifted"]))
-    graph.node.append(onnx.helper.make_node("Add", ["shifted", "more"], ["y"]))
-    onnx.save(proto, tmp_path / "shared.onnx")
-    return proto
+def test_identity_trains_shared_tensors_as_onnxruntime_does(steps):
+    """Ten steps of AdamW on a bias that the file reads twice more by Identity."""
+    with np.load(ORT / "shared.npz") as file:
+        losses, ends = file["losses"], {n: file[f"end:{n}"] for n in TRAINED}
+    apart = jaxonnx.load(ORT / "shared.onnx", trainable=[*TRAINED, "shift", "more"])
+    tied = jaxonnx.load(ORT / "shared.onnx", trainable=TRAINED, tied="identity")
+    differences = []
+    for model in (tied, apart):
+        step = jaxonnx.training.step(model, LOSS, ADAM)
+        update, state = jax.jit(step.update), step.init()
+        results = []
+        for _ in losses:
+            state, (loss, _) = update(state, (steps["x"], steps["y"]))
+            results.append(loss)
+        if model is tied:
+            np.testing.assert_allclose(results, losses, atol=5e-7)
+        params = step.view(state)
+        differences.append(max(np.abs(params[n] - end).max() for n, end in ends.items()))
+    assert differences[0] < 5e-7
+    assert differences[1] > 1e-5
 
 
-def test_each_identity_has_the_value_of_a_checkpoint(tmp_path, steps):
+def test_each_identity_has_the_value_of_a_checkpoint(steps):
     """As in a session whose initializer has the checkpoint's value."""
-    proto = shared_network(tmp_path)
+    proto = onnx.load(ORT / "shared.onnx")
     model = jaxonnx.load(proto, weights=ORT / "plain.ckpt")
     assert not {"shift", "more"} & model.params.keys()  # one tensor, as in the checkpoint
     for tensor in proto.graph.initializer:
@@ -96,11 +105,11 @@ def test_each_identity_has_the_value_of_a_checkpoint(tmp_path, steps):
     (expected,) = session.run(None, {"x": steps["x"]})
     np.testing.assert_allclose(model(steps["x"]), expected, rtol=1e-5)
     assert np.abs(steps["at:fc2.bias"]).max() > 1e-3
-    apart = jaxonnx.load(tmp_path / "shared.onnx").with_trainable([*TRAINED, "shift"])
+    apart = jaxonnx.load(ORT / "shared.onnx").with_trainable([*TRAINED, "shift"])
     step = jaxonnx.training.step(apart, LOSS, ADAM)
     with pytest.raises(jaxonnx.TrainingError, match=r"'fc2.bias' and 'shift'.* tied='identity'"):
         restore_checkpoint(step, ORT / "moments.ckpt")
-    tied = jaxonnx.load(tmp_path / "shared.onnx", weights=ORT / "moments.ckpt", tied="identity")
+    tied = jaxonnx.load(ORT / "shared.onnx", weights=ORT / "moments.ckpt", tied="identity")
     step = jaxonnx.training.step(tied.with_trainable(TRAINED), LOSS, ADAM)
     state = restore_checkpoint(step, ORT / "moments.ckpt")
     np.testing.assert_array_equal(step.view(state)["fc2.bias"], steps["at:fc2.bias"])
@@ -108,7 +117,7 @@ def test_each_identity_has_the_value_of_a_checkpoint(tmp_path, steps):
 
 @pytest.mark.parametrize("form", ["dict", "npz", "safetensors"])
 def test_weights_without_a_copy_are_named(tmp_path, steps, form):
-    proto = shared_network(tmp_path)
+    proto = onnx.load(ORT / "shared.onnx")
     weights = {name: steps[f"at:{name}"] for name in TRAINED}
     path = tmp_path / f"weights.{form}"
     if form == "npz":
