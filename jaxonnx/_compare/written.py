@@ -5,7 +5,6 @@ are random, in the shapes that the network declares, and few; the figures are th
 """
 
 import sys
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -27,6 +26,7 @@ from jaxonnx._limits import format_bytes
 from jaxonnx._rewrite.network import Network
 from jaxonnx._rewrite.opset import ELSEWHERE
 from jaxonnx._run.program import Program
+from jaxonnx._warnings import warn
 from jaxonnx.errors import Error, InputError, ModelError
 from jaxonnx.registry import lookup
 
@@ -84,7 +84,7 @@ def check_written(
 ) -> None:
     """Compare a file as `compare_written` does; warn if its results were not compared."""
     if reason := compare_written(what, written, origin, **options):
-        warn_unproven(reason, stacklevel=5)
+        warn_unproven(reason)
 
 
 def compare_written(
@@ -134,10 +134,10 @@ def compare_written(
     )
 
 
-def warn_unproven(reason: str, stacklevel: int = 3) -> None:
+def warn_unproven(reason: str) -> None:
     """Warn that a file was not compared."""
     hint = "jaxonnx.validate compares saved files on data, and check=False skips this check"
-    warnings.warn(f"{reason}. {hint}", stacklevel=stacklevel)
+    warn(f"{reason}. {hint}")
 
 
 def check_valid(what: str, proto: ModelProto, original: Callable[[], ModelProto]) -> None:
@@ -151,7 +151,7 @@ def check_valid(what: str, proto: ModelProto, original: Callable[[], ModelProto]
       ModelError: with the node that is refused.
     """
     if size := find_excess(count_bytes(proto)):
-        warnings.warn(f"{what} was not checked: {size}; check=False skips the check", stacklevel=3)
+        warn(f"{what} was not checked: {size}; check=False skips the check")
         return
     _check_validity(what, proto, original)
     _open_session(what, proto, original)

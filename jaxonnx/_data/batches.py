@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
 import zlib
 from abc import ABC, abstractmethod
 from collections import deque
@@ -26,6 +25,7 @@ from jaxonnx._data.inputs_and_targets import as_pair, checked_weights, count_exa
 from jaxonnx._data.ragged import PLAIN, Columns, LazyColumn, Padding, Ragged
 from jaxonnx._graph.values import Value
 from jaxonnx._require import require_integer
+from jaxonnx._warnings import warn
 from jaxonnx.errors import TrainingError
 
 _SHAPES = 16
@@ -362,10 +362,9 @@ class Stream(Source):
         )
 
     def _warn(self, remedy: str = "length_buckets=(32, 64, 128) pads them to a few widths") -> None:
-        warnings.warn(
+        warn(
             f"{self.what} has batches of more than {_SHAPES} shapes, and a program is compiled for "
             f"each; {remedy}",
-            stacklevel=3,
         )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +23,7 @@ from jaxonnx._data.images import Layout, Preparation
 from jaxonnx._data.kinds import Data, Reading, register_data, size_of_batches
 from jaxonnx._require import require
 from jaxonnx._rewrite.network import Network
+from jaxonnx._warnings import warn
 from jaxonnx.errors import InputError, TrainingError
 
 SUFFIXES = {".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
@@ -260,7 +260,7 @@ class Pictures(Examples):
         if path not in broken:
             broken[path] = error
             self.inputs.settings.decoded.notes.append(f"left out: {error}")
-            warnings.warn(f"left out: {error}", stacklevel=2)
+            warn(f"left out: {error}")
 
 
 @register_data
@@ -292,7 +292,7 @@ class PictureFiles(Data):
                 "pictures, with one folder for each class in it"
             )
         data = parts["data"]
-        settings = _preprocess(model, preprocess, stacklevel=5)
+        settings = _preprocess(model, preprocess)
         if not reading.labels:
             # the images of a folder and its subfolders, or those that data names, without classes
             listed = _listed_pictures(data.data)
@@ -483,10 +483,9 @@ def _labels(
     if listed and fits and classes.keys() <= {*listed} and not repeated:
         return listed
     if len(classes) < 2 and not training:
-        warnings.warn(
+        warn(
             f"the folder '{root}' has one class only, {_names(classes)}, and the file does not "
             "name its classes: it counts as class 0; preprocess={'labels': [...]} names them",
-            stacklevel=5,
         )
     elif len(classes) < 2:
         raise TrainingError(
@@ -502,7 +501,7 @@ def _sides(size: Any) -> tuple[int, int]:
     return height, width
 
 
-def _preprocess(model: Network, preprocess: Mapping[str, Any], stacklevel: int = 4) -> Preprocess:
+def _preprocess(model: Network, preprocess: Mapping[str, Any]) -> Preprocess:
     """Return the settings of the file, overridden by those of `preprocess`.
 
     Raises:
@@ -538,10 +537,9 @@ def _preprocess(model: Network, preprocess: Mapping[str, Any], stacklevel: int =
     workers = settings.pop("workers", min(os.cpu_count() or 1, 16))
     require("preprocess: workers", workers, workers >= 1, "at least 1", TrainingError)
     if not (images.says_numbers(model) or settings.keys() & {"scale", "mean", "std"}):
-        warnings.warn(
+        warn(
             "the file does not say how to scale pixels: they are divided by 255; "
             "preprocess={'mean': ..., 'std': ...} sets this (--mean, --std)",
-            stacklevel=stacklevel,
         )
     how = replace(images.preparation(model), **settings)
     where = images.layout(model, how.size)

@@ -7,7 +7,6 @@ have become a constant of the file. So a text is evaluated alone and padded.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,6 +17,7 @@ import numpy as np
 from jaxonnx._data.ragged import IGNORED, Columns, Padding, Ragged, token_inputs
 from jaxonnx._rewrite.batch import ROUND_TOGETHER
 from jaxonnx._rewrite.network import Network
+from jaxonnx._warnings import warn
 from jaxonnx.errors import Error, TrainingError
 
 CLOSE = {True: 1e-4, False: 2e-2}
@@ -88,10 +88,9 @@ class PaddingCheck:
         self._done = True
         self._run = _find_local(self._model)
         if self._run is None:
-            warnings.warn(
+            warn(
                 f"{what}: whether padding changes its outputs is not checked, because the model is "
                 "distributed over several processes",
-                stacklevel=2,
             )
             return
         width, name = int(wider.min()), ragged[0]
@@ -172,7 +171,7 @@ class PaddingCheck:
             return
         problem = f"{what}: its outputs change by {distance:.1%} with padding ({fill}) behind it"
         if is_chosen:
-            warnings.warn(f"{problem}, as pad= says", stacklevel=2)
+            warn(f"{problem}, as pad= says")
             return
         raise TrainingError(
             f"{problem}: pad={{{name!r}: ...}} is the token that the file takes for padding "

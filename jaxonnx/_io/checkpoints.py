@@ -17,7 +17,6 @@ import errno
 import json
 import os
 import struct
-import warnings
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -40,6 +39,7 @@ from jaxonnx._io.tensors import to_array
 from jaxonnx._io.ties import update_tied
 from jaxonnx._require import check_arguments, require_choice
 from jaxonnx._safe_read import wrap_errors
+from jaxonnx._warnings import warn
 from jaxonnx.errors import ModelError
 
 MODEL = "model.onnx"
@@ -131,9 +131,8 @@ def read(folder: str | os.PathLike[str], which: str = "newest") -> Checkpoint:
         try:
             return _read(orbax, folder / str(step))
         except UNREADABLE as error:
-            warnings.warn(
+            warn(
                 f"the checkpoint of step {step} in '{folder}' cannot be read ({reason(error)})",
-                stacklevel=2,
             )
     raise ModelError(f"no checkpoint in '{folder}' can be read")
 

@@ -2,7 +2,6 @@
 
 import difflib
 import os
-import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +22,7 @@ from jaxonnx._io.protocol import File, Format, Graph, Weights, check_exists, is_
 from jaxonnx._io.tensors import equal_bits
 from jaxonnx._io.ties import sources, update_tied
 from jaxonnx._require import require
+from jaxonnx._warnings import warn
 from jaxonnx.errors import InputError
 
 K = TypeVar("K", bound=type[Format])
@@ -218,10 +218,9 @@ def replace_weights(file: File, weights: str | os.PathLike[str] | Mapping[str, A
             left[name] = of
     if left:
         names = ", ".join(f"'{name}' (of '{of}')" for name, of in left.items())
-        warnings.warn(
+        warn(
             f"{what}: these tensors, which the file stores as others because their first values "
             f"are equal, are missing and keep the values of the file: {names}. Pass them as "
             "well; where two are one tensor, its value under both names",
-            stacklevel=3,
         )
     return file._replace(tensors=result)

@@ -1,7 +1,6 @@
 """A ModelProto as a `File`: checked, repaired, and without its weights, which become arrays."""
 
 import os
-import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -25,6 +24,7 @@ from jaxonnx._io.protos import (
 from jaxonnx._io.tensors import Folder, list_folders, to_array, to_dense
 from jaxonnx._io.ties import split_shared
 from jaxonnx._require import check_arguments, require
+from jaxonnx._warnings import warn
 from jaxonnx.errors import ModelError, UnsupportedError
 
 _DATA_FIELDS = (
@@ -191,7 +191,7 @@ def _repair(proto: ModelProto, what: str) -> None:
         for name in _drop_redefined_constants(graph)
     ]
     for text in texts:
-        warnings.warn(f"{what} {text}, as onnxruntime reads it", stacklevel=5)
+        warn(f"{what} {text}, as onnxruntime reads it")
     sort_nodes(proto.graph)
 
 

@@ -19,7 +19,6 @@ import os
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from types import TracebackType
@@ -33,6 +32,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxonnx._arrays import put, to_host
 from jaxonnx._mesh.rules import mesh_of
+from jaxonnx._warnings import warn
 from jaxonnx.errors import TrainingError
 
 _POLL = 0.5
@@ -73,10 +73,9 @@ class Processes:
     def __init__(self, mesh: Any):
         many = jax.process_count() > 1
         if many and mesh is None:
-            warnings.warn(
+            warn(
                 f"each of the {jax.process_count()} processes trains a model of its own: "
                 "mesh='all' makes one run of them",
-                stacklevel=3,
             )
         self._mesh = None if mesh is None else mesh_of(mesh)
         self.several = self._mesh is not None and self._mesh.is_multi_process

@@ -13,13 +13,13 @@ import platform
 import subprocess
 import sys
 import tempfile
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from jaxonnx._warnings import warn
 from jaxonnx.errors import Error
 
 FOLDER = Path(__file__).parent
@@ -111,10 +111,9 @@ def cached_library(source: Path, options: Sequence[str], others: Sequence[Path] 
         cache.mkdir(parents=True, exist_ok=True)
         folder = tempfile.mkdtemp(dir=cache)
     except OSError as error:
-        warnings.warn(
+        warn(
             f"{cache} cannot be written ({error.strerror}): each process compiles its "
             "kernels; name another folder in XDG_CACHE_HOME",
-            stacklevel=2,
         )
         library = Path(tempfile.mkdtemp(), library.name)
         compile_library(source, options, library)

@@ -6,7 +6,6 @@ whose operator lacks the new type (Resize takes its scales in float32) gets Cast
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
@@ -31,6 +30,7 @@ from jaxonnx._io.protos import (
 from jaxonnx._io.tensors import to_array
 from jaxonnx._rewrite.network import Network, reenter, with_file
 from jaxonnx._text import list_some
+from jaxonnx._warnings import warn
 from jaxonnx.errors import InputError
 from jaxonnx.views import FixedInputs
 
@@ -81,7 +81,7 @@ def with_dtype(model: N, dtype: str) -> N:
         return model
     if model.proto.training_info:
         text = "the training graph of the file is left out: it is not converted"
-        warnings.warn(text, stacklevel=4)
+        warn(text)
     # 1. the file
     file = Editor(model.proto)
     del file.proto.training_info[:]
@@ -243,7 +243,7 @@ def _cast_to_single(file: Editor, types: Mapping[str, str], kinds: Mapping[str, 
             whole.opset_import.add(domain="", version=_CAST)
     if operators:
         text = f"{list_some(sorted(operators), '')}: computed in float32, as ONNX has no other type"
-        warnings.warn(text, stacklevel=5)
+        warn(text)
     return single
 
 

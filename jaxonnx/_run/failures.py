@@ -3,7 +3,6 @@
 import math
 import re
 import sys
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -33,11 +32,6 @@ _INTERNAL = re.compile(
     re.IGNORECASE,
 )
 """Words of messages about the implementation of an operator, not about the model."""
-
-
-def warn(_: str, text: str) -> None:
-    """Warn the user of a condition that an evaluation noticed (a `Context.note`)."""
-    warnings.warn(text, stacklevel=2)
 
 
 def at(node: Node, error: Error) -> Any:

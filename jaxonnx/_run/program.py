@@ -21,11 +21,12 @@ from jaxonnx._graph.ancestors import ancestors
 from jaxonnx._graph.bind import Graph, Node
 from jaxonnx._graph.values import data
 from jaxonnx._limits import compilable
-from jaxonnx._run.failures import at, convert_errors, warn
+from jaxonnx._run.failures import at, convert_errors
 from jaxonnx._run.fold_norms import fold_norms
 from jaxonnx._run.integer_products import fuse_products
 from jaxonnx._run.open_weights import drop_nodes
 from jaxonnx._run.scope import Context, run
+from jaxonnx._warnings import warn
 from jaxonnx.errors import NodeError, StaticError
 from jaxonnx.lowering import has_units, jit
 from jaxonnx.views import Evaluate, Outputs, View
@@ -418,7 +419,7 @@ class Program:
         """Warn of something once for each node (a `Context.note`)."""
         if node not in self._notes:
             self._notes = {**self._notes, node: text}
-            warn(node, text)
+            warn(text)
 
     def _compile(self, graph: Graph, fixed: Mapping[str, np.ndarray]):
         def compiled(params, state, key, inputs, *, training):

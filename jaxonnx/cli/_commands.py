@@ -22,6 +22,7 @@ from jaxonnx._graph import exporter_hints
 from jaxonnx._graph.values import Value
 from jaxonnx._io.formats import check_suffix
 from jaxonnx._io.protos import text
+from jaxonnx._warnings import warn
 from jaxonnx.cli import _inputs as reading
 from jaxonnx.cli import process
 from jaxonnx.cli._flags import collect_values
@@ -219,7 +220,7 @@ def classify(options: argparse.Namespace) -> Report:
     prepare = reading.preparation(model, options)
     where = images.layout(model, prepare.size)
     if not images.says_numbers(model) and options.scale is None:
-        warnings.warn(f"'{options.model}' does not say how pixels are scaled: 1/255", stacklevel=1)
+        warn(f"'{options.model}' does not say how pixels are scaled: 1/255")
     data, lines, broken = [], [], []
     paths = []
     for path in options.pictures:
@@ -240,7 +241,7 @@ def classify(options: argparse.Namespace) -> Report:
     if len(broken) == len(data):
         raise broken[0]
     for error in broken:
-        warnings.warn(f"left out: {error}", stacklevel=1)
+        warn(f"left out: {error}")
     return Report({"pictures": data}, "\n".join(lines), status=bool(broken))
 
 

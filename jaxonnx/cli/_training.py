@@ -3,7 +3,6 @@
 import argparse
 import json
 import tempfile
-import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
@@ -23,6 +22,7 @@ from jaxonnx._data.batches import Source
 from jaxonnx._graph.projections import ROLES
 from jaxonnx._io.formats import check_suffix
 from jaxonnx._io.packed import packed_nbytes
+from jaxonnx._warnings import warn
 from jaxonnx.cli import _inputs as reading
 from jaxonnx.cli._flags import AUTO, collect_values
 from jaxonnx.cli._inputs import CommandError, Report
@@ -370,7 +370,7 @@ def _save(result: Result, path: Path) -> None:
         card = not has_other_card(path, result.model)
         save = partial(result.save, card=card)
         if not card:
-            warnings.warn(f"README.md of '{path}' stays: jaxonnx did not write it", stacklevel=2)
+            warn(f"README.md of '{path}' stays: jaxonnx did not write it")
     try:
         save(path)
     except OSError as error:

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import tempfile
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -24,6 +23,7 @@ from jaxonnx._io.files import open_safetensors, write_safetensors
 from jaxonnx._require import require
 from jaxonnx._rewrite.network import Network
 from jaxonnx._text import list_some
+from jaxonnx._warnings import warn
 from jaxonnx.errors import InputError, ModelError
 from jaxonnx.llm._folders import CHAT_TEMPLATES, ModelFolder, describe_classes
 from jaxonnx.llm._module_names import (
@@ -116,10 +116,9 @@ def write_checkpoint(
         settings |= dict.fromkeys({"dtype", "torch_dtype"} & settings.keys(), kind)
         _write_json(target / "config.json", settings)
     else:
-        warnings.warn(
+        warn(
             f"'{target}' has no config.json, which transformers needs: pass original=, the "
             "folder of the original checkpoint",
-            stacklevel=3,
         )
     # copy files of the tokenizer and the like, those of the model's folder first
     folders = [net.folder.path] if net.folder else []

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import tempfile
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
@@ -23,6 +22,7 @@ from jaxonnx._io.files import LIMIT, OnnxFormat, list_data_files
 from jaxonnx._io.protocol import Companion, File, Graph, check_exists, is_folder
 from jaxonnx._io.protos import all_nodes
 from jaxonnx._io.records import QUANTIZATION, SPARSITY
+from jaxonnx._warnings import warn
 from jaxonnx.errors import InputError, ModelError
 
 GENAI = "genai_config.json"
@@ -242,10 +242,9 @@ class ModelFolder(Companion):
                     os.replace(Path(scratch) / location, file.parent / location)
                 os.replace(written, file)
         if left:
-            warnings.warn(
+            warn(
                 f"not copied to '{target}', because their weights are the old ones: "
                 f"{', '.join(left)}",
-                stacklevel=4,
             )
 
 

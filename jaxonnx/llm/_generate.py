@@ -14,7 +14,6 @@ prompts, once, and the continuation is what the decoder writes from its first to
 from __future__ import annotations
 
 import collections.abc
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ import numpy as np
 from jaxonnx._require import describe, require, require_integer
 from jaxonnx._rewrite.network import Network
 from jaxonnx._run.program import Program
+from jaxonnx._warnings import warn
 from jaxonnx.errors import InputError, TrainingError
 from jaxonnx.llm._caches import SHIFT, VISIBLE, EmptyCaches, SharedCaches, omit_caches
 from jaxonnx.llm._configuration import DECODER_TOKENS
@@ -255,10 +255,9 @@ class Generator(Decoder):
                 if all(part.is_done for part in written):
                     break
         if any(not part.ended and part.room < count for part in written):
-            warnings.warn(
+            warn(
                 f"the model has positions for {self.positions} tokens: a continuation ends there, "
                 f"with fewer than max_new_tokens={count}",
-                stacklevel=5,
             )
 
     def _decode(self, params, state, rows, source, count, top_k, numbers, *more):

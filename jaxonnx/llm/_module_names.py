@@ -9,7 +9,6 @@ transformers, read one list of blocks.
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from jaxonnx._graph.bind import Graph, Node
 from jaxonnx._graph.uses import Use, Weight, find_tied, uses, uses_by_tensor, weights
 from jaxonnx._graph.weight_names import is_numbered
 from jaxonnx._rewrite.network import Network
+from jaxonnx._warnings import warn
 from jaxonnx.errors import InputError
 
 _SUFFIX = re.compile(r"(\.MatMul)?[./](weight|kernel|qweight)(_\w+)?$")
@@ -361,10 +361,9 @@ def name_weights(
             f"the {_OTHER_FORMS[family]} of model type '{family}' have another form in transformers"
         )
     if not (names or family in (*LIKE_LLAMA, *FAMILIES)) and any(map(EXPORTED.search, learned)):
-        warnings.warn(
+        warn(
             f"the names of modules are not known for the model type '{family}': they are written "
             "as those of Llama; compare with the keys that transformers reports as missing",
-            stacklevel=3,
         )
     modules, rows, packed = find_matrices(model, None)
     parts: dict[str, list[Block]] = {}
@@ -444,11 +443,10 @@ def choose_blocks(
     if not (names or family in (*LIKE_LLAMA, *FAMILIES)) and any(map(EXPORTED.search, rows)):
         example = next(block.target for block in blocks if block.source in rows)
         kind = f"model type '{family}'" if family else "model type, which the file does not tell"
-        warnings.warn(
+        warn(
             f"the names of modules are not known for this {kind}: they are written as those of "
             f"Llama ('{example}'), and PEFT ignores what it does not find. Load the folder with "
             "genai_config.json, or compare with named_modules() and pass names=",
-            stacklevel=4,
         )
     return blocks
 

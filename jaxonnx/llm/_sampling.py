@@ -5,7 +5,6 @@ The definitions and their order are those of transformers' `LogitsProcessor`s.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -16,6 +15,7 @@ import numpy as np
 
 from jaxonnx._require import require, require_integer
 from jaxonnx._rewrite.network import Network
+from jaxonnx._warnings import warn
 from jaxonnx.errors import InputError
 from jaxonnx.llm._configuration import read_end_tokens
 from jaxonnx.llm._folders import GENAI, ModelFolder
@@ -133,7 +133,7 @@ def _read_settings(folder: ModelFolder) -> Sampling:
     }
     unread = [n for n, usual in _UNREAD.items() if settings.get(n) not in (None, usual, [], {})]
     if unread:
-        warnings.warn(f"settings of '{folder.path}' that are ignored: {unread}", stacklevel=5)
+        warn(f"settings of '{folder.path}' that are ignored: {unread}")
     ends, texts = (settings.get(name) for name in ("forced_eos_token_id", "stop_strings"))
     always: dict[str, Any] = {
         "biases": _read_biases(settings),

@@ -9,7 +9,6 @@ import filecmp
 import functools
 import json
 import os
-import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import numpy as np
 from jaxonnx._require import describe
 from jaxonnx._rewrite.network import Network
 from jaxonnx._safe_read import wrap_errors
+from jaxonnx._warnings import warn
 from jaxonnx.errors import InputError, TrainingError
 from jaxonnx.llm._chat_templates import MARK, Chat, ChatTemplates, import_package, take_marks
 from jaxonnx.llm._configuration import read_end_tokens
@@ -141,15 +141,12 @@ class Tokenizer:
                 "int64[n], and takes no such arguments of transformers"
             )
         if unread := [name for name in unread if name not in _TRANSFORMERS]:
-            warnings.warn(
+            warn(
                 f"variables that the chat template does not read: {', '.join(unread)}",
-                stacklevel=2,
             )
         chat, writes_calls = self.templates.fit_calls(chat)
         if not writes_calls:
-            warnings.warn(
-                "the chat template does not write the arguments of calls of tools", stacklevel=2
-            )
+            warn("the chat template does not write the arguments of calls of tools")
         if not continue_final_message:
             text, _ = take_marks(self.templates.render(chat, add_generation_prompt))
         elif add_generation_prompt:

@@ -9,7 +9,6 @@ runtime. In the joined graph it is the same few nodes for both. Names of tensors
 encoder and the embedding have a prefix; those of the decoder stay.
 """
 
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from onnx.external_data_helper import load_external_data_for_tensor
 from jaxonnx._io.build import reads
 from jaxonnx._io.protocol import File
 from jaxonnx._io.protos import all_nodes, rename_values, value_names
+from jaxonnx._warnings import warn
 from jaxonnx.errors import ModelError
 from jaxonnx.llm._folders import GENAI, ModelFolder, ancestors, extract_part, refuse_records
 from jaxonnx.registry import lookup
@@ -66,9 +66,8 @@ class VisionLanguage(ModelFolder):
         except ModelError as error:
             if not self.read_json(GENAI):
                 raise
-            warnings.warn(
+            warn(
                 f"the decoder of '{self.path}' is loaded alone, to be trained on {EMBEDS}: {error}",
-                stacklevel=5,
             )
             return ModelFolder(self.path, self.files[-1:]).join(files[-1:])
 

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +31,7 @@ from jaxonnx._io.protos import all_graphs, all_nodes
 from jaxonnx._rewrite.network import Network, refuse_change, with_file
 from jaxonnx._run.shapes import evaluate_shapes
 from jaxonnx._text import list_some
+from jaxonnx._warnings import warn
 from jaxonnx.errors import InputError
 from jaxonnx.llm._folders import GENAI, ModelFolder
 from jaxonnx.llm._tokenizer import Tokenizer
@@ -354,9 +354,7 @@ def add_tokens(model: M, tokenizer: Tokenizer, tokens: Sequence[str], special: b
     tokenizer, new, old = tokenizer.add_tokens(tokens, special)
     if old:
         listed = [f"{text!r} ({token})" for text, token in old.items()]
-        warnings.warn(
-            f"{list_some(listed, '')}: tokens already, which stay as they are", stacklevel=4
-        )
+        warn(f"{list_some(listed, '')}: tokens already, which stay as they are")
     if not new:
         return model
     vocabulary = Vocabulary.find(model.graph, model.tensors, token_inputs(model.inputs))

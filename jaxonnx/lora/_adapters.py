@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -21,6 +20,7 @@ from jaxonnx._graph.roles import running_statistics
 from jaxonnx._graph.uses import find_tied, weights
 from jaxonnx._require import check_arguments
 from jaxonnx._safe_read import wrap_errors
+from jaxonnx._warnings import warn
 from jaxonnx.errors import InputError, ModelError
 from jaxonnx.llm import (
     Block,
@@ -214,10 +214,9 @@ class Adapters:
         self._check(model)
         warn_about_ties(model, {*self._without_rows, *self.values})
         if self.base and self.base != checksum(model, self.layouts, self.values):
-            warnings.warn(
+            warn(
                 "the adapters were trained for other values of these weights, and the model may "
                 "not compute what it learned: attach them to the file that was trained",
-                stacklevel=2,
             )
         statistics = running_statistics(model.graph)
         values = {name: jnp.asarray(value) for name, value in self.values.items()}

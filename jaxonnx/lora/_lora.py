@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -21,6 +20,7 @@ from jaxonnx._graph.uses import Weight, weights
 from jaxonnx._require import check_arguments, require
 from jaxonnx._rewrite.masks import describe_masks
 from jaxonnx._text import list_some
+from jaxonnx._warnings import warn
 from jaxonnx.errors import InputError
 from jaxonnx.lora._adapters import Adapters
 from jaxonnx.lora._merge import (
@@ -183,10 +183,9 @@ class LoRA:
             earlier = model._factors  # which lie in the module of their weight
             chosen = select(self.where, matrices, "where", earlier, kind, model._places)
         if inseparable and self.where in (None, "mlp", "all-linear"):
-            warnings.warn(
+            warn(
                 f"where={self.where!r} adapts no packed experts, for which files have no adapters: "
                 f"{list_some(sorted(map(repr, inseparable)), '')}; where= with their names does",
-                stacklevel=3,
             )
         for name in sorted(chosen):
             if self.rank > min(sizes[name]):

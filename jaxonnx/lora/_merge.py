@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
 import zlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from jaxonnx._few_bits import is_float
 from jaxonnx._graph.uses import find_tied, uses_by_tensor
 from jaxonnx._require import require
 from jaxonnx._text import list_some
+from jaxonnx._warnings import warn
 from jaxonnx.errors import InputError
 from jaxonnx.lowering import ChangedRows, ChangedWeight, LowRank, is_half, merge_change, to_array
 from jaxonnx.model import Model
@@ -134,11 +134,10 @@ def checksum(model: Model, layouts: Mapping[str, Matrix], values: Mapping[str, A
 def warn_about_ties(model: Model, names: Collection[str]) -> None:
     """Warn if one of these weights is both an embedding and the matrix of a product."""
     if tied := [f"'{name}'" for name in find_tied(model.graph, model.tensors) if name in names]:
-        warnings.warn(
+        warn(
             f"{list_some(tied)}: the embedding and the output layer are one weight, so that its "
             "adapter changes both, unlike PEFT's adapter of an output layer; where the file stores "
             "the weight twice, jaxonnx.load(path, tied=[]) keeps the two apart",
-            stacklevel=3,
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,6 +24,7 @@ from jaxonnx._io.build import rename_reads, unused_name
 from jaxonnx._io.protos import all_graphs
 from jaxonnx._rewrite.network import Network
 from jaxonnx._text import format_count, list_some
+from jaxonnx._warnings import warn
 from jaxonnx.errors import InputError
 from jaxonnx.llm import module_name
 from jaxonnx.lora._merge import Merge, magnitude, pair
@@ -58,12 +58,11 @@ class Adaption(Merge, View):
         lost = [name for name, share in self._find_lost(tensors, params).items() if share > 0.5]
         if lost:
             kind = tensors[lost[0]].dtype
-            warnings.warn(
+            warn(
                 f"{kind} rounds most of the adapter away in {format_count(len(lost), 'weight')} "
                 f"({list_some(lost, '')}), whose changes are smaller than the steps between its "
                 "numbers: Adapters.save, or save(path, adapters='nodes') before merging, keeps "
                 "all of it",
-                stacklevel=2,
             )
         rounded: dict[str, Any] = {}
         if self.stored:
@@ -72,7 +71,7 @@ class Adaption(Merge, View):
             scaled = self._scaled_matrices(network).items()
             changes |= {n: factors[n].change_of(matrix) for n, matrix in scaled if n in changes}
             rounded, losses = quantization.requantize(network.graph, network.tensors, changes)
-            warnings.warn(_describe_losses(losses), stacklevel=2)
+            warn(_describe_losses(losses))
         left = self.without_factors(network.state)
         state = {name: value for name, value in left.items() if name not in params}
         state |= {name: jnp.asarray(value) for name, value in rounded.items()}

@@ -22,6 +22,7 @@ from jaxonnx._rewrite.halves import constants_of_bodies, move_casts, prepare_to_
 from jaxonnx._rewrite.linear_models import open_linear_models
 from jaxonnx._rewrite.opset import to_opset
 from jaxonnx._text import list_some
+from jaxonnx._warnings import warn
 from jaxonnx.errors import InputError
 from jaxonnx.model._load import as_model, load
 from jaxonnx.model._model import Model
@@ -154,9 +155,7 @@ def raise_opset(
 def _reload(proto: ModelProto, model: Model) -> Model:
     """Load the converted file of a model, with the same tensors as parameters."""
     if model.proto.training_info:
-        warnings.warn(
-            "the training graph of the file is left out: it is not converted", stacklevel=4
-        )
+        warn("the training graph of the file is left out: it is not converted")
         del proto.training_info[:]
     net = load(proto)
     net = replace(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
@@ -32,6 +31,7 @@ from jaxonnx._mesh.shardings import model_shardings
 from jaxonnx._require import check_arguments, require_integer
 from jaxonnx._rewrite.floats import with_dtype
 from jaxonnx._run.program import Program
+from jaxonnx._warnings import warn
 from jaxonnx.errors import InputError
 from jaxonnx.model._model import Model, Trainable
 from jaxonnx.quantization import dequantize_weights, recorded_views, restore_attention
@@ -184,7 +184,7 @@ def load(
     model = model if dtype is None else with_dtype(model, dtype)
     for warning in model.warnings:
         if warning.startswith(("64-bit", "metadata_props", "this seems to be an eval_model.onnx")):
-            warnings.warn(warning, stacklevel=2)
+            warn(warning)
     return model if trainable is None else model.with_trainable(trainable)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -25,6 +24,7 @@ from jaxonnx._io.protos import all_graphs, all_nodes, tensor_of_constant
 from jaxonnx._io.save import to_onnx
 from jaxonnx._require import require_choice
 from jaxonnx._rewrite.network import Network, leave
+from jaxonnx._warnings import warn
 from jaxonnx.errors import InputError
 from jaxonnx.model._sparsity import describe_unrecorded
 from jaxonnx.quantization import is_quantized
@@ -122,7 +122,7 @@ def merge(model: N, *, requantize: bool = False, check: bool = False) -> N:
     for view in reversed(model.program.views):
         merged = view.merge(merged, requantize=requantize)
     if check and (reason := compare_merged(model, merged)):
-        warn_unproven(reason, stacklevel=4)
+        warn_unproven(reason)
     return merged
 
 
@@ -179,17 +179,16 @@ def save(
     options = {"external_data": external_data, "sparse": sparse}
     form = save_alone(path, proto, partial(_merge, model), **options)
     if form.has_graph and _has_float64(model.proto) and not _has_float64(model.source):
-        warnings.warn(
+        warn(
             f"'{os.fspath(path)}' is in float64, for which many runtimes have no kernels "
             "(onnxruntime has none of Conv and LSTM, for example). To deploy it, load the file "
             "that it was made from: .replace(params={n: x.astype('float32') for n, x in "
             "model.params.items()})",
-            stacklevel=3,
         )
     if not form.has_graph or model.sparsity is not None:
         return
     if message := describe_unrecorded(model):
-        warnings.warn(f"'{os.fspath(path)}': {message}", stacklevel=3)
+        warn(f"'{os.fspath(path)}': {message}")
 
 
 def _has_float64(proto: ModelProto | None) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -16,6 +15,7 @@ import numpy as np
 
 from jaxonnx._data.ragged import masks_and_positions
 from jaxonnx._rewrite.network import Network
+from jaxonnx._warnings import warn
 from jaxonnx.errors import Error
 from jaxonnx.quantization._scheme import ActivationStatistics, Calibration, Quantization
 
@@ -155,13 +155,12 @@ def warn_if_worse(
         if gains[x] > 0
     ]
     output = f"the output {[*observed.outputs[0]][k]!r}" if worse.size > 1 else "the outputs"
-    warnings.warn(
+    warn(
         f"calibration={scheme.calibration!r} changes {output} on the calibration data by "
         f"{errors[:, k].mean():.2%}, 'minmax' by {least[:, k].mean():.2%} (root mean square, of "
         f"that of the outputs), most through the ranges of "
         f"{', '.join(worst) or 'several activations'}: pass calibration='minmax', or another "
         "method",
-        stacklevel=5,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -23,6 +22,7 @@ from jaxonnx._rewrite.network import (
 )
 from jaxonnx._run.fold_norms import folds, read_names
 from jaxonnx._text import list_some
+from jaxonnx._warnings import warn
 from jaxonnx.quantization._awq import scale_inputs
 from jaxonnx.quantization._calibration import observe, warn_if_worse
 from jaxonnx.quantization._files import Bias, Record, record_of
@@ -129,10 +129,9 @@ def insert(
     entered = reenter(net, unfolded)
     warn_if_worse(entered, calibration, observed, inserter.parameters, examples, shares, scheme)
     if zeros := [repr(n) for n, x in observed.limits.items() if not x.any()]:
-        warnings.warn(
+        warn(
             f"{list_some(zeros, '')}: 0 in all calibration data, so that the range is not known, "
             "and stays in floating point: pass examples that reach what computes it",
-            stacklevel=4,
         )
     return enter(net, Rounding(clipped={n: x for n, x in shares.items() if x}))
 

@@ -8,7 +8,6 @@ are; one that another rewrite has changed stays open.
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from jaxonnx._io.build import count_readers, sort_nodes
 from jaxonnx._io.protocol import File
 from jaxonnx._io.protos import opset_of
 from jaxonnx._text import list_some
+from jaxonnx._warnings import warn
 from jaxonnx.errors import ModelError
 from jaxonnx.registry import Op, lookup
 
@@ -314,11 +314,10 @@ def restore_attention(file: File) -> File:
             )
             attention.attribute.extend(node.attribute)
             proto.graph.node.append(attention)
-        warnings.warn(
+        warn(
             f"onnxruntime's quantizer replaced the Attention of '{list_some(restored, '')}' by a "
             "QAttention with invalid attributes, which onnxruntime refuses: it is loaded, and "
             "saved, as the original Attention of dequantized Q and K",
-            stacklevel=3,
         )
     return file
 

@@ -1,6 +1,5 @@
 """Open data, choose its usual loss, fit a model to it, and read it as batches."""
 
-import warnings
 from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -10,6 +9,7 @@ from jaxonnx._data.inputs_and_targets import lacks_batch_axis
 from jaxonnx._data.kinds import Data, Reading, read
 from jaxonnx._data.kinds import open_data as open_kind
 from jaxonnx._data.ragged import Padding
+from jaxonnx._warnings import warn
 from jaxonnx.errors import InputError, TrainingError
 from jaxonnx.model import Model, batch_norms, start_at_zeros, with_any_batch, with_whole_inputs
 from jaxonnx.training._objective.needs import find_needs, prepare_model
@@ -205,11 +205,10 @@ def _open_batch(model: Model, settings: Settings) -> tuple[Model, list[str]]:
                 f"batch_size={chosen}, but the model's inputs are fixed to batches of {size}, and "
                 f"that cannot be opened: {error}"
             ) from error
-        warnings.warn(
+        warn(
             "the file fixes the batch to 1, so that each step sees one example, and that cannot be "
             f"opened: {error}. batch_size=1 trains so without this warning; accumulate= makes one "
             "update of several steps",
-            stacklevel=5,
         )
         return model, []
     return opened, [

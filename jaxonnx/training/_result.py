@@ -1,7 +1,6 @@
 """The result of a run."""
 
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,6 +15,7 @@ from jaxonnx._data.batches import Source
 from jaxonnx._hub import export_safetensors
 from jaxonnx._require import check_arguments
 from jaxonnx._text import format_count
+from jaxonnx._warnings import warn
 from jaxonnx.errors import InputError, ModelError
 from jaxonnx.lora import Adapters
 from jaxonnx.model import Model, compare_merged
@@ -160,7 +160,7 @@ def _note_differences(compare: Callable[[], str]) -> list[str]:
         reason = compare()
     except ModelError as error:
         reason = f"{error}. The trained model is returned all the same"
-        warnings.warn(reason, stacklevel=4)
+        warn(reason)
     return [reason] if reason else []
 
 

@@ -1,7 +1,6 @@
 """`train`: fit model and data to each other, build the step, and run the loop."""
 
 import os
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Unpack
@@ -13,6 +12,7 @@ from jaxonnx._data.augment import augment_examples
 from jaxonnx._data.batches import Examples
 from jaxonnx._mesh.processes import Processes
 from jaxonnx._text import format_count
+from jaxonnx._warnings import warn
 from jaxonnx.model import Model, as_model
 from jaxonnx.training._data import DataSources, choose_loss, fit_to_data, open_data, read_data
 from jaxonnx.training._loop.memory import explain_memory_errors
@@ -134,7 +134,7 @@ def train(
         )
         history.notes += plan.notes
         if history.stopped and not history.early:
-            warnings.warn(history.stopped, stacklevel=2)
+            warn(history.stopped)
         return to_result(
             *(plan.step, processes.gather(trained), history, plan.data.held_out), plan.description
         )

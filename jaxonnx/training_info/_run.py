@@ -23,9 +23,10 @@ from jaxonnx._graph.values import data, fit, to_value
 from jaxonnx._io.protos import subgraphs, tensor_of_constant
 from jaxonnx._io.tensors import to_array
 from jaxonnx._require import check_arguments
-from jaxonnx._run.failures import convert_errors, warn
+from jaxonnx._run.failures import convert_errors
 from jaxonnx._run.folding import FOLD_LIMIT
 from jaxonnx._run.scope import Context, run
+from jaxonnx._warnings import warn
 from jaxonnx.errors import InputError, ModelError
 from jaxonnx.lowering import jit
 
@@ -237,7 +238,7 @@ class Training:
         for i in chosen:
             method = self._algorithms[i]
             tensors = self._known | large | state
-            context = Context(tensors, jax.random.fold_in(key, i), note=warn)
+            context = Context(tensors, jax.random.fold_in(key, i), note=lambda _, text: warn(text))
             inputs = {name: batch[name] for name in method.graph.inputs}
             results = run(method.graph, inputs, context)
             outputs |= zip(method.graph.outputs, results, strict=True)
@@ -245,7 +246,7 @@ class Training:
         return state, outputs
 
     def _infer(self, state: State, inputs, key, large):
-        context = Context(self._known | large | state, key, note=warn)
+        context = Context(self._known | large | state, key, note=lambda _, text: warn(text))
         results = run(self._inference, inputs, context)
         return dict(zip(self._inference.outputs, results, strict=True))
 

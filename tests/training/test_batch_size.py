@@ -116,10 +116,3 @@ def test_training_without_a_proof():
     jaxonnx.train(network(mixing), (X, Y), batch_size=1)  # without a warning
     with pytest.raises(jaxonnx.TrainingError, match=r"batch_size=5, but .* fixed to batches of 1"):
         jaxonnx.train(network(mixing), (X, Y), batch_size=5)
-
-
-def test_the_warning_is_of_the_line_that_trains():
-    layers = "m = ReduceMean <axes = [0]> (x) z = Add(x, m) " + LAYERS.replace("(x,", "(z,")
-    with pytest.warns(UserWarning, match="fixes the batch to 1, so that each step") as warned:
-        jaxonnx.train(network(layers, out="1,3"), (X, Y))
-    assert {w.filename for w in warned if "fixes the batch" in str(w.message)} == {__file__}

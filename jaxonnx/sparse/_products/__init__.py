@@ -4,7 +4,6 @@ A product is a primitive, which is lowered to cuSPARSELt's for CUDA, to our kern
 dense one elsewhere.
 """
 
-import warnings
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -17,6 +16,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jaxonnx._jaxpr import Program, inner_program, interpret, retrace_params
 from jaxonnx._native import is_split
+from jaxonnx._warnings import warn
 from jaxonnx.errors import SparsityError
 from jaxonnx.sparse._layers import by_name, name_of
 from jaxonnx.sparse._products import _cpu, _cusparselt
@@ -59,7 +59,7 @@ def prepare_products(
     """
     reason = _why_dense(weights, platform or jax.default_backend(), is_split)
     if reason:
-        warnings.warn(f"products stay dense: {reason}", stacklevel=3)
+        warn(f"products stay dense: {reason}")
     return not reason
 
 

@@ -9,7 +9,6 @@ import dataclasses
 import logging
 import math
 import os
-import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
@@ -35,6 +34,7 @@ from jaxonnx._io.checkpoints import (
     verify_checksum,
 )
 from jaxonnx._mesh.processes import Processes
+from jaxonnx._warnings import warn
 from jaxonnx.errors import TrainingError
 from jaxonnx.lora import Adapters
 from jaxonnx.model import Model, to_proto
@@ -255,7 +255,7 @@ class Checkpoints:
         try:
             self._manager.close()
         except _UNWRITABLE as error:  # an error of the run may have come before it was said
-            warnings.warn(f"a checkpoint was not written ({reason(error)})", stacklevel=2)
+            warn(f"a checkpoint was not written ({reason(error)})")
         finally:
             _LOGGER.removeFilter(_is_news)
 
@@ -357,10 +357,9 @@ class Checkpoints:
         if self._processes.first:
             os.rename(self._directory / str(step), aside)
         self._processes.agree(True)
-        warnings.warn(
+        warn(
             f"the checkpoint of step {step} in '{self.folder}' cannot be read ({reason(error)}), "
             f"and was renamed to {aside.name}; the previous one is used",
-            stacklevel=2,
         )
 
 

@@ -1,7 +1,6 @@
 """The loop of a run, top to bottom: `run`, and then its rows, its batches and their checks."""
 
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
@@ -16,6 +15,7 @@ import numpy as np
 from jaxonnx._data.batches import Batch, Source
 from jaxonnx._data.inputs_and_targets import is_zero_or_one
 from jaxonnx._mesh.processes import Processes
+from jaxonnx._warnings import warn
 from jaxonnx.errors import Error, TrainingError
 from jaxonnx.llm import Continuations
 from jaxonnx.model import Model
@@ -129,7 +129,7 @@ def run(
     history.notes += describe_average(settings, reporter.step)
     if settings.patience is not None and (notes := monitor.notes(history.epochs)):
         history.notes += notes
-        warnings.warn(notes[0], stacklevel=4)
+        warn(notes[0])
     return snapshots.to_model(state), history
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
@@ -20,6 +19,7 @@ from jaxonnx._io import records
 from jaxonnx._mesh.rules import mesh_of
 from jaxonnx._require import require_choice
 from jaxonnx._text import format_count, list_some
+from jaxonnx._warnings import warn
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model, report_layers
 from jaxonnx.training._settings import Settings
@@ -285,5 +285,5 @@ def remove_sparsity(model: Model) -> tuple[Model, list[str]]:
         f"sparsity={'a pattern for each name' if others else keep} keeps them, "
         "model.with_sparsity(None) drops the record"
     )
-    warnings.warn(note, stacklevel=6)
+    warn(note)
     return model, [note]

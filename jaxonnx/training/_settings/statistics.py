@@ -5,7 +5,6 @@ they have not converged, or they follow the weights that are trained, and others
 returned.
 """
 
-import warnings
 from collections.abc import Iterator
 from itertools import islice
 from typing import Annotated, Any, Literal, TypedDict
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 from jaxonnx._arguments import Argument
 from jaxonnx._data.batches import Batch, Source
 from jaxonnx._text import format_count
+from jaxonnx._warnings import warn
 from jaxonnx.model import MOST, apply_totals, batch_norms, find_single_values, zero_totals
 from jaxonnx.training._loop.stopping import Interrupt
 from jaxonnx.training._settings import Settings
@@ -140,11 +140,10 @@ def warn_of_single_values(step: Step, batch: Batch) -> None:
     if not (names := find_single_values(step.model, batch.inputs)):
         return
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    warnings.warn(
+    warn(
         f"the BatchNormalization of '{names[0]}'{more} sees one value per channel, in a batch "
         "of one example: in training its output is its bias for any input, and no layer before it "
         "learns (PyTorch raises an error here). Train with larger batches (batch_size=, "
         "and for a file that fixes the batch to 1 jaxonnx.load(..., batch='any')), or with "
         "statistics='frozen'",
-        stacklevel=3,
     )

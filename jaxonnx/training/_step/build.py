@@ -2,7 +2,6 @@
 
 import math
 import os
-import warnings
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -20,6 +19,7 @@ from jaxonnx._data.batches import Source
 from jaxonnx._graph.types import find_without_gradient
 from jaxonnx._require import takes_steps
 from jaxonnx._text import format_count, list_some
+from jaxonnx._warnings import warn
 from jaxonnx.errors import InputError, TrainingError
 from jaxonnx.llm import scores_tokens
 from jaxonnx.lora import writes_apart
@@ -296,7 +296,7 @@ def _check_file(model: Model) -> None:
         check_nodes(model)
     except InputError as error:
         message = f"save(path) will refuse the trained model in its default form: {error}"
-        warnings.warn(message, stacklevel=5)
+        warn(message)
 
 
 def _count_updates(settings: Settings, epochs: int | None, steps_per_epoch: int | None) -> int:
