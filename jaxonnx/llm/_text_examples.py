@@ -105,7 +105,8 @@ class Reader:
       unwritten: the number of chats with calls of tools that the template does not write.
       unread: the columns that nothing reads.
       unread_keys: the keys of messages that nothing reads.
-      equal: the number of pairs of equal answers, from which no loss of pairs learns.
+      equal: the number of pairs of equal answers. They stay, as in TRL: of DPO each adds log 2 to
+        the loss and nothing to its gradient, and ORPO learns the answer.
       dropped: the number of examples, parts of texts that are split among them, of which the loss
         counts no token: of a decoder the first one never counts.
       answer: that of the last row that says of its answer whether it is desirable.
@@ -219,9 +220,8 @@ class Reader:
                     "the last one into the prompt"
                 )
             return [], images  # neither without the other
-        if len(answers) > 1 and all(map(np.array_equal, answers[0][0], answers[1][0])):
-            self.equal += 1
-            return [], images
+        if "rejected" in shape.columns:
+            self.equal += all(map(np.array_equal, answers[0][0], answers[1][0]))
         return [example for answer in answers for example in answer], images
 
     def _check_answers(self, where: str, shape: Shape, texts: Texts) -> None:
@@ -439,7 +439,8 @@ class Reader:
             ),
             (
                 self.equal,
-                f"pairs left out, whose answers are equal in their first {self.limit} tokens "
+                f"pairs whose answers are equal in their first {self.limit} tokens, and which thus "
+                "teach no preference "
                 f"(preprocess={{'max_length': ...}}): {self.equal}",
             ),
             (self.dropped, f"examples left out, of which the loss counts no token: {self.dropped}"),

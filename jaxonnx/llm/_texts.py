@@ -120,10 +120,10 @@ class Texts(RowData):
             self._options["convert"] = partial(_convert_part, reader, rows, self.name)
             self._options["explain"] = partial(_explain_emptiness, reader, self.name)
             return
-        before = _count_omitted(reader)
+        skipped = reader.long["skip"]
         self.columns = reader.read(rows, rows(), self.name)
         if not self.columns:
-            raise TrainingError(_explain_emptiness(reader, self.name, before))
+            raise TrainingError(_explain_emptiness(reader, self.name, skipped))
 
     def read(self, reading: Reading) -> Source:
         if self.columns is None:
@@ -243,30 +243,17 @@ def _make_reader(
     )
 
 
-def _count_omitted(reader: Reader | LabelReader) -> tuple[int, int]:
-    """Count the texts that were skipped so far, and the pairs of equal answers."""
-    return reader.long["skip"], reader.equal if isinstance(reader, Reader) else 0
-
-
-def _explain_emptiness(
-    reader: Reader | LabelReader, name: str, before: tuple[int, int] = (0, 0)
-) -> str:
+def _explain_emptiness(reader: Reader | LabelReader, name: str, skipped: int = 0) -> str:
     """Return why no row of the data became an example.
 
     Args:
       name: of the data.
-      before: what `_count_omitted` returned before its rows were converted.
+      skipped: the number of texts that the reader had skipped before.
     """
-    skipped, equal = np.subtract(_count_omitted(reader), before)
-    if skipped:
+    if reader.long["skip"] > skipped:
         return (
             f"preprocess={{'long': 'skip'}} leaves no example of {name}: pass a larger "
             f"'max_length' than {reader.limit} tokens, or 'cut'"
-        )
-    if equal:
-        return (
-            f"no pair of answers of {name} differs in the first {reader.limit} tokens: "
-            "pass a larger preprocess={'max_length': ...}, or a shorter prompt"
         )
     return (
         "the loss counts no token of any example: preprocess={'loss': 'all'} counts all, "

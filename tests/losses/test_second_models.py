@@ -74,32 +74,51 @@ class StreamedPairs(Streamed):
 
 
 @pytest.mark.parametrize("loss", ["dpo", "orpo"])
-def test_pairs_that_are_cut_to_the_same_tokens_are_left_out(loss):
-    """TRL (1.x) keeps them: of dpo each adds log 2 to the loss, and nothing to its gradient."""
+def test_pairs_that_are_cut_to_the_same_tokens_are_noted(loss):
+    """As in TRL they stay: of dpo each adds log 2 to the loss, and nothing to its gradient."""
     prompt, same = "one two", " three four five one two three four five one two three four five"
     rows = [
         {"prompt": prompt, "chosen": " three", "rejected": " four"},
         {"prompt": prompt, "chosen": same + " six", "rejected": same + " seven"},
     ]
     settings = {"loss": loss, "optimizer": optax.sgd(0.1), "batch_size": 2, "epochs": 2}
+    note = "pairs whose answers are equal in their first 8 tokens"
     whole = jaxonnx.train(GENAI, rows, **settings)
-    assert not [note for note in whole.history.notes if "left out" in note]
+    assert not [n for n in whole.history.notes if "answers are equal" in n]
     settings["preprocess"] = {"max_length": 8}
     cut = jaxonnx.train(GENAI, rows, **settings)
-    note = "pairs left out, whose answers are equal in their first 8 tokens"
     assert [n for n in cut.history.notes if n.startswith(note) and n.endswith(": 1")]
-    alone = jaxonnx.train(GENAI, rows[:1], **settings)
-    assert cut.history.losses == alone.history.losses
-    for order in (rows, rows[::-1]):
-        streamed = jaxonnx.train(GENAI, StreamedPairs(order), **settings)
-        assert [n for n in streamed.history.notes if n.startswith(note)]
-        assert streamed.history.losses == alone.history.losses
-    twice = {"prompt": prompt, "chosen": " three", "rejected": " three"}
-    for pair in (rows[1], twice):
-        for data in ([pair], StreamedPairs([pair])):
-            message = r"no pair of answers of data differs in the first 8 tokens"
-            with pytest.raises(jaxonnx.TrainingError, match=message):
-                jaxonnx.train(GENAI, data, **settings)
+    streamed = jaxonnx.train(GENAI, StreamedPairs(rows), **settings)
+    assert [n for n in streamed.history.notes if n.startswith(note)]
+    np.testing.assert_allclose(streamed.history.losses, cut.history.losses, rtol=1e-5)
+    if loss == "dpo":
+        np.testing.assert_allclose(cut.history.losses[0], np.log(2), rtol=1e-6)
+        alone = jaxonnx.train(GENAI, rows[1:], **settings)
+        np.testing.assert_allclose(alone.history.losses, np.log(2), rtol=1e-6)
+        unchanged = jaxonnx.load(GENAI).params
+        for name, w in alone.model.params.items():
+            np.testing.assert_allclose(w, unchanged[name], atol=1e-6)
+
+
+def test_a_stream_whose_texts_are_all_skipped_says_so():
+    row = {"prompt": "one two", "chosen": " three" * 20, "rejected": " four"}
+    settings = {"loss": "dpo", "optimizer": optax.sgd(0.1), "batch_size": 1, "epochs": 1}
+    settings["preprocess"] = {"max_length": 8, "long": "skip"}
+    for data in ([row], StreamedPairs([row])):
+        with pytest.raises(jaxonnx.TrainingError, match="leaves no example of data"):
+            jaxonnx.train(GENAI, data, **settings)
+
+
+@pytest.mark.parametrize("answers", [("yes", "yes"), ("yes", "no")])
+def test_judged_answers_that_are_equal_are_trained(answers):
+    """Each is compared with itself until `draw` gives it another's answer: it is no pair."""
+    rows = [
+        {"prompt": f"one {i}", "completion": answer, "label": i % 2 == 0}
+        for i, answer in enumerate(answers * 2)
+    ]
+    run = jaxonnx.train(GENAI, rows, loss="kto", optimizer=optax.sgd(0.1), batch_size=2, epochs=2)
+    assert len(run.history.losses) == 8
+    assert not [n for n in run.history.notes if "answers are equal" in n]
 
 
 def test_answers_in_texts_are_pairs():
