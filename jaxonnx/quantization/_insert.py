@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -73,7 +74,8 @@ def insert(
     tensors = model.tensors
     # 1. what is quantized: weights, each by a scheme of its type, and activations
     types = types or {}
-    sites, schemes = choose_types(model, value_types(whole, examples[0]), scheme, types)
+    dtypes = cache(partial(value_types, whole, examples[0]))
+    sites, schemes = choose_types(model, dtypes, scheme, types)
     fitted: dict[str, Parameters] = {}
     if method == "awq":
         values, fitted = scale_inputs(whole, sites.weights, examples, schemes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import jax.numpy as jnp
@@ -298,7 +299,7 @@ def make_trials(
       activations: the types of activations.
       examples: calibration data, batches of inputs in the order of the model's.
     """
-    sites = find_sites(model, value_types(model, examples[0]), scheme)
+    sites = find_sites(model, partial(value_types, model, examples[0]), scheme)
     weights, tensors = sites.weights, model.tensors
     sizes = {name: int(tensors[name].size) for name in weights}
     if not activations:

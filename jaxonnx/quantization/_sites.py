@@ -71,7 +71,7 @@ class Sites:
 
 def choose_types(
     model: Network,
-    dtypes: Mapping[str, np.dtype],
+    dtypes: Callable[[], Mapping[str, np.dtype]],
     scheme: Quantization,
     types: Mapping[str, str | None],
 ) -> tuple[Sites, dict[str, Quantization]]:
@@ -115,7 +115,9 @@ def with_weights(scheme: Quantization, kind: str, **changes: Any) -> Quantizatio
     return replace(scheme, weights=kind, **free, **changes)  # type: ignore[arg-type]
 
 
-def find_sites(model: Network, dtypes: Mapping[str, np.dtype], scheme: Quantization) -> Sites:
+def find_sites(
+    model: Network, dtypes: Callable[[], Mapping[str, np.dtype]], scheme: Quantization
+) -> Sites:
     """Find the weights and values of a network that a scheme quantizes.
 
     Factors of adapters are left out unless `where` names them, and with them the sums that their
@@ -124,7 +126,8 @@ def find_sites(model: Network, dtypes: Mapping[str, np.dtype], scheme: Quantizat
 
     Args:
       model: the network.
-      dtypes: of all values of the main graph that are arrays (`value_types`).
+      dtypes: returns those of all values of the main graph that are arrays (`value_types`); it is
+        called where activations are quantized.
       scheme: what to quantize, and in the manner of which runtime (`dialect`).
 
     Raises:
@@ -162,6 +165,7 @@ def find_sites(model: Network, dtypes: Mapping[str, np.dtype], scheme: Quantizat
                 "activations=None or weights='int4'"
             )
     # 2. the values that products read, or (in the manner of QNN) any node
+    types = dtypes()
     quantized = {*weights}  # with their views (Transpose, Reshape, Cast...)
     for node in graph.nodes:
         if node.op.view and node.inputs[0] in quantized:
@@ -169,7 +173,7 @@ def find_sites(model: Network, dtypes: Mapping[str, np.dtype], scheme: Quantizat
 
     def is_activation(name: str) -> bool:
         """Check whether a value is float32 and computed from the inputs."""
-        return name not in tensors and name not in quantized and dtypes.get(name) == np.float32
+        return name not in tensors and name not in quantized and types.get(name) == np.float32
 
     reads: dict[tuple[str, int], str] = {}
     biases = []

@@ -404,6 +404,7 @@ def test_a_matrix_with_one_output_is_drawn():
 
 @pytest.mark.deep
 @pytest.mark.filterwarnings("ignore:.*the embedding and the output layer are one weight")
+@pytest.mark.filterwarnings("ignore:this seems to be an eval_model.onnx")
 @pytest.mark.parametrize("file", FILES, ids=str)
 def test_all_agree_on_every_weight(file):
     """LoRA, first values, sparsity, the written initialization and the summary: the same axes."""
