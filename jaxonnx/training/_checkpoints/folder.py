@@ -130,6 +130,8 @@ class Checkpoints:
             return metrics["score"]
 
         policies = [managers.LatestN(_KEPT), managers.BestN(get_metric_fn=of_metrics, n=best)]
+        self._failed = False
+        """Whether a checkpoint could not be written."""
         self._manager = orbax.CheckpointManager(
             path,
             options=orbax.CheckpointManagerOptions(
@@ -216,6 +218,7 @@ class Checkpoints:
                 metrics={"score": -math.inf if score is None else score},
             )
         except _UNWRITABLE as error:
+            self._failed = True
             raise NotWritten(reason(error)) from error
 
     def wait(self) -> None:
@@ -228,6 +231,7 @@ class Checkpoints:
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
         except _UNWRITABLE as error:
+            self._failed = True
             raise NotWritten(reason(error)) from error
 
     @property
@@ -255,9 +259,12 @@ class Checkpoints:
         try:
             self._manager.close()
         except _UNWRITABLE as error:  # an error of the run may have come before it was said
+            self._failed = True
             warn(f"a checkpoint was not written ({reason(error)})")
         finally:
-            _LOGGER.removeFilter(_is_news)
+            # threads of Orbax that nothing waits for log what was raised, up to the program's end
+            if not self._failed:
+                _LOGGER.removeFilter(_is_news)
 
     def _about(self, step: int) -> dict[str, Any]:
         args = self._orbax.args
