@@ -35,13 +35,13 @@ ORDER = (
     *("ops", "registry", "_constraints", "lowering", "sparse", "optim"),
     *("_native", "_jaxpr", "_axes", "_few_bits", "_arrays"),
     *("_limits", "_safe_read", "_atomic_write", "_progress"),
-    *("_text", "_figures", "_require", "_warnings", "errors"),
+    *("_text", "_figures", "_require", "errors"),
 )
 """The rooms and modules of the package, from the top: each imports only those after it."""
 
 ONLY = {
     "_io": {"sparse", "registry", "_arrays", "_limits", "_safe_read", "_atomic_write"}
-    | {"_require", "_warnings", "errors"},
+    | {"_require", "errors"},
     "ops": {"registry", "_constraints", "lowering", "optim", "_axes", "_few_bits"}
     | {"_limits", "errors"},
     "_limits": {"_safe_read", "errors"},
@@ -49,13 +49,12 @@ ONLY = {
     "_constraints": {"errors"},
     "lowering": {"_native", "_jaxpr", "_require"},
     "sparse": {"_native", "_jaxpr", "_arrays", "_safe_read", "_atomic_write", "_figures"}
-    | {"_require", "_warnings", "errors"},
-    "_native": {"_warnings", "errors"},
+    | {"_require", "errors"},
+    "_native": {"errors"},
     "_safe_read": {"errors"},
     "_atomic_write": {"errors"},
     "_arrays": set(),
     "_text": set(),
-    "_warnings": set(),
     "_figures": {"errors"},
     "_require": {"errors"},
     "_progress": set(),

@@ -26,8 +26,7 @@ from jaxonnx._limits import format_bytes
 from jaxonnx._rewrite.network import Network
 from jaxonnx._rewrite.opset import ELSEWHERE
 from jaxonnx._run.program import Program
-from jaxonnx._warnings import warn
-from jaxonnx.errors import Error, InputError, ModelError
+from jaxonnx.errors import Error, InputError, ModelError, warn
 from jaxonnx.registry import lookup
 
 _LARGEST = 1 << 28

@@ -25,8 +25,7 @@ from jaxonnx._data.inputs_and_targets import as_pair, checked_weights, count_exa
 from jaxonnx._data.ragged import PLAIN, Columns, LazyColumn, Padding, Ragged
 from jaxonnx._graph.values import Value
 from jaxonnx._require import require_integer
-from jaxonnx._warnings import warn
-from jaxonnx.errors import TrainingError
+from jaxonnx.errors import TrainingError, warn
 
 _SHAPES = 16
 """Number of batch shapes of a stream from which on to warn."""

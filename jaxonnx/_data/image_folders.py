@@ -23,8 +23,7 @@ from jaxonnx._data.images import Layout, Preparation
 from jaxonnx._data.kinds import Data, Reading, register_data, size_of_batches
 from jaxonnx._require import require
 from jaxonnx._rewrite.network import Network
-from jaxonnx._warnings import warn
-from jaxonnx.errors import InputError, TrainingError
+from jaxonnx.errors import InputError, TrainingError, warn
 
 SUFFIXES = {".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
 _LARGER = 4 / 3

@@ -17,8 +17,7 @@ import numpy as np
 from jaxonnx._data.ragged import IGNORED, Columns, Padding, Ragged, token_inputs
 from jaxonnx._rewrite.batch import ROUND_TOGETHER
 from jaxonnx._rewrite.network import Network
-from jaxonnx._warnings import warn
-from jaxonnx.errors import Error, TrainingError
+from jaxonnx.errors import Error, TrainingError, warn
 
 CLOSE = {True: 1e-4, False: 2e-2}
 """Differences of outputs that are rounding, of the greatest one: in float32, and in fewer bits."""

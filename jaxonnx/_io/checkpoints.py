@@ -39,8 +39,7 @@ from jaxonnx._io.tensors import to_array
 from jaxonnx._io.ties import update_tied
 from jaxonnx._require import check_arguments, require_choice
 from jaxonnx._safe_read import wrap_errors
-from jaxonnx._warnings import warn
-from jaxonnx.errors import ModelError
+from jaxonnx.errors import ModelError, warn
 
 MODEL = "model.onnx"
 FORMAT = 2

@@ -22,8 +22,7 @@ from jaxonnx._io.protocol import File, Format, Graph, Weights, check_exists, is_
 from jaxonnx._io.tensors import equal_bits
 from jaxonnx._io.ties import sources, update_tied
 from jaxonnx._require import require
-from jaxonnx._warnings import warn
-from jaxonnx.errors import InputError
+from jaxonnx.errors import InputError, warn
 
 K = TypeVar("K", bound=type[Format])
 

@@ -24,8 +24,7 @@ from jaxonnx._io.protos import (
 from jaxonnx._io.tensors import Folder, list_folders, to_array, to_dense
 from jaxonnx._io.ties import split_shared
 from jaxonnx._require import check_arguments, require
-from jaxonnx._warnings import warn
-from jaxonnx.errors import ModelError, UnsupportedError
+from jaxonnx.errors import ModelError, UnsupportedError, warn
 
 _DATA_FIELDS = (
     "raw_data",

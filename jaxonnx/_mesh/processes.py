@@ -32,8 +32,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxonnx._arrays import put, to_host
 from jaxonnx._mesh.rules import mesh_of
-from jaxonnx._warnings import warn
-from jaxonnx.errors import TrainingError
+from jaxonnx.errors import TrainingError, warn
 
 _POLL = 0.5
 _GRACE = 3.0

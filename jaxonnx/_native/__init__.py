@@ -19,8 +19,7 @@ from typing import Any
 
 import jax
 
-from jaxonnx._warnings import warn
-from jaxonnx.errors import Error
+from jaxonnx.errors import Error, warn
 
 FOLDER = Path(__file__).parent
 OPTIONS = ("-O3", "-ffp-contract=fast", "-w", "-pthread")

@@ -30,8 +30,7 @@ from jaxonnx._io.protos import (
 from jaxonnx._io.tensors import to_array
 from jaxonnx._rewrite.network import Network, reenter, with_file
 from jaxonnx._text import list_some
-from jaxonnx._warnings import warn
-from jaxonnx.errors import InputError
+from jaxonnx.errors import InputError, warn
 from jaxonnx.views import FixedInputs
 
 N = TypeVar("N", bound=Network)

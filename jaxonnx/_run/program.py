@@ -26,8 +26,7 @@ from jaxonnx._run.fold_norms import fold_norms
 from jaxonnx._run.integer_products import fuse_products
 from jaxonnx._run.open_weights import drop_nodes
 from jaxonnx._run.scope import Context, run
-from jaxonnx._warnings import warn
-from jaxonnx.errors import NodeError, StaticError
+from jaxonnx.errors import NodeError, StaticError, warn
 from jaxonnx.lowering import has_units, jit
 from jaxonnx.views import Evaluate, Outputs, View
 

@@ -22,14 +22,13 @@ from jaxonnx._graph import exporter_hints
 from jaxonnx._graph.values import Value
 from jaxonnx._io.formats import check_suffix
 from jaxonnx._io.protos import text
-from jaxonnx._warnings import warn
 from jaxonnx.cli import _inputs as reading
 from jaxonnx.cli import process
 from jaxonnx.cli._flags import collect_values
 from jaxonnx.cli._inputs import CommandError, Report
 from jaxonnx.cli._parser import LOSS
 from jaxonnx.cli._training import export_step, import_step, sparsify, train
-from jaxonnx.errors import Error, InputError
+from jaxonnx.errors import Error, InputError, warn
 from jaxonnx.lora import Adapters
 from jaxonnx.model import Model, operator_name
 from jaxonnx.training import Interrupt

@@ -22,12 +22,11 @@ from jaxonnx._data.batches import Source
 from jaxonnx._graph.projections import ROLES
 from jaxonnx._io.formats import check_suffix
 from jaxonnx._io.packed import packed_nbytes
-from jaxonnx._warnings import warn
 from jaxonnx.cli import _inputs as reading
 from jaxonnx.cli._flags import AUTO, collect_values
 from jaxonnx.cli._inputs import CommandError, Report
 from jaxonnx.cli._parser import LOSS
-from jaxonnx.errors import InputError, ModelError
+from jaxonnx.errors import InputError, ModelError, warn
 from jaxonnx.lora import LoRA
 from jaxonnx.model import Model
 from jaxonnx.quantization import Quantization

@@ -23,8 +23,7 @@ from jaxonnx._io.files import open_safetensors, write_safetensors
 from jaxonnx._require import require
 from jaxonnx._rewrite.network import Network
 from jaxonnx._text import list_some
-from jaxonnx._warnings import warn
-from jaxonnx.errors import InputError, ModelError
+from jaxonnx.errors import InputError, ModelError, warn
 from jaxonnx.llm._folders import CHAT_TEMPLATES, ModelFolder, describe_classes
 from jaxonnx.llm._module_names import (
     HEAD,

@@ -22,8 +22,7 @@ from jaxonnx._io.files import LIMIT, OnnxFormat, list_data_files
 from jaxonnx._io.protocol import Companion, File, Graph, check_exists, is_folder
 from jaxonnx._io.protos import all_nodes
 from jaxonnx._io.records import QUANTIZATION, SPARSITY
-from jaxonnx._warnings import warn
-from jaxonnx.errors import InputError, ModelError
+from jaxonnx.errors import InputError, ModelError, warn
 
 GENAI = "genai_config.json"
 CHAT_TEMPLATES = "additional_chat_templates/*.jinja"

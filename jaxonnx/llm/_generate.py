@@ -27,8 +27,7 @@ import numpy as np
 from jaxonnx._require import describe, require, require_integer
 from jaxonnx._rewrite.network import Network
 from jaxonnx._run.program import Program
-from jaxonnx._warnings import warn
-from jaxonnx.errors import InputError, TrainingError
+from jaxonnx.errors import InputError, TrainingError, warn
 from jaxonnx.llm._caches import SHIFT, VISIBLE, EmptyCaches, SharedCaches, omit_caches
 from jaxonnx.llm._configuration import DECODER_TOKENS
 from jaxonnx.llm._decoder import Decoder, Side, find_head_input

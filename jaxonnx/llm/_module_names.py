@@ -20,8 +20,7 @@ from jaxonnx._graph.bind import Graph, Node
 from jaxonnx._graph.uses import Use, Weight, find_tied, uses, uses_by_tensor, weights
 from jaxonnx._graph.weight_names import is_numbered
 from jaxonnx._rewrite.network import Network
-from jaxonnx._warnings import warn
-from jaxonnx.errors import InputError
+from jaxonnx.errors import InputError, warn
 
 _SUFFIX = re.compile(r"(\.MatMul)?[./](weight|kernel|qweight)(_\w+)?$")
 _PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}

@@ -15,8 +15,7 @@ import numpy as np
 
 from jaxonnx._require import require, require_integer
 from jaxonnx._rewrite.network import Network
-from jaxonnx._warnings import warn
-from jaxonnx.errors import InputError
+from jaxonnx.errors import InputError, warn
 from jaxonnx.llm._configuration import read_end_tokens
 from jaxonnx.llm._folders import GENAI, ModelFolder
 

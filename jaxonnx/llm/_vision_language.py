@@ -21,8 +21,7 @@ from onnx.external_data_helper import load_external_data_for_tensor
 from jaxonnx._io.build import reads
 from jaxonnx._io.protocol import File
 from jaxonnx._io.protos import all_nodes, rename_values, value_names
-from jaxonnx._warnings import warn
-from jaxonnx.errors import ModelError
+from jaxonnx.errors import ModelError, warn
 from jaxonnx.llm._folders import GENAI, ModelFolder, ancestors, extract_part, refuse_records
 from jaxonnx.registry import lookup
 

@@ -31,8 +31,7 @@ from jaxonnx._io.protos import all_graphs, all_nodes
 from jaxonnx._rewrite.network import Network, refuse_change, with_file
 from jaxonnx._run.shapes import evaluate_shapes
 from jaxonnx._text import list_some
-from jaxonnx._warnings import warn
-from jaxonnx.errors import InputError
+from jaxonnx.errors import InputError, warn
 from jaxonnx.llm._folders import GENAI, ModelFolder
 from jaxonnx.llm._tokenizer import Tokenizer
 

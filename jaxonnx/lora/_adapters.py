@@ -20,8 +20,7 @@ from jaxonnx._graph.roles import running_statistics
 from jaxonnx._graph.uses import find_tied, weights
 from jaxonnx._require import check_arguments
 from jaxonnx._safe_read import wrap_errors
-from jaxonnx._warnings import warn
-from jaxonnx.errors import InputError, ModelError
+from jaxonnx.errors import InputError, ModelError, warn
 from jaxonnx.llm import (
     Block,
     choose_blocks,

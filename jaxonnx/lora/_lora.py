@@ -20,8 +20,7 @@ from jaxonnx._graph.uses import Weight, weights
 from jaxonnx._require import check_arguments, require
 from jaxonnx._rewrite.masks import describe_masks
 from jaxonnx._text import list_some
-from jaxonnx._warnings import warn
-from jaxonnx.errors import InputError
+from jaxonnx.errors import InputError, warn
 from jaxonnx.lora._adapters import Adapters
 from jaxonnx.lora._merge import (
     check_magnitudes,

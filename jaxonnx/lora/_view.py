@@ -24,8 +24,7 @@ from jaxonnx._io.build import rename_reads, unused_name
 from jaxonnx._io.protos import all_graphs
 from jaxonnx._rewrite.network import Network
 from jaxonnx._text import format_count, list_some
-from jaxonnx._warnings import warn
-from jaxonnx.errors import InputError
+from jaxonnx.errors import InputError, warn
 from jaxonnx.llm import module_name
 from jaxonnx.lora._merge import Merge, magnitude, pair
 from jaxonnx.lowering import LowRank, is_half, merge_change, norm_factors, to_array

@@ -22,8 +22,7 @@ from jaxonnx._rewrite.halves import constants_of_bodies, move_casts, prepare_to_
 from jaxonnx._rewrite.linear_models import open_linear_models
 from jaxonnx._rewrite.opset import to_opset
 from jaxonnx._text import list_some
-from jaxonnx._warnings import warn
-from jaxonnx.errors import InputError
+from jaxonnx.errors import InputError, warn
 from jaxonnx.model._load import as_model, load
 from jaxonnx.model._model import Model
 

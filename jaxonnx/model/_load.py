@@ -31,8 +31,7 @@ from jaxonnx._mesh.shardings import model_shardings
 from jaxonnx._require import check_arguments, require_integer
 from jaxonnx._rewrite.floats import with_dtype
 from jaxonnx._run.program import Program
-from jaxonnx._warnings import warn
-from jaxonnx.errors import InputError
+from jaxonnx.errors import InputError, warn
 from jaxonnx.model._model import Model, Trainable
 from jaxonnx.quantization import dequantize_weights, recorded_views, restore_attention
 

@@ -24,8 +24,7 @@ from jaxonnx._io.protos import all_graphs, all_nodes, tensor_of_constant
 from jaxonnx._io.save import to_onnx
 from jaxonnx._require import require_choice
 from jaxonnx._rewrite.network import Network, leave
-from jaxonnx._warnings import warn
-from jaxonnx.errors import InputError
+from jaxonnx.errors import InputError, warn
 from jaxonnx.model._sparsity import describe_unrecorded
 from jaxonnx.quantization import is_quantized
 from jaxonnx.views import Addition, CallView

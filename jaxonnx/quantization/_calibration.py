@@ -15,8 +15,7 @@ import numpy as np
 
 from jaxonnx._data.ragged import masks_and_positions
 from jaxonnx._rewrite.network import Network
-from jaxonnx._warnings import warn
-from jaxonnx.errors import Error
+from jaxonnx.errors import Error, warn
 from jaxonnx.quantization._scheme import ActivationStatistics, Calibration, Quantization
 
 _SAMPLE = 2**16

@@ -23,7 +23,7 @@ from jaxonnx._rewrite.network import (
 )
 from jaxonnx._run.fold_norms import folds, read_names
 from jaxonnx._text import list_some
-from jaxonnx._warnings import warn
+from jaxonnx.errors import warn
 from jaxonnx.quantization._awq import scale_inputs
 from jaxonnx.quantization._calibration import observe, warn_if_worse
 from jaxonnx.quantization._files import Bias, Record, record_of

@@ -18,8 +18,7 @@ from jaxonnx._io.build import count_readers, sort_nodes
 from jaxonnx._io.protocol import File
 from jaxonnx._io.protos import opset_of
 from jaxonnx._text import list_some
-from jaxonnx._warnings import warn
-from jaxonnx.errors import ModelError
+from jaxonnx.errors import ModelError, warn
 from jaxonnx.registry import Op, lookup
 
 _CONTRIB = "com.microsoft"

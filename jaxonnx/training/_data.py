@@ -9,8 +9,7 @@ from jaxonnx._data.inputs_and_targets import lacks_batch_axis
 from jaxonnx._data.kinds import Data, Reading, read
 from jaxonnx._data.kinds import open_data as open_kind
 from jaxonnx._data.ragged import Padding
-from jaxonnx._warnings import warn
-from jaxonnx.errors import InputError, TrainingError
+from jaxonnx.errors import InputError, TrainingError, warn
 from jaxonnx.model import Model, batch_norms, start_at_zeros, with_any_batch, with_whole_inputs
 from jaxonnx.training._objective.needs import find_needs, prepare_model
 from jaxonnx.training._settings import Settings

@@ -15,8 +15,7 @@ from jaxonnx._data.batches import Source
 from jaxonnx._hub import export_safetensors
 from jaxonnx._require import check_arguments
 from jaxonnx._text import format_count
-from jaxonnx._warnings import warn
-from jaxonnx.errors import InputError, ModelError
+from jaxonnx.errors import InputError, ModelError, warn
 from jaxonnx.lora import Adapters
 from jaxonnx.model import Model, compare_merged
 from jaxonnx.quantization import Quantization

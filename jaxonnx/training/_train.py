@@ -12,7 +12,7 @@ from jaxonnx._data.augment import augment_examples
 from jaxonnx._data.batches import Examples
 from jaxonnx._mesh.processes import Processes
 from jaxonnx._text import format_count
-from jaxonnx._warnings import warn
+from jaxonnx.errors import warn
 from jaxonnx.model import Model, as_model
 from jaxonnx.training._data import DataSources, choose_loss, fit_to_data, open_data, read_data
 from jaxonnx.training._loop.memory import explain_memory_errors

@@ -26,8 +26,7 @@ from jaxonnx._require import check_arguments
 from jaxonnx._run.failures import convert_errors
 from jaxonnx._run.folding import FOLD_LIMIT
 from jaxonnx._run.scope import Context, run
-from jaxonnx._warnings import warn
-from jaxonnx.errors import InputError, ModelError
+from jaxonnx.errors import InputError, ModelError, warn
 from jaxonnx.lowering import jit
 
 State = dict[str, jax.Array]

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import jaxonnx
-from jaxonnx._warnings import warn
+from jaxonnx.errors import warn
 from tests.support.few_bit_files import FILES
 
 PACKAGE = Path(jaxonnx.__file__).parent

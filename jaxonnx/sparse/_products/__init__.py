@@ -16,8 +16,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jaxonnx._jaxpr import Program, inner_program, interpret, retrace_params
 from jaxonnx._native import is_split
-from jaxonnx._warnings import warn
-from jaxonnx.errors import SparsityError
+from jaxonnx.errors import SparsityError, warn
 from jaxonnx.sparse._layers import by_name, name_of
 from jaxonnx.sparse._products import _cpu, _cusparselt
 

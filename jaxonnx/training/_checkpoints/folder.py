@@ -34,8 +34,7 @@ from jaxonnx._io.checkpoints import (
     verify_checksum,
 )
 from jaxonnx._mesh.processes import Processes
-from jaxonnx._warnings import warn
-from jaxonnx.errors import TrainingError
+from jaxonnx.errors import TrainingError, warn
 from jaxonnx.lora import Adapters
 from jaxonnx.model import Model, to_proto
 from jaxonnx.training._loop.history import History

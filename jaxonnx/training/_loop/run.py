@@ -15,8 +15,7 @@ import numpy as np
 from jaxonnx._data.batches import Batch, Source
 from jaxonnx._data.inputs_and_targets import is_zero_or_one
 from jaxonnx._mesh.processes import Processes
-from jaxonnx._warnings import warn
-from jaxonnx.errors import Error, TrainingError
+from jaxonnx.errors import Error, TrainingError, warn
 from jaxonnx.llm import Continuations
 from jaxonnx.model import Model
 from jaxonnx.training._checkpoints.snapshots import Snapshots

@@ -19,8 +19,7 @@ from jaxonnx._io import records
 from jaxonnx._mesh.rules import mesh_of
 from jaxonnx._require import require_choice
 from jaxonnx._text import format_count, list_some
-from jaxonnx._warnings import warn
-from jaxonnx.errors import TrainingError
+from jaxonnx.errors import TrainingError, warn
 from jaxonnx.model import Model, report_layers
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._settings.plan import Gradient, Plan
