@@ -21,7 +21,7 @@ import ml_dtypes
 import numpy as np
 from jax.core import Tracer
 
-from jaxonnx._safe_read import memory
+from jaxonnx._files import memory
 from jaxonnx.errors import LimitError, NodeError, StaticError
 
 FOLDED = 1 << 28

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxonnx import sparse
-from jaxonnx._atomic_write import check_writable, write_atomically
+from jaxonnx._files import check_writable, write_atomically
 from jaxonnx.errors import Error
 from jaxonnx.model import Model, load
 from jaxonnx.training import History, shade, train

@@ -23,7 +23,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, cast
 
-from jaxonnx._atomic_write import check_writable, write_atomically
+from jaxonnx._files import check_writable, write_atomically
 from jaxonnx._require import check_arguments
 from jaxonnx.errors import Error
 

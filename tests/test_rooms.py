@@ -34,34 +34,31 @@ ORDER = (
     *("_compare", "_data", "_mesh", "_rewrite", "_run", "views", "_graph", "_io"),
     *("ops", "registry", "_constraints", "lowering", "sparse", "optim"),
     *("_native", "_jaxpr", "_axes", "_few_bits", "_arrays"),
-    *("_limits", "_safe_read", "_atomic_write", "_progress"),
+    *("_limits", "_files", "_progress"),
     *("_text", "_figures", "_require", "errors"),
 )
 """The rooms and modules of the package, from the top: each imports only those after it."""
 
 ONLY = {
-    "_io": {"sparse", "registry", "_arrays", "_limits", "_safe_read", "_atomic_write"}
-    | {"_require", "errors"},
+    "_io": {"sparse", "registry", "_arrays", "_limits", "_files"} | {"_require", "errors"},
     "ops": {"registry", "_constraints", "lowering", "optim", "_axes", "_few_bits"}
     | {"_limits", "errors"},
-    "_limits": {"_safe_read", "errors"},
+    "_limits": {"_files", "errors"},
     "registry": {"_axes", "_few_bits", "_constraints"},
     "_constraints": {"errors"},
     "lowering": {"_native", "_jaxpr", "_require"},
-    "sparse": {"_native", "_jaxpr", "_arrays", "_safe_read", "_atomic_write", "_figures"}
-    | {"_require", "errors"},
+    "sparse": {"_native", "_jaxpr", "_arrays", "_files", "_figures"} | {"_require", "errors"},
     "_native": {"errors"},
-    "_safe_read": {"errors"},
-    "_atomic_write": {"errors"},
+    "_files": {"errors"},
     "_arrays": set(),
     "_text": set(),
     "_figures": {"errors"},
     "_require": {"errors"},
     "_progress": set(),
     "optim": {"_require", "errors"},
-    "loggers": {"_atomic_write", "_require", "errors"},
+    "loggers": {"_files", "_require", "errors"},
     "tools": {"training", "model", "_require", "_figures", "errors"},
-    "demo": {"training", "model", "sparse", "_atomic_write", "errors"},
+    "demo": {"training", "model", "sparse", "_files", "errors"},
 }
 """All that a room may import which knows nothing of graphs and Models, or their faces only."""
 
@@ -134,7 +131,7 @@ def test_rooms_are_entered_through_their_face(edges):
 
 OUTSIDE = {"tools", "demo", "loggers"}
 """Rooms that could be packages of somebody else."""
-SUPPORT = {"_require", "_figures", "_atomic_write", "errors"}
+SUPPORT = {"_require", "_figures", "_files", "errors"}
 SHARED = {"OPTIMIZERS", "TrainArguments", "shade"}
 """Names of faces that are no names of users: for a signature, a check and the colors of curves."""
 

@@ -18,10 +18,10 @@ from typing import IO, Any
 
 import numpy as np
 
-from jaxonnx import _safe_read
 from jaxonnx._data.batches import Source, Stream
 from jaxonnx._data.inputs_and_targets import split_weights
 from jaxonnx._data.kinds import Data, Peekable, Reading, Row, Rows, list_forms, register_data
+from jaxonnx._files import read_arrays, wrap_errors
 from jaxonnx.errors import TrainingError
 
 
@@ -143,7 +143,7 @@ def read_table(path: str | os.PathLike[str]) -> Mapping[str, Any]:
             rows = ((where, {n: _parse_cell(x) for n, x in row.items()}) for where, row in rows)
         return to_columns(rows)
     try:
-        return _safe_read.arrays(path, failure, TrainingError)
+        return read_arrays(path, failure, TrainingError)
     except OSError as error:
         raise TrainingError(f"{failure}: {error}") from error
     except TrainingError as error:
@@ -194,7 +194,7 @@ def _open(path: Path, **settings: Any) -> IO[str]:
 
 
 def _wrap(failure: str) -> Any:
-    return _safe_read.wrap_errors(failure, TrainingError, csv.Error, OSError)
+    return wrap_errors(failure, TrainingError, csv.Error, OSError)
 
 
 def _read_lines(path: Path, failure: str) -> Iterator[Row]:

@@ -31,6 +31,7 @@ from jax import lax
 from onnx import helper, numpy_helper
 
 from jaxonnx._arrays import to_host
+from jaxonnx._files import wrap_errors
 from jaxonnx._io.files import OnnxFormat
 from jaxonnx._io.protocol import File, Format, check_exists
 from jaxonnx._io.records import SPARSITY, has
@@ -38,7 +39,6 @@ from jaxonnx._io.save import in_file_types
 from jaxonnx._io.tensors import to_array
 from jaxonnx._io.ties import update_tied
 from jaxonnx._require import check_arguments, require_choice
-from jaxonnx._safe_read import wrap_errors
 from jaxonnx.errors import ModelError, warn
 
 MODEL = "model.onnx"

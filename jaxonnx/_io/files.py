@@ -14,8 +14,7 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx import ModelProto
 
-from jaxonnx import _safe_read
-from jaxonnx._atomic_write import write_atomically
+from jaxonnx._files import read_arrays, wrap_errors, write_atomically
 from jaxonnx._io.protocol import File, Format, Graph, Weights, check_exists
 from jaxonnx._io.protos import all_graphs
 from jaxonnx._io.read import read_proto
@@ -110,11 +109,11 @@ class PackedFormat(Format):
 
     def read_weights(self, place: Path) -> dict[str, np.ndarray]:
         failure = f"'{place}' is not an .npz file, or is damaged"
-        with _safe_read.wrap_errors(failure, ModelError), zipfile.ZipFile(place) as archive:
+        with wrap_errors(failure, ModelError), zipfile.ZipFile(place) as archive:
             packed = f"{_import_packed().INDEX}.npy" in archive.namelist()
         if packed:
             return _import_packed().load_weights(place)
-        return _safe_read.arrays(place, failure, ModelError)
+        return read_arrays(place, failure, ModelError)
 
     def write(self, path: Path, graph: Graph, weights: Weights, **options: bool) -> None:
         _import_packed().save_packed(graph(), path)
@@ -183,7 +182,7 @@ def read_safetensors(path: Path) -> dict[str, np.ndarray]:
     """Return the arrays of a safetensors file by name."""
     safetensors = _safetensors()
     failure = f"'{path}' is not a safetensors file, or is damaged"
-    with _safe_read.wrap_errors(failure, ModelError, safetensors.SafetensorError):
+    with wrap_errors(failure, ModelError, safetensors.SafetensorError):
         return safetensors.numpy.load_file(path)
 
 

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from onnx import ModelProto
 
-from jaxonnx._safe_read import wrap_errors
+from jaxonnx._files import wrap_errors
 from jaxonnx.errors import ModelError
 
 SPARSITY = "jaxonnx.sparsity"

@@ -13,9 +13,9 @@ import numpy as np
 from onnx import ModelProto
 
 from jaxonnx._arguments import check_names
-from jaxonnx._atomic_write import write_atomically
 from jaxonnx._compare.written import Origin, check_written
 from jaxonnx._data.random_inputs import draw_inputs
+from jaxonnx._files import write_atomically
 from jaxonnx._graph.values import Value, to_value
 from jaxonnx._io.build import unused_name
 from jaxonnx._io.files import LIMIT, save_npz

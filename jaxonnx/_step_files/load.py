@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from onnx import ModelProto
 
+from jaxonnx._files import wrap_errors
 from jaxonnx._io.formats import read_weights
 from jaxonnx._io.protocol import check_exists
 from jaxonnx._require import check_arguments, require
-from jaxonnx._safe_read import wrap_errors
 from jaxonnx.errors import InputError
 from jaxonnx.lora import Adapters, pair
 from jaxonnx.model import Model, as_model, load

@@ -15,8 +15,8 @@ import jax
 import numpy as np
 from onnx import ModelProto, numpy_helper
 
-from jaxonnx._atomic_write import write_atomically
 from jaxonnx._data import images
+from jaxonnx._files import write_atomically
 from jaxonnx._io.files import LIMIT
 from jaxonnx._require import require_choice
 from jaxonnx._step_files.shared import MODEL, Places

@@ -15,9 +15,9 @@ from rich.console import Console
 
 import jaxonnx
 from jaxonnx import sparse
-from jaxonnx._atomic_write import check_writable, write_atomically
 from jaxonnx._data import images
 from jaxonnx._data.image_folders import image_paths
+from jaxonnx._files import check_writable, write_atomically
 from jaxonnx._graph import exporter_hints
 from jaxonnx._graph.values import Value
 from jaxonnx._io.formats import check_suffix

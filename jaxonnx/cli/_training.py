@@ -16,9 +16,9 @@ import numpy as np
 import jaxonnx
 from jaxonnx import loggers, sparse, training
 from jaxonnx._arguments import OptimizerArguments, list_arguments
-from jaxonnx._atomic_write import check_writable
 from jaxonnx._data import images
 from jaxonnx._data.batches import Source
+from jaxonnx._files import check_writable
 from jaxonnx._graph.projections import ROLES
 from jaxonnx._io.formats import check_suffix
 from jaxonnx._io.packed import packed_nbytes

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from jaxonnx._safe_read import wrap_errors
+from jaxonnx._files import wrap_errors
 from jaxonnx.errors import Error, TrainingError
 from jaxonnx.llm._folders import CHAT_TEMPLATES, ModelFolder
 from jaxonnx.llm._shapes import REASONING

@@ -16,8 +16,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxonnx._atomic_write import write_atomically
 from jaxonnx._data.images import preparation
+from jaxonnx._files import write_atomically
 from jaxonnx._graph.uses import Weight, weights
 from jaxonnx._io.files import open_safetensors, write_safetensors
 from jaxonnx._require import require

@@ -15,8 +15,7 @@ from typing import Any, ClassVar
 import onnx
 from onnx import ModelProto, NodeProto
 
-from jaxonnx import _safe_read
-from jaxonnx._atomic_write import write_atomically
+from jaxonnx._files import wrap_errors, write_atomically
 from jaxonnx._io.build import reads
 from jaxonnx._io.files import LIMIT, OnnxFormat, list_data_files
 from jaxonnx._io.protocol import Companion, File, Graph, check_exists, is_folder
@@ -109,7 +108,7 @@ class ModelFolder(Companion):
         path = self.path / name
         if name not in self.changed and not path.is_file():
             return {}
-        with _safe_read.wrap_errors(f"'{path}' is not JSON, or is damaged", ModelError):
+        with wrap_errors(f"'{path}' is not JSON, or is damaged", ModelError):
             settings = json.loads(self.changed.get(name) or path.read_text("utf-8"))
             if not isinstance(settings, dict):
                 raise ValueError("it has no object")
@@ -275,7 +274,7 @@ def list_modules(folder: Path) -> list[str]:
     path = folder / MODULES
     if not path.is_file():
         return []
-    with _safe_read.wrap_errors(f"'{path}' is not JSON, or is damaged", ModelError):
+    with wrap_errors(f"'{path}' is not JSON, or is damaged", ModelError):
         modules = json.loads(path.read_text("utf-8"))
         behind = [m["path"] for m in modules if not m["type"].endswith(".Transformer")]
     return [f"{name.strip('/')}/" for name in behind if name.strip("/")]

@@ -16,10 +16,10 @@ import numpy as np
 from jaxonnx._data.images import decode, measure
 from jaxonnx._data.kinds import drop_nones
 from jaxonnx._data.ragged import LazyColumn
+from jaxonnx._files import wrap_errors
 from jaxonnx._graph.bind import bind
 from jaxonnx._rewrite.network import Network, cut
 from jaxonnx._run.shapes import evaluate_shapes
-from jaxonnx._safe_read import wrap_errors
 from jaxonnx.errors import InputError, TrainingError
 from jaxonnx.llm._shapes import Texts, to_messages
 from jaxonnx.llm._tokenizer import Tokenizer

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxonnx._files import wrap_errors
 from jaxonnx._require import describe
 from jaxonnx._rewrite.network import Network
-from jaxonnx._safe_read import wrap_errors
 from jaxonnx.errors import InputError, TrainingError, warn
 from jaxonnx.llm._chat_templates import MARK, Chat, ChatTemplates, import_package, take_marks
 from jaxonnx.llm._configuration import read_end_tokens

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jaxonnx._atomic_write import write_atomically
+from jaxonnx._files import wrap_errors, write_atomically
 from jaxonnx._io.files import read_metadata, read_safetensors, write_safetensors
-from jaxonnx._safe_read import wrap_errors
 from jaxonnx.errors import Error, InputError, ModelError
 
 _MERGED = "merge it in PEFT (merge_and_unload), and export the merged model"

@@ -22,8 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx import _safe_read
-from jaxonnx._atomic_write import write_atomically
+from jaxonnx._files import read_arrays, wrap_errors, write_atomically
 from jaxonnx._require import check_arguments, require
 from jaxonnx.errors import SparsityError
 from jaxonnx.sparse._layers import Layer, by_name, goals
@@ -180,8 +179,8 @@ def load(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str,
     """
     check_arguments(load, locals())
     failure = f"{path} is not a packed file, or is damaged"
-    arrays = _safe_read.arrays(path, failure, SparsityError)
-    with _safe_read.wrap_errors(failure, SparsityError):
+    arrays = read_arrays(path, failure, SparsityError)
+    with wrap_errors(failure, SparsityError):
         index = json.loads(arrays.pop(INDEX).tobytes())
         dense, packed = {}, {}
         for name, entry in index.items():

@@ -18,9 +18,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxonnx._atomic_write import write_atomically
 from jaxonnx._data import images
 from jaxonnx._data.batches import Batch, Examples, Source
+from jaxonnx._files import write_atomically
 from jaxonnx._graph.uses import uses, weights
 from jaxonnx._io.protos import modules
 from jaxonnx.errors import Error

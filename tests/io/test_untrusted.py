@@ -12,7 +12,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import jaxonnx
-from jaxonnx import _safe_read, sparse
+from jaxonnx import _files, sparse
 from jaxonnx.cli import main
 from tests.support import tiny_networks
 
@@ -89,7 +89,7 @@ READERS = {
 @pytest.mark.parametrize("reader", READERS)
 def test_archives(reader, tmp_path, monkeypatch):
     """One after the other, as each takes less than it would to start a test."""
-    monkeypatch.setattr(_safe_read, "memory", lambda: 2**22)
+    monkeypatch.setattr(_files, "memory", lambda: 2**22)
     path = tmp_path / "a.npz"
     for name, (data, words) in ARCHIVES.items():
         path.write_bytes(data)
@@ -136,7 +136,7 @@ def test_flipped_bits(tmp_path):
         flipped[draw.integers(len(data))] ^= 1 << draw.integers(8)
         path.write_bytes(flipped)
         try:
-            read = _safe_read.arrays(path, "a.npz", jaxonnx.ModelError)
+            read = _files.read_arrays(path, "a.npz", jaxonnx.ModelError)
         except jaxonnx.ModelError:
             continue
         for name in read.keys() & values.keys():

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._arrays import to_host
-from jaxonnx._atomic_write import check_writable
 from jaxonnx._data.batches import difference
+from jaxonnx._files import check_writable
 from jaxonnx._io import formats
 from jaxonnx._io.checkpoints import (
     MODEL,

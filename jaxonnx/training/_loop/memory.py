@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 
+from jaxonnx._files import memory
 from jaxonnx._limits import format_bytes
 from jaxonnx._run.failures import convert_errors, is_out_of_memory, requested_size
-from jaxonnx._safe_read import memory
 from jaxonnx.errors import Error, TrainingError
 from jaxonnx.training._loop.stopping import Stop
 from jaxonnx.training._settings import Settings

@@ -1,13 +1,16 @@
-"""Safe readers for untrusted .npz archives and JSON.
+"""Files: readers that no file can harm, and writers that leave no half-written file.
 
-What their readers raise becomes an error of ours, and no file makes them allocate more than it
-holds, or more than the machine has.
+What readers of untrusted .npz archives and JSON raise becomes an error of ours, and no file makes
+them allocate more than it holds, or more than the machine has. A file is written beside its place,
+and moved there when it is whole.
 """
 
 import errno
 import math
 import os
+import shutil
 import struct
+import tempfile
 import tokenize
 import zipfile
 import zlib
@@ -18,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxonnx.errors import Error
+from jaxonnx.errors import Error, InputError
 
 _RAISED = (
     ArithmeticError,
@@ -73,7 +76,9 @@ def _reason(raised: Exception) -> str:
     return f"{type(raised).__name__}: {lines[0][:500]}" if lines else type(raised).__name__
 
 
-def arrays(path: str | os.PathLike[str], what: str, error: type[Error]) -> dict[str, np.ndarray]:
+def read_arrays(
+    path: str | os.PathLike[str], what: str, error: type[Error]
+) -> dict[str, np.ndarray]:
     """Return the arrays of an .npz file by name.
 
     Raises:
@@ -130,3 +135,48 @@ def memory() -> int | None:
         with suppress(OSError, ValueError):  # not Linux, the other version of groups, or "max"
             sizes.append(int(Path("/sys/fs/cgroup", group).read_text()))
     return min(sizes, default=None)
+
+
+@contextmanager
+def write_atomically(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Give a path to write to; the files written beside it take their places if nothing fails.
+
+    A device or a pipe at `path` is written to, never replaced.
+    """
+    path = _check_path(path)
+    replace = not _is_special(path)
+    beside = path.parent if replace else None
+    with tempfile.TemporaryDirectory(prefix=".jaxonnx-", dir=beside) as folder:
+        yield Path(folder) / path.name
+        # the file that names the others comes last
+        for written in sorted(Path(folder).iterdir(), key=lambda p: p.name == path.name):
+            if replace:
+                os.replace(written, path.parent / written.name)
+            elif written.name == path.name:
+                with written.open("rb") as source, path.open("wb") as target:
+                    shutil.copyfileobj(source, target)
+            else:
+                message = "several files cannot be written to what is not a regular file"
+                raise OSError(errno.EINVAL, message, str(path))
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Raise now the error that writing a file there would raise later."""
+    path = _check_path(path)
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not _is_special(path):
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    elif not os.access(path, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+
+def _check_path(path: str | os.PathLike[str]) -> Path:
+    if "\0" in os.fspath(path):
+        raise InputError(f"a file cannot have a NUL in its path: {os.fspath(path)!r}")
+    return Path(path)
+
+
+def _is_special(path: Path) -> bool:
+    return path.exists() and not path.is_file()
