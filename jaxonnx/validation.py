@@ -39,11 +39,11 @@ from jaxonnx._compare.written import (
 )
 from jaxonnx._data.kinds import open_data
 from jaxonnx._data.random_inputs import draw_inputs, find_sizes
+from jaxonnx._display import Rendered, format_count, list_some
 from jaxonnx._io.formats import read
 from jaxonnx._io.protos import all_nodes, tensor_of_constant
 from jaxonnx._io.save import training_nodes
 from jaxonnx._require import check_arguments
-from jaxonnx._text import Rendered, format_count, list_some
 from jaxonnx.errors import Error, InputError, ModelError, SparsityError
 from jaxonnx.model import Model, as_model, load, read_inputs
 from jaxonnx.quantization import is_quantized

@@ -34,8 +34,7 @@ ORDER = (
     *("_compare", "_data", "_mesh", "_rewrite", "_run", "views", "_graph", "_io"),
     *("ops", "registry", "_constraints", "lowering", "sparse", "optim"),
     *("_native", "_jaxpr", "_axes", "_few_bits", "_arrays"),
-    *("_limits", "_files", "_progress"),
-    *("_text", "_figures", "_require", "errors"),
+    *("_limits", "_files", "_display", "_require", "errors"),
 )
 """The rooms and modules of the package, from the top: each imports only those after it."""
 
@@ -47,17 +46,15 @@ ONLY = {
     "registry": {"_axes", "_few_bits", "_constraints"},
     "_constraints": {"errors"},
     "lowering": {"_native", "_jaxpr", "_require"},
-    "sparse": {"_native", "_jaxpr", "_arrays", "_files", "_figures"} | {"_require", "errors"},
+    "sparse": {"_native", "_jaxpr", "_arrays", "_files", "_display"} | {"_require", "errors"},
     "_native": {"errors"},
     "_files": {"errors"},
     "_arrays": set(),
-    "_text": set(),
-    "_figures": {"errors"},
+    "_display": {"errors"},
     "_require": {"errors"},
-    "_progress": set(),
     "optim": {"_require", "errors"},
     "loggers": {"_files", "_require", "errors"},
-    "tools": {"training", "model", "_require", "_figures", "errors"},
+    "tools": {"training", "model", "_require", "_display", "errors"},
     "demo": {"training", "model", "sparse", "_files", "errors"},
 }
 """All that a room may import which knows nothing of graphs and Models, or their faces only."""
@@ -131,7 +128,7 @@ def test_rooms_are_entered_through_their_face(edges):
 
 OUTSIDE = {"tools", "demo", "loggers"}
 """Rooms that could be packages of somebody else."""
-SUPPORT = {"_require", "_figures", "_files", "errors"}
+SUPPORT = {"_require", "_display", "_files", "errors"}
 SHARED = {"OPTIMIZERS", "TrainArguments", "shade"}
 """Names of faces that are no names of users: for a signature, a check and the colors of curves."""
 

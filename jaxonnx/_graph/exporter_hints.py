@@ -17,8 +17,8 @@ from collections.abc import Collection, Iterator
 
 from onnx import GraphProto, NodeProto
 
+from jaxonnx._display import list_some
 from jaxonnx._io.protos import modules, own_name, text
-from jaxonnx._text import list_some
 
 _SEVERAL = 5
 """The number of convolutions from which on a network is expected to have normalizations."""

@@ -16,10 +16,10 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from jaxonnx._display import Rendered
 from jaxonnx._graph.stored import StoredMatrix
 from jaxonnx._mesh.rules import DATA, axes_of, describe_mesh, entries, entry_specs, mesh_of, specs
 from jaxonnx._rewrite.network import Network
-from jaxonnx._text import Rendered
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from onnx import FunctionProto, GraphProto, NodeProto, TensorProto, TypeProto
 from onnx.helper import make_attribute, make_node, make_tensor
 from onnx.numpy_helper import from_array
 
+from jaxonnx._display import list_some
 from jaxonnx._graph.types import infer_types
 from jaxonnx._io.build import Editor, onnx_type
 from jaxonnx._io.protos import (
@@ -29,7 +30,6 @@ from jaxonnx._io.protos import (
 )
 from jaxonnx._io.tensors import to_array
 from jaxonnx._rewrite.network import Network, reenter, with_file
-from jaxonnx._text import list_some
 from jaxonnx.errors import InputError, warn
 from jaxonnx.views import FixedInputs
 

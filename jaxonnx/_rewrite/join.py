@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 import numpy as np
 from onnx import ModelProto, TensorShapeProto
 
+from jaxonnx._display import list_some
 from jaxonnx._graph.values import Value, list_values
 from jaxonnx._io.build import declare, unused_name
 from jaxonnx._io.protos import all_nodes, rename_values, tensor_of_constant, value_names
 from jaxonnx._io.save import to_onnx
 from jaxonnx._rewrite.network import Network, with_file
-from jaxonnx._text import list_some
 from jaxonnx.errors import InputError
 
 N = TypeVar("N", bound=Network)

@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from jaxonnx._display import list_some
 from jaxonnx._graph.bind import Graph
 from jaxonnx._io.build import Editor
 from jaxonnx._rewrite.network import Network, drop_unread, with_file
-from jaxonnx._text import list_some
 from jaxonnx.errors import InputError
 
 N = TypeVar("N", bound=Network)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from onnx import FunctionProto, ModelProto, NodeProto, ValueInfoProto
 
+from jaxonnx._display import list_some
 from jaxonnx._graph.ancestors import ancestors
 from jaxonnx._graph.bind import Graph, bind
 from jaxonnx._graph.caches import count_rows
@@ -29,7 +30,6 @@ from jaxonnx._require import require
 from jaxonnx._rewrite.head import Head
 from jaxonnx._run.program import Program
 from jaxonnx._run.shapes import declared_types, evaluate_shapes, infer_types, type_of
-from jaxonnx._text import list_some
 from jaxonnx.errors import InputError
 from jaxonnx.views import View
 

@@ -17,12 +17,12 @@ import ml_dtypes
 import numpy as np
 
 from jaxonnx._data.images import preparation
+from jaxonnx._display import list_some
 from jaxonnx._files import write_atomically
 from jaxonnx._graph.uses import Weight, weights
 from jaxonnx._io.files import open_safetensors, write_safetensors
 from jaxonnx._require import require
 from jaxonnx._rewrite.network import Network
-from jaxonnx._text import list_some
 from jaxonnx.errors import InputError, ModelError, warn
 from jaxonnx.llm._folders import CHAT_TEMPLATES, ModelFolder, describe_classes
 from jaxonnx.llm._module_names import (

@@ -14,8 +14,8 @@ import numpy as np
 
 from jaxonnx._data.inputs_and_targets import JUDGEMENT, KEY
 from jaxonnx._data.kinds import Row, Rows
+from jaxonnx._display import format_count
 from jaxonnx._require import require, require_choice, require_integer
-from jaxonnx._text import format_count
 from jaxonnx.errors import TrainingError
 from jaxonnx.llm._chat_templates import Chat
 from jaxonnx.llm._configuration import read_end_tokens

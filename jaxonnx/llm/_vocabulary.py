@@ -22,6 +22,7 @@ from onnx import ModelProto, helper
 
 from jaxonnx import quantization
 from jaxonnx._data.ragged import token_inputs
+from jaxonnx._display import list_some
 from jaxonnx._graph.bind import Graph, Node, bind
 from jaxonnx._graph.caches import find_lookups
 from jaxonnx._graph.uses import Use, uses_by_tensor, weights
@@ -30,7 +31,6 @@ from jaxonnx._io.build import declare, names, unused_name
 from jaxonnx._io.protos import all_graphs, all_nodes
 from jaxonnx._rewrite.network import Network, refuse_change, with_file
 from jaxonnx._run.shapes import evaluate_shapes
-from jaxonnx._text import list_some
 from jaxonnx.errors import InputError, warn
 from jaxonnx.llm._folders import GENAI, ModelFolder
 from jaxonnx.llm._tokenizer import Tokenizer

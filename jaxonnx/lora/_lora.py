@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._axes import Matrix
+from jaxonnx._display import list_some
 from jaxonnx._few_bits import is_float
 from jaxonnx._graph.projections import ROLES, Role, find_projections
 from jaxonnx._graph.select import Select, select
@@ -19,7 +20,6 @@ from jaxonnx._graph.stored import check_stored
 from jaxonnx._graph.uses import Weight, weights
 from jaxonnx._require import check_arguments, require
 from jaxonnx._rewrite.masks import describe_masks
-from jaxonnx._text import list_some
 from jaxonnx.errors import InputError, warn
 from jaxonnx.lora._adapters import Adapters
 from jaxonnx.lora._merge import (

@@ -11,9 +11,9 @@ import numpy as np
 from jaxonnx._data.batches import Batch
 from jaxonnx._data.inputs_and_targets import count_examples, is_zero_or_one
 from jaxonnx._data.ragged import IGNORED, with_derived
+from jaxonnx._display import format_count
 from jaxonnx._graph.values import Value
 from jaxonnx._require import check_arguments, require
-from jaxonnx._text import format_count
 from jaxonnx.errors import TrainingError, UnsupportedError
 from jaxonnx.llm import take_packed_rows
 from jaxonnx.model import Model, as_model

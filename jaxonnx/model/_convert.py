@@ -13,6 +13,7 @@ import onnx
 from onnx import ModelProto, NodeProto
 
 from jaxonnx._compare.written import check_written, make_origin
+from jaxonnx._display import list_some
 from jaxonnx._graph.caches import find_continued
 from jaxonnx._io.protos import all_nodes, opset_of
 from jaxonnx._require import check_arguments, require, require_integer
@@ -21,7 +22,6 @@ from jaxonnx._rewrite.floats import with_dtype
 from jaxonnx._rewrite.halves import constants_of_bodies, move_casts, prepare_to_halve
 from jaxonnx._rewrite.linear_models import open_linear_models
 from jaxonnx._rewrite.opset import to_opset
-from jaxonnx._text import list_some
 from jaxonnx.errors import InputError, warn
 from jaxonnx.model._load import as_model, load
 from jaxonnx.model._model import Model

@@ -20,6 +20,7 @@ from jaxonnx._data.batches import iterate_inputs
 from jaxonnx._data.inputs_and_targets import lacks_batch_axis
 from jaxonnx._data.kinds import open_data
 from jaxonnx._data.ragged import Padding
+from jaxonnx._display import Rendered, format_count
 from jaxonnx._graph.select import Select
 from jaxonnx._graph.values import arguments, data, list_values
 from jaxonnx._mesh.rules import Sharding
@@ -31,7 +32,6 @@ from jaxonnx._rewrite.network import Network, enter, leave
 from jaxonnx._run.call_form import CallForm, prepare_calls
 from jaxonnx._run.failures import FOREIGN
 from jaxonnx._run.program import Program
-from jaxonnx._text import Rendered, format_count
 from jaxonnx.errors import Error, InputError
 from jaxonnx.llm import Generator, Sampling, Tokenizer, add_tokens, generate, without_cache
 from jaxonnx.model import _transforms as transforms

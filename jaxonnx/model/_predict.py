@@ -14,10 +14,9 @@ from jax.core import Tracer
 from jaxonnx._data.batches import PaddedExamples, Source, prefetch
 from jaxonnx._data.kinds import Data, Reading, read
 from jaxonnx._data.ragged import PLAIN, Padding
+from jaxonnx._display import list_some, track_batches
 from jaxonnx._graph.values import Value, check_dtype
-from jaxonnx._progress import track_batches
 from jaxonnx._rewrite.network import Network
-from jaxonnx._text import list_some
 from jaxonnx.errors import InputError
 
 

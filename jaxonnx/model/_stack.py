@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from onnx import ModelProto, NodeProto
 
+from jaxonnx._display import list_some
 from jaxonnx._graph.values import list_values
 from jaxonnx._io.protos import all_nodes
 from jaxonnx._io.tensors import equal_bits
 from jaxonnx._require import check_arguments, require, require_integer
-from jaxonnx._text import list_some
 from jaxonnx.errors import InputError
 from jaxonnx.model._load import as_model
 from jaxonnx.model._model import Model

@@ -19,6 +19,7 @@ from jaxonnx._compare.written import Origin, Run, check_written, make_origin
 from jaxonnx._data.augment import AugmentedSource
 from jaxonnx._data.batches import Batch, Source
 from jaxonnx._data.inputs_and_targets import drop_targets, lacks_batch_axis
+from jaxonnx._display import list_some
 from jaxonnx._graph.bind import Graph
 from jaxonnx._graph.caches import find_continued, find_states
 from jaxonnx._graph.roles import running_statistics, split
@@ -43,7 +44,6 @@ from jaxonnx._rewrite.network import (
     with_params,
 )
 from jaxonnx._run.shapes import evaluate_shapes, infer_types
-from jaxonnx._text import list_some
 from jaxonnx.errors import InputError, TrainingError
 from jaxonnx.model._save import to_proto
 from jaxonnx.onnx_out import OLDEST, ExportedFunction, append

@@ -23,6 +23,7 @@ import ml_dtypes
 import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto, helper, numpy_helper
 
+from jaxonnx._display import format_count
 from jaxonnx._graph.ancestors import select_part
 from jaxonnx._graph.bind import Graph, bind
 from jaxonnx._graph.uses import uses, weights
@@ -31,7 +32,6 @@ from jaxonnx._io.build import Editor, count_readers, remove_tensor, sort_nodes
 from jaxonnx._io.protocol import File
 from jaxonnx._rewrite.network import Network
 from jaxonnx._run.scope import Context, run
-from jaxonnx._text import format_count
 from jaxonnx.errors import InputError
 from jaxonnx.ops.contrib.moving_ranges import limits_of
 from jaxonnx.quantization._qoperators import (

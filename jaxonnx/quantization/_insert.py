@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 from onnx import ModelProto, helper
 
+from jaxonnx._display import list_some
 from jaxonnx._graph.bind import Graph
 from jaxonnx._io.build import Editor, rename_reads
 from jaxonnx._rewrite.network import (
@@ -22,7 +23,6 @@ from jaxonnx._rewrite.network import (
     with_tensors,
 )
 from jaxonnx._run.fold_norms import folds, read_names
-from jaxonnx._text import list_some
 from jaxonnx.errors import warn
 from jaxonnx.quantization._awq import scale_inputs
 from jaxonnx.quantization._calibration import observe, warn_if_worse

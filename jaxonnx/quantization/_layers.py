@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxonnx._figures import new_axes
+from jaxonnx._display import new_axes
 from jaxonnx._graph.ancestors import select_part
 from jaxonnx._graph.bind import Node
 from jaxonnx._io.protos import modules

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper
 
+from jaxonnx._display import list_some
 from jaxonnx._io.build import count_readers, sort_nodes
 from jaxonnx._io.protocol import File
 from jaxonnx._io.protos import opset_of
-from jaxonnx._text import list_some
 from jaxonnx.errors import ModelError, warn
 from jaxonnx.registry import Op, lookup
 

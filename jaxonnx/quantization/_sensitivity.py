@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._figures import new_axes
+from jaxonnx._display import new_axes
 from jaxonnx._io.build import Editor
 from jaxonnx._rewrite.network import Network, reenter, with_file, with_tensors
 from jaxonnx.errors import InputError

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._figures import import_pyplot
+from jaxonnx._display import import_pyplot
 from jaxonnx._require import check_arguments
 from jaxonnx.errors import InputError, SparsityError
 from jaxonnx.sparse._pattern import SparsityPattern, default_axes, parse

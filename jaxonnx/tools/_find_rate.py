@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from onnx import ModelProto
 
-from jaxonnx._figures import new_axes
+from jaxonnx._display import new_axes
 from jaxonnx._require import check_arguments, require, require_choice, require_integer
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model

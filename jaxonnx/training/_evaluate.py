@@ -13,7 +13,7 @@ from jaxonnx._data import images
 from jaxonnx._data.batches import Source, prefetch
 from jaxonnx._data.inputs_and_targets import is_zero_or_one
 from jaxonnx._data.kinds import open_data
-from jaxonnx._progress import track_batches
+from jaxonnx._display import track_batches
 from jaxonnx._require import check_arguments
 from jaxonnx.errors import TrainingError
 from jaxonnx.lowering import jit

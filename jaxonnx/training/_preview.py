@@ -19,8 +19,8 @@ from jaxonnx._arguments import check_names, documented
 from jaxonnx._data.augment import AugmentedSource
 from jaxonnx._data.batches import Batch, Examples, PaddedExamples, Source
 from jaxonnx._data.ragged import IGNORED, Ragged
+from jaxonnx._display import Rendered
 from jaxonnx._limits import format_bytes
-from jaxonnx._text import Rendered
 from jaxonnx.llm import make_detokenizer
 from jaxonnx.losses import Loss
 from jaxonnx.model import Model

@@ -12,9 +12,9 @@ import numpy as np
 
 from jaxonnx._arrays import to_host
 from jaxonnx._data.batches import Source
+from jaxonnx._display import format_count
 from jaxonnx._hub import export_safetensors
 from jaxonnx._require import check_arguments
-from jaxonnx._text import format_count
 from jaxonnx.errors import InputError, ModelError, warn
 from jaxonnx.lora import Adapters
 from jaxonnx.model import Model, compare_merged

@@ -10,8 +10,8 @@ from onnx import ModelProto
 from jaxonnx._arguments import check_names, documented
 from jaxonnx._data.augment import augment_examples
 from jaxonnx._data.batches import Examples
+from jaxonnx._display import format_count
 from jaxonnx._mesh.processes import Processes
-from jaxonnx._text import format_count
 from jaxonnx.errors import warn
 from jaxonnx.model import Model, as_model
 from jaxonnx.training._data import DataSources, choose_loss, fit_to_data, open_data, read_data

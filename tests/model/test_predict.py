@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 import jaxonnx
-from jaxonnx import _progress as progress
+from jaxonnx import _display as display
 from tests.support.lazy_cases import Module
 from tests.support.tiny_networks import examples, mlp
 
@@ -118,8 +118,8 @@ def test_what_does_not_fit(model, tmp_path):
 @pytest.mark.parametrize("later", [0.0, 1e9])
 def test_progress_is_shown_when_it_takes_long(model, monkeypatch, later):
     file = io.StringIO()
-    monkeypatch.setattr(progress, "Console", lambda: Console(file=file, force_terminal=True))
-    monkeypatch.setattr(progress, "_LATER", later)
+    monkeypatch.setattr(display, "Console", lambda: Console(file=file, force_terminal=True))
+    monkeypatch.setattr(display, "_LATER", later)
     x, _ = examples()
     model.predict(x, batch_size=8)
     assert ("5/5" in file.getvalue()) == (later == 0)
@@ -130,9 +130,9 @@ def test_progress_is_shown_when_it_takes_long(model, monkeypatch, later):
 def test_progress_in_a_notebook(model, monkeypatch):
     drawn = []
     notebook = Console(file=io.StringIO(), force_jupyter=True)
-    monkeypatch.setattr(progress, "Console", lambda: notebook)
-    monkeypatch.setattr(progress, "_LATER", 0.0)
-    monkeypatch.setattr(progress.Cell, "draw", lambda self, *numbers: drawn.append(numbers))
+    monkeypatch.setattr(display, "Console", lambda: notebook)
+    monkeypatch.setattr(display, "_LATER", 0.0)
+    monkeypatch.setattr(display.Cell, "draw", lambda self, *numbers: drawn.append(numbers))
     x, _ = examples()
     model.predict([x[:8]] * 5)
     assert (drawn[0], drawn[-1]) == ((0, 5), (5, 5))

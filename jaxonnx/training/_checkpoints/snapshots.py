@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxonnx._data.batches import Source
+from jaxonnx._display import format_count
 from jaxonnx._mesh.processes import Processes
-from jaxonnx._text import format_count
 from jaxonnx.errors import TrainingError
 from jaxonnx.lora import Adaption
 from jaxonnx.model import Model

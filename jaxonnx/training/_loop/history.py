@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from jaxonnx._figures import new_axes
-from jaxonnx._text import format_count
+from jaxonnx._display import format_count, new_axes
 
 SKIPPED, ROLLED_BACK, NOT_VALIDATED = "skipped", "rolled back", "not finite in validation"
 """Names of events in `History.events`."""

@@ -13,8 +13,8 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from jaxonnx._display import Cell
 from jaxonnx._mesh.processes import Processes
-from jaxonnx._progress import Cell
 from jaxonnx.training._loop.history import NOT_VALIDATED, ROLLED_BACK, SKIPPED, History
 from jaxonnx.training._loop.stopping import Interrupt
 from jaxonnx.training._settings import Settings

@@ -9,7 +9,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from jaxonnx._figures import new_axes
+from jaxonnx._display import new_axes
 
 _WRITTEN = 30
 """Classes up to which the cells of a plotted matrix have their numbers."""

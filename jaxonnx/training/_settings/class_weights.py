@@ -10,8 +10,8 @@ import numpy as np
 from jaxonnx._arguments import Argument
 from jaxonnx._data import images
 from jaxonnx._data.batches import Examples, PaddedExamples
+from jaxonnx._display import list_some
 from jaxonnx._require import is_one_of, require
-from jaxonnx._text import list_some
 from jaxonnx.errors import TrainingError
 from jaxonnx.training._objective.objective import Term
 from jaxonnx.training._settings.plan import Plan

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxonnx._arguments import Argument
-from jaxonnx._text import format_count
+from jaxonnx._display import format_count
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._settings.accumulate import find_accumulation
 from jaxonnx.training._step.optimizers import evaluation_params

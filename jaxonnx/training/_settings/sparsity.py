@@ -15,10 +15,10 @@ import jax
 from onnx import ModelProto
 
 from jaxonnx._arguments import Argument
+from jaxonnx._display import format_count, list_some
 from jaxonnx._io import records
 from jaxonnx._mesh.rules import mesh_of
 from jaxonnx._require import require_choice
-from jaxonnx._text import format_count, list_some
 from jaxonnx.errors import TrainingError, warn
 from jaxonnx.model import Model, report_layers
 from jaxonnx.training._settings import Settings

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxonnx._arguments import Argument
 from jaxonnx._data.batches import Batch, Source
-from jaxonnx._text import format_count
+from jaxonnx._display import format_count
 from jaxonnx.errors import warn
 from jaxonnx.model import MOST, apply_totals, batch_norms, find_single_values, zero_totals
 from jaxonnx.training._loop.stopping import Interrupt

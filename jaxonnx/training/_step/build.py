@@ -16,9 +16,9 @@ from jaxonnx._arguments import (
     documented,
 )
 from jaxonnx._data.batches import Source
+from jaxonnx._display import format_count, list_some
 from jaxonnx._graph.types import find_without_gradient
 from jaxonnx._require import takes_steps
-from jaxonnx._text import format_count, list_some
 from jaxonnx.errors import InputError, TrainingError, warn
 from jaxonnx.llm import scores_tokens
 from jaxonnx.lora import writes_apart
