@@ -1,4 +1,4 @@
-"""`find_rate`: the loss over a learning rate that rises from step to step."""
+"""Tools around `train`, on public names alone: `find_rate`, losses over a rising learning rate."""
 
 import os
 from contextlib import suppress
