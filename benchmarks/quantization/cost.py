@@ -24,8 +24,7 @@ from benchmarks.systems import FOREVER, all_trained, train_step
 from jaxonnx._data.kinds import open_data
 from jaxonnx.cli.process import keep_pages
 from jaxonnx.model import read_inputs
-from jaxonnx.training._settings import Settings
-from jaxonnx.training._settings.plan import Plan
+from jaxonnx.training._settings import Plan, Settings
 from jaxonnx.training._settings.quantize import quantize_weights
 
 SCHEMES = (jaxonnx.Quantization(), jaxonnx.Quantization(learn=None))

@@ -23,7 +23,7 @@ import jax
 import optax
 
 from jaxonnx._arguments import Argument
-from jaxonnx.training._settings.plan import Plan
+from jaxonnx.training._settings import Plan
 
 
 class GradientNoiseArguments(TypedDict, total=False):

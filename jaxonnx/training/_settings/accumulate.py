@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxonnx._arguments import Argument
-from jaxonnx.training._settings.plan import Plan
+from jaxonnx.training._settings import Plan
 
 
 class AccumulateArguments(TypedDict, total=False):

@@ -14,7 +14,7 @@ from jaxonnx._display import list_some
 from jaxonnx._require import is_one_of, require
 from jaxonnx.errors import TrainingError
 from jaxonnx.training._objective.objective import Term
-from jaxonnx.training._settings.plan import Plan
+from jaxonnx.training._settings import Plan
 
 _SHOWN = 8
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Annotated, TypedDict
 
 from jaxonnx._arguments import Argument
-from jaxonnx.training._settings.plan import Plan
+from jaxonnx.training._settings import Plan
 
 
 class DropoutArguments(TypedDict, total=False):

@@ -5,7 +5,7 @@ from typing import Annotated, TypedDict
 
 from jaxonnx._arguments import Argument
 from jaxonnx.errors import TrainingError
-from jaxonnx.training._settings.plan import Plan
+from jaxonnx.training._settings import Plan
 
 
 class LabelSmoothingArguments(TypedDict, total=False):

@@ -9,7 +9,7 @@ from jaxonnx._arguments import Argument
 from jaxonnx.lora import Adapters, LoRA
 from jaxonnx.model import Model, Trainable
 from jaxonnx.quantization import select_scales
-from jaxonnx.training._settings.plan import Plan
+from jaxonnx.training._settings import Plan
 
 _ADAPTERS = 2**32 - 1
 """What is folded into the seed's key for adapters; steps fold in their number."""

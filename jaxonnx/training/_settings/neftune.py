@@ -9,7 +9,7 @@ from jaxonnx._rewrite.network import enter
 from jaxonnx.errors import TrainingError
 from jaxonnx.llm import token_input
 from jaxonnx.model import Model
-from jaxonnx.training._settings.plan import Plan
+from jaxonnx.training._settings import Plan
 from jaxonnx.views import EmbeddingNoise
 
 

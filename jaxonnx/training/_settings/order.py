@@ -13,6 +13,7 @@ from jaxonnx._arguments import (
     OptimizerArguments,
     RunArguments,
 )
+from jaxonnx.training._settings import Plan
 from jaxonnx.training._settings.accumulate import AccumulateArguments, accumulate_batches
 from jaxonnx.training._settings.class_weights import ClassWeightsArguments, weigh_classes
 from jaxonnx.training._settings.dropout import DropoutArguments, change_dropout
@@ -22,7 +23,6 @@ from jaxonnx.training._settings.label_smoothing import LabelSmoothingArguments, 
 from jaxonnx.training._settings.lora import LoraArguments, select_parameters
 from jaxonnx.training._settings.mesh import MeshArguments, split_over_mesh
 from jaxonnx.training._settings.neftune import NeftuneArguments, add_noise
-from jaxonnx.training._settings.plan import Plan
 from jaxonnx.training._settings.precision import PrecisionArguments, round_gradient
 from jaxonnx.training._settings.quantize import QuantizeArguments, quantize_weights
 from jaxonnx.training._settings.remat import RematArguments, recompute_activations

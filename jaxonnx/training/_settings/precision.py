@@ -23,8 +23,7 @@ from jax.extend.core import JaxprEqn, primitives
 from jaxonnx._arguments import Argument
 from jaxonnx._jaxpr import Program, inner_program, interpret, programs, retrace_params
 from jaxonnx.lowering import LOOPS, Dot, RoundedForm, contract, contract_p, has_units
-from jaxonnx.training._settings import Settings
-from jaxonnx.training._settings.plan import Plan
+from jaxonnx.training._settings import Plan, Settings
 
 _PRODUCTS = (primitives.conv_general_dilated_p, primitives.dot_general_p, contract_p)
 """Primitives that are products of their two operands."""

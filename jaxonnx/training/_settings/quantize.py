@@ -25,8 +25,7 @@ from jaxonnx.quantization import (
 )
 from jaxonnx.training._objective.needs import prepare_model
 from jaxonnx.training._quantize import BATCHES, insert_rounding, make_evaluation
-from jaxonnx.training._settings import Settings
-from jaxonnx.training._settings.plan import Plan
+from jaxonnx.training._settings import Plan, Settings
 from jaxonnx.views import PackedRows
 
 

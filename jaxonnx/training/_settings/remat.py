@@ -3,7 +3,7 @@
 from typing import Annotated, TypedDict
 
 from jaxonnx._arguments import Argument
-from jaxonnx.training._settings.plan import Plan
+from jaxonnx.training._settings import Plan
 
 
 class RematArguments(TypedDict, total=False):

@@ -21,8 +21,7 @@ from jaxonnx._mesh.rules import mesh_of
 from jaxonnx._require import require_choice
 from jaxonnx.errors import TrainingError, warn
 from jaxonnx.model import Model, report_layers
-from jaxonnx.training._settings import Settings
-from jaxonnx.training._settings.plan import Gradient, Plan
+from jaxonnx.training._settings import Gradient, Plan, Settings
 from jaxonnx.training._step.weight_layout import WeightLayout
 
 if TYPE_CHECKING:

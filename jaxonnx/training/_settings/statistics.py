@@ -18,8 +18,7 @@ from jaxonnx._display import format_count
 from jaxonnx.errors import warn
 from jaxonnx.model import MOST, apply_totals, batch_norms, find_single_values, zero_totals
 from jaxonnx.training._loop.stopping import Interrupt
-from jaxonnx.training._settings import Settings
-from jaxonnx.training._settings.plan import Plan
+from jaxonnx.training._settings import Plan, Settings
 from jaxonnx.training._step.step import State, Step
 
 

@@ -21,9 +21,9 @@ from jaxonnx.errors import TrainingError
 from jaxonnx.lowering import separate_heads
 from jaxonnx.model import Model, batch_norms, pool_batch, renew_statistics
 from jaxonnx.quantization import MovingRanges
+from jaxonnx.training._settings import Plan
 from jaxonnx.training._settings.accumulate import AccumulationState, find_accumulation
 from jaxonnx.training._settings.ema import move_average, start_average
-from jaxonnx.training._settings.plan import Plan
 from jaxonnx.training._settings.precision import start_scale
 from jaxonnx.training._settings.sparsity import restore_phase
 from jaxonnx.training._step.optimizers import has_second_weights, visible_params
