@@ -10,6 +10,7 @@ from jaxonnx.llm._checkpoints import write_checkpoint
 from jaxonnx.llm._configuration import (
     DECODER_TOKENS,
     decoder_numbers,
+    find_embeddings,
     scores_tokens,
     token_input,
     vocabulary,

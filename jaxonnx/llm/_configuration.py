@@ -1,8 +1,10 @@
-"""Properties of language models: maximum length, vocabulary size, token inputs."""
+"""Properties of language models: maximum length, vocabulary size, token inputs, embeddings."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+
+import numpy as np
 
 from jaxonnx._data.ragged import derived_inputs, token_inputs
 from jaxonnx._rewrite.network import Network
@@ -72,6 +74,39 @@ def scores_tokens(model: Network) -> bool:
     shape = model.outputs[0].shape
     tables = {v.rows for v in model.inputs if v.name in token_inputs(model.inputs)} - {None}
     return shape is not None and len(shape) == 3 and vocabulary(model) in tables
+
+
+def find_embeddings(model: Network) -> dict[str, float]:
+    """Return the values that are embeddings of tokens, each with the factor that scales it.
+
+    Raises:
+      TrainingError: the model has no embeddings.
+    """
+    tokens = token_input(model, "neftune adds noise to embeddings")
+    producers, tensors = model.graph.producers, model.tensors
+    same = ("Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze")  # tokens pass through these
+
+    def source(name: str) -> str:
+        while name in producers and producers[name].op.name in same:
+            name = producers[name].inputs[0]
+        return name
+
+    values = {
+        node.outputs[0]: 1.0
+        for node in model.graph.nodes
+        if node.op.like == "Gather" and source(node.inputs[1]) == tokens
+    }
+    if not values:
+        raise TrainingError(
+            f"neftune adds noise to embeddings, and no Gather reads rows by the input '{tokens}'"
+        )
+    for node in model.graph.nodes:
+        if node.op.name == "Mul":
+            for value, factor in (node.inputs, node.inputs[::-1]):
+                number = tensors.get(source(factor), ())
+                if source(value) in values and np.size(number) == 1:
+                    values[source(value)] = float(np.asarray(number).item())
+    return values
 
 
 def read_end_tokens(folder: ModelFolder) -> tuple[tuple[int, ...], tuple[int, ...]]:

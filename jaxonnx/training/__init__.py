@@ -19,8 +19,8 @@ from jaxonnx.training._quantize import quantize, sensitivity
 from jaxonnx.training._report import has_other_card
 from jaxonnx.training._result import Result
 from jaxonnx.training._settings import Settings
-from jaxonnx.training._settings.head import with_heads
 from jaxonnx.training._settings.order import StepArguments, TrainArguments
+from jaxonnx.training._settings.parameters import with_heads
 from jaxonnx.training._step.build import build_step, step
 from jaxonnx.training._step.optimizers import optimizer
 from jaxonnx.training._step.step import CompiledStep, State, Step, as_batch, target_names

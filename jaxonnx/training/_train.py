@@ -21,9 +21,9 @@ from jaxonnx.training._loop.stopping import Interrupt
 from jaxonnx.training._objective.needs import complete_batches
 from jaxonnx.training._result import Result, to_result
 from jaxonnx.training._settings import Settings
-from jaxonnx.training._settings.head import with_heads
 from jaxonnx.training._settings.mesh import automatic
 from jaxonnx.training._settings.order import TrainArguments
+from jaxonnx.training._settings.parameters import with_heads
 from jaxonnx.training._step.build import build_step
 from jaxonnx.training._step.step import Step
 

@@ -59,8 +59,8 @@ IMPORT = """from jaxonnx.training._settings.gradient_noise import (
 )
 """
 LINES = {
-    "from jaxonnx.training._settings.head": f"{IMPORT}from jaxonnx.training._settings.head",
-    "    RematArguments,": "    GradientNoiseArguments,\n    RematArguments,",
+    "from jaxonnx.training._settings.ema": f"{IMPORT}from jaxonnx.training._settings.ema",
+    "    MeshArguments,": "    GradientNoiseArguments,\n    MeshArguments,",
     "= (accumulate_batches,": "= (add_gradient_noise, accumulate_batches,",
 }
 

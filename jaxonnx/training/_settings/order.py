@@ -1,6 +1,6 @@
 """The settings of `train`: their arguments, and the order in which they change the plan of a step.
 
-A setting is a module of this folder, with a class of declarations and a function that changes a
+A setting is a class of declarations in a module of this folder, and a function that changes a
 `Plan`; or the model before the data is read (`head`), or the state of a step (`ema`).
 """
 
@@ -15,17 +15,25 @@ from jaxonnx._arguments import (
 )
 from jaxonnx.training._settings import Plan
 from jaxonnx.training._settings.accumulate import AccumulateArguments, accumulate_batches
-from jaxonnx.training._settings.class_weights import ClassWeightsArguments, weigh_classes
-from jaxonnx.training._settings.dropout import DropoutArguments, change_dropout
+from jaxonnx.training._settings.activations import (
+    DropoutArguments,
+    NeftuneArguments,
+    RematArguments,
+    add_noise,
+    change_dropout,
+    recompute_activations,
+)
 from jaxonnx.training._settings.ema import EmaArguments
-from jaxonnx.training._settings.head import HeadArguments
-from jaxonnx.training._settings.label_smoothing import LabelSmoothingArguments, smooth_labels
-from jaxonnx.training._settings.lora import LoraArguments, select_parameters
+from jaxonnx.training._settings.labels import (
+    ClassWeightsArguments,
+    LabelSmoothingArguments,
+    smooth_labels,
+    weigh_classes,
+)
 from jaxonnx.training._settings.mesh import MeshArguments, split_over_mesh
-from jaxonnx.training._settings.neftune import NeftuneArguments, add_noise
+from jaxonnx.training._settings.parameters import HeadArguments, LoraArguments, select_parameters
 from jaxonnx.training._settings.precision import PrecisionArguments, round_gradient
 from jaxonnx.training._settings.quantize import QuantizeArguments, quantize_weights
-from jaxonnx.training._settings.remat import RematArguments, recompute_activations
 from jaxonnx.training._settings.sparsity import SparsityArguments, sparsify_weights
 from jaxonnx.training._settings.statistics import StatisticsArguments, choose_statistics
 from jaxonnx.training._step.step import Step

@@ -29,8 +29,8 @@ from jaxonnx.training._data import has_own_algorithm
 from jaxonnx.training._objective import objective
 from jaxonnx.training._objective.needs import prepare_model
 from jaxonnx.training._settings import Plan, Settings, order
-from jaxonnx.training._settings.head import with_heads
 from jaxonnx.training._settings.order import StepArguments
+from jaxonnx.training._settings.parameters import with_heads
 from jaxonnx.training._step.gradient import GradientStep
 from jaxonnx.training._step.optimizers import (
     DECAYING,

@@ -1,4 +1,4 @@
-"""Class weights: by name, by index, or balanced (`class_weights=`)."""
+"""How labels of classes count in a loss (`class_weights=`, `label_smoothing=`)."""
 
 import difflib
 from collections.abc import Mapping, Sequence
@@ -49,7 +49,9 @@ def weigh_classes(plan: Plan) -> None:
     if weights is None:
         return
     chosen = [t for t in terms if t.loss.class_axis is not None or t.loss.one_hot] or [*terms]
-    if not (isinstance(weights, Mapping) and any(map(_is_of_output, weights.values()))):
+    if not (
+        isinstance(weights, Mapping) and any(isinstance(x, Mapping | str) for x in weights.values())
+    ):
         if len(chosen) != 1:
             raise TrainingError(
                 f"class_weights go with one loss of classes; there are {len(chosen)}: pass a dict "
@@ -143,10 +145,40 @@ def _balance(data: Any, term: Term) -> dict[int, float]:
     return dict(zip(classes.tolist(), weights.tolist(), strict=True))
 
 
-def _is_of_output(value: Any) -> bool:
-    return isinstance(value, Mapping | str)
-
-
 def _is_weight(value: Any) -> bool:
     number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
     return bool(number and np.isfinite(value) and value >= 0)
+
+
+class LabelSmoothingArguments(TypedDict, total=False):
+    """Smoothed labels."""
+
+    label_smoothing: Annotated[
+        float | None, Argument(form="X", least=0, below=1, resume=True, needs_loss=True)
+    ]
+    """The share of each label that is spread over all classes alike, like 0.1.
+
+    For cross entropies of classes and of tokens, in training and validation, as in PyTorch and
+    transformers. With `class_weights`, each share counts with the weight of its own class. Labels
+    that are ignored stay so."""
+
+
+def smooth_labels(plan: Plan) -> None:
+    """Smooth the labels of all cross entropies.
+
+    Raises:
+      TrainingError: no loss takes labels that can be smoothed.
+    """
+    terms, smoothing = plan.goal.terms, plan.settings.label_smoothing
+    if not smoothing:
+        return
+    if not any(term.loss.smooths for term in terms):
+        raise TrainingError(
+            "label_smoothing goes with cross entropies of classes and of tokens, not with "
+            f"{', '.join(str(term.loss.name or term.loss) for term in terms)}"
+        )
+    smoothed = (
+        replace(term, loss=term.loss.with_label_smoothing(smoothing)) if term.loss.smooths else term
+        for term in terms
+    )
+    plan.goal = replace(plan.goal, terms=tuple(smoothed))

@@ -1,18 +1,40 @@
-"""Adapters, and the parameters trained beside them or alone (`lora=`, `trainable=`)."""
+"""The parameters that are trained (`head=`, `lora=`, `trainable=`).
+
+New last layers come before the data is read, which is fitted to them.
+"""
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, TypedDict
 
 import jax
 
 from jaxonnx._arguments import Argument
+from jaxonnx._rewrite.head import Classes
 from jaxonnx.lora import Adapters, LoRA
 from jaxonnx.model import Model, Trainable
 from jaxonnx.quantization import select_scales
-from jaxonnx.training._settings import Plan
+from jaxonnx.training._settings import Plan, Settings
 
-_ADAPTERS = 2**32 - 1
-"""What is folded into the seed's key for adapters; steps fold in their number."""
+_ADAPTERS, _HEADS = 2**32 - 1, 2**32 - 2
+"""What is folded into the seed's key for adapters, and for new heads; steps fold in their
+number."""
+
+
+class HeadArguments(TypedDict, total=False):
+    """New last layers."""
+
+    head: Annotated[
+        Classes | Mapping[str, Classes] | None,
+        Argument(form="N|OUTPUT=N...", words="Replace the last layer, with this number of classes"),
+    ]
+    """A new last layer: the number of classes, or their names.
+
+    For one of several outputs, pass a dict by output name. The weights are drawn with `seed`, and a
+    Softmax or Sigmoid at the end is removed (`Model.with_head`). `history.notes` lists what was
+    replaced. The default loss is then softmax cross entropy with integer labels, the default
+    optimizer Adam with a learning rate of 0.001 for the head and 0.0001 for the other parameters.
+    With `lora`, all weights of the head are trained."""
 
 
 class LoraArguments(TypedDict, total=False):
@@ -50,6 +72,21 @@ class LoraArguments(TypedDict, total=False):
     alone: save them with `Adapters.save`, or pass them here to continue training."""
 
 
+def with_heads(model: Model, settings: Settings) -> Model:
+    """Return the model with the new heads of the settings.
+
+    Raises:
+      InputError: there is no such layer, or several could be meant.
+    """
+    if settings.head is None:
+        return model
+    heads = settings.head if isinstance(settings.head, Mapping) else {None: settings.head}
+    key = jax.random.fold_in(jax.random.key(settings.seed), _HEADS)
+    for (at, classes), rng in zip(heads.items(), jax.random.split(key, len(heads)), strict=True):
+        model = model.with_head(classes, at, rng=rng)
+    return model
+
+
 def select_parameters(plan: Plan) -> None:
     """Select the parameters to train: of adapters, by `trainable`, or those of the model.
 
@@ -60,7 +97,7 @@ def select_parameters(plan: Plan) -> None:
     lora = LoRA(lora) if isinstance(lora, int) else lora
     if isinstance(lora, LoRA):
         key = jax.random.fold_in(jax.random.key(plan.settings.seed), _ADAPTERS)
-        model = lora.attach(model, key, trainable=_with_heads(model, trainable))
+        model = lora.attach(model, key, trainable=_find_trained_in_full(model, trainable))
     elif lora is not None:
         model = lora.attach(model)
     elif trainable is not None:
@@ -68,7 +105,7 @@ def select_parameters(plan: Plan) -> None:
     plan.model = model
 
 
-def _with_heads(model: Model, trainable: Trainable | None) -> Trainable | None:
+def _find_trained_in_full(model: Model, trainable: Trainable | None) -> Trainable | None:
     """Return the parameters trained in full beside adapters: `trainable` and new heads."""
     head = {*model.head}
     if not head:
