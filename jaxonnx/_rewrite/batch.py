@@ -58,7 +58,8 @@ def free_batch(
     """Rewrite a file that was exported with a fixed batch size to take any batch size.
 
     The new file declares the dimension "batch" as the first one of inputs and outputs. A file whose
-    first dimension is symbolic already is returned as it is.
+    first dimensions are symbolic already is returned as it is, unless it runs with one example and
+    not with several.
 
     Args:
       proto: the file.
@@ -75,16 +76,19 @@ def free_batch(
         or the two files give different results.
     """
     inputs = [to_value(v) for v in proto.graph.input if v.name in program.graph.inputs]
-    sizes = {v.name: v.shape[0] for v in inputs if v.shape and isinstance(v.shape[0], int)}
-    if not sizes:
-        return proto, {}
-    if len({*sizes.values()}) > 1:
-        raise InputError(f"the first axes of the inputs are not one batch: {sizes}; {_WAY_OUT}")
-    (size,) = {*sizes.values()}
     # inputs that the program fixes to one value are not among the weights of the graph
     views = (view for view in program.views if isinstance(view, FixedInputs))
     fixed = {n: x.array for v in views for n, x in v.values.items() if x.axis is None}
     tensors = {**program.constants, **fixed, **state, **params}
+    sizes = {v.name: v.shape[0] for v in inputs if v.shape and isinstance(v.shape[0], int)}
+    if not sizes:
+        if not _takes_one_alone(program.graph, inputs, tensors):
+            return proto, {}
+        inputs = [*map(_as_one, inputs)]
+        sizes = {v.name: 1 for v in inputs if v.shape}
+    if len({*sizes.values()}) > 1:
+        raise InputError(f"the first axes of the inputs are not one batch: {sizes}; {_WAY_OUT}")
+    (size,) = {*sizes.values()}
     changes = _find_changes(program.graph, inputs, tensors, size)
     nodes, outputs = program.graph.nodes, program.graph.outputs
     needed = ancestors([*map(changes.apply, nodes)], outputs)
@@ -108,6 +112,30 @@ def free_batch(
         new = replace(program, base=graph, constants={**program.constants, **added})
         _compare(program, new, params, state, inputs, changes, prove=prove)
     return result, added
+
+
+def _as_one(value: Value) -> Value:
+    """Return an input that is declared for any batch as one for a single example."""
+    return replace(value, shape=(1, *value.shape[1:])) if value.shape else value
+
+
+def _takes_one_alone(graph: Graph, inputs: list[Value], tensors: Mapping[str, Any]) -> bool:
+    """Check whether inputs that are declared for any batch are taken for one example alone.
+
+    So they are where an exporter was given names of dynamic axes, but wrote the batch of its
+    example into the nodes.
+    """
+    if any(v.shape is None or not all(isinstance(d, int) for d in v.shape[1:]) for v in inputs):
+        return False  # shapes cannot be followed
+    runs = []
+    for size in (1, 3):
+        try:
+            _trace(graph, [*map(_as_one, inputs)], tensors, 1, size, lambda node, _: node)
+        except InputError:
+            runs.append(False)
+        else:
+            runs.append(True)
+    return runs == [True, False]
 
 
 @dataclass
@@ -253,8 +281,9 @@ def _trace(
             try:
                 scope.step(node)
             except Error as error:
+                cause = str(error).partition("; jaxonnx.load(path, batch='any')")[0]
                 raise InputError(
-                    f"{node.label} fixes the batch to {size} ({error}); {_WAY_OUT}"
+                    f"{node.label} fixes the batch to {size} ({cause}); {_WAY_OUT}"
                     f"{hint_at_image(inputs, size)}"
                 ) from error
         shapes.update((n, tuple(v.shape)) for n, v in scope.values.items() if hasattr(v, "shape"))

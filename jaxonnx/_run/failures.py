@@ -25,6 +25,9 @@ FOREIGN = (*_OF_PYTHON, RuntimeError, InconclusiveDimensionOperation, MLIRError)
 _UNCOMPILED = (*_OF_PYTHON, NotImplementedError, jax.errors.JaxRuntimeError, MLIRError)
 """Exceptions of JAX and XLA for a traced program."""
 
+_HOLD_BATCH = ("Concat", "GRU", "LSTM", "RNN")
+"""Operators of which an exporter may have written an input for the batch of its example."""
+
 _INTERNAL = re.compile(
     r"\blax\b|jnp|jax\.|jaxlib|mlir|loc\(|static extent|tuple index|unpack|itera(tor|ble)|"
     r"object has|not callable|NoneType|Tracer|<.* at 0x|__|strict=|argument \d|positional|keyword|"
@@ -80,6 +83,8 @@ def translate_error(node: Node, arguments: Sequence[Any], error: Exception) -> N
         short = {n: x if len(x) <= 60 else f"{x[:57]}..." for n, x in values.items()}
         listed = ", ".join(f"{name}={x}" for name, x in short.items())
         text = f"{node.op.name} does not take these inputs" + (f" with {listed}" if listed else "")
+    if node.op.name in _HOLD_BATCH and not clashes:
+        text = f"{text.rstrip(' :.')}; jaxonnx.load(path, batch='any') may open the batch"
     return NodeError(message(node, arguments, text))
 
 

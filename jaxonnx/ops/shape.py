@@ -52,7 +52,8 @@ def _reshape(x, shape, allowzero=0):
         raise NodeError(
             f"cannot reshape {tuple(x.shape)} ({x.size} elements) to {shape}: the target is fixed "
             "in the file. If the sizes differ in the batch or sequence axis, the exporter froze "
-            "that axis: feed the size it was exported with, or export with a dynamic axis"
+            "that axis: feed the size it was exported with, or export with a dynamic axis; "
+            "jaxonnx.load(path, batch='any') may open the batch"
         )
     return reshape_rows(x, shape)
 

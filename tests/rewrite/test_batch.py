@@ -177,6 +177,37 @@ def test_open_files_stay_as_they_are():
         jaxonnx.load(path, batch=8)
 
 
+@pytest.mark.parametrize(
+    ("nodes", "out", "node"),
+    [
+        ("<int64[3] s = {1,2,3}> { y = Reshape(x, s) }", "n,2,3", "Reshape"),
+        ("<float[1,2] c = {5,6}> { y = Concat <axis = 1> (c, x) }", "n,8", "Concat"),
+        (
+            """<int64[3] s = {0,2,3}, float[1,4,3] w = {1,2,3,4,5,6,7,8,9,10,11,12},
+            float[1,4,1] r = {1,2,3,4}, float[1,1,1] h = {0}, int64[1] first = {0}> {
+                a = Reshape(x, s) b = Transpose <perm = [1,0,2]> (a)
+                c, d = LSTM <hidden_size = 1> (b, w, r, , , h, h) y = Squeeze(d, first)
+            }""",
+            "n,1",
+            "LSTM",
+        ),
+    ],
+)
+def test_a_batch_that_is_open_in_name_alone(nodes, out, node):
+    """ShuffleNet with dynamic_axes=, whose channel shuffle reads x.size() as numbers."""
+    text = f'<ir_version: 9, opset_import: ["": 17]> g (float[n,6] x) => (float[{out}] y) {nodes}'
+    proto = onnx.parser.parse_model(text)
+    x = np.random.default_rng(0).standard_normal((3, 6)).astype(np.float32)
+    closed = jaxonnx.load(proto)
+    with pytest.raises(jaxonnx.NodeError, match=rf"{node}.*batch='any'\) may open"):
+        closed(x)
+    model = jaxonnx.load(proto, batch="any")
+    expected = np.concatenate([closed(row[None]) for row in x])
+    np.testing.assert_allclose(model(x), expected, rtol=1e-5, atol=1e-6)
+    session = onnxruntime.InferenceSession(model.to_onnx().SerializeToString())
+    np.testing.assert_allclose(session.run(None, {"x": x})[0], expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.deep
 def test_dropout_behind_a_target_that_changes():
     path = DATA / "fixed" / "lenet.dynamo.1.onnx"
