@@ -20,7 +20,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from jaxonnx._compare.arrays import (
+from jaxonnx._compare import (
     Difference,
     compare_arrays,
     compare_integers,

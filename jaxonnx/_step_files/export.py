@@ -21,7 +21,7 @@ from jaxonnx._io.build import unused_name
 from jaxonnx._io.files import LIMIT, save_npz
 from jaxonnx._io.formats import save
 from jaxonnx._require import check_arguments, require_choice
-from jaxonnx._step_files import shared
+from jaxonnx._step_files import MODEL, REST, Places, share_tensors, shorten_constants
 from jaxonnx._step_files import web as _web
 from jaxonnx._step_files.load import FORMAT, read_manifest
 from jaxonnx.errors import InputError, TrainingError
@@ -168,8 +168,8 @@ def export_step(
             trained = () if source is None else graphs["weights"][1]["tensors"]
             base = _web.serialize(step.model, trained)
         written = [*chosen_files.values(), "manifest.json"]
-        written += [shared.MODEL] if base and base[0] else []
-        written += [shared.REST] if external_data == "shared" else []
+        written += [MODEL] if base and base[0] else []
+        written += [REST] if external_data == "shared" else []
         written += [] if source is None else _web.FILES
         preserved = _find_preserved(Path(path), written, base and base[0])
         manifest = exporter.write(Path(path), graphs, chosen_files, external_data, base)
@@ -190,7 +190,7 @@ def _find_preserved(folder: Path, names: Sequence[str], network: bytes | None) -
     Args:
       folder: to write to.
       names: of the files to write.
-      network: the contents of `shared.MODEL`.
+      network: the contents of `MODEL`.
 
     Raises:
       InputError: a file is there that no export wrote, and would be overwritten.
@@ -204,7 +204,7 @@ def _find_preserved(folder: Path, names: Sequence[str], network: bytes | None) -
         users = listed if isinstance(listed, list) else names
     preserved = []
     for file in (folder / name for name in names if name in users and (folder / name).exists()):
-        if file.name != shared.MODEL or file.read_bytes() != network:
+        if file.name != MODEL or file.read_bytes() != network:
             raise InputError(
                 f"'{file}' would be overwritten, and no earlier export wrote it: it may be the "
                 "model itself. Export to another folder, or remove the file"
@@ -359,7 +359,7 @@ class _Exporter:
         graphs: Mapping[str, Any],
         files: Mapping[str, str],
         external_data: bool | Literal["shared"],
-        base: tuple[bytes, shared.Places] | None = None,
+        base: tuple[bytes, Places] | None = None,
     ) -> dict[str, Any]:
         """Write graphs into a folder; return the manifest.
 
@@ -374,10 +374,10 @@ class _Exporter:
         folder.mkdir(parents=True, exist_ok=True)
         data: dict[str, list[str]] = {}
         if base is not None:
-            contents = {shared.MODEL: base[0]}
+            contents = {MODEL: base[0]}
             if external_data == "shared":
                 protos = {n: p for n, (p, _) in graphs.items() if files[n].endswith(".onnx")}
-                contents[shared.REST], data = shared.share_tensors(protos, *base)
+                contents[REST], data = share_tensors(protos, *base)
             for name, content in contents.items():
                 if content:
                     with write_atomically(folder / name) as file:
@@ -471,7 +471,7 @@ class _Exporter:
     def init(self) -> tuple[ModelProto, dict[str, Any]]:
         """Return a graph without inputs that outputs the initial state, and its manifest entry."""
         proto = self._write("init", lambda: self.values, (), [], self.names)
-        shared.shorten_constants(proto)
+        shorten_constants(proto)
         return proto, {"state": self.names}
 
     def weights(self) -> tuple[ModelProto, dict[str, Any]]:

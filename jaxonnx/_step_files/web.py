@@ -19,7 +19,7 @@ from jaxonnx._data import images
 from jaxonnx._files import write_atomically
 from jaxonnx._io.files import LIMIT
 from jaxonnx._require import require_choice
-from jaxonnx._step_files.shared import MODEL, Places
+from jaxonnx._step_files import MODEL, Places
 from jaxonnx.errors import InputError
 from jaxonnx.lora import file_tensors
 from jaxonnx.model import Model, to_proto

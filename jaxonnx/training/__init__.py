@@ -21,9 +21,9 @@ from jaxonnx.training._result import Result
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._settings.order import StepArguments, TrainArguments
 from jaxonnx.training._settings.parameters import with_heads
+from jaxonnx.training._step import CompiledStep, State, Step, as_batch, target_names
 from jaxonnx.training._step.build import build_step, step
 from jaxonnx.training._step.optimizers import optimizer
-from jaxonnx.training._step.step import CompiledStep, State, Step, as_batch, target_names
 from jaxonnx.training._train import train
 
 __all__ = [

@@ -13,7 +13,7 @@ from jaxonnx.errors import InputError, TrainingError, warn
 from jaxonnx.model import Model, batch_norms, start_at_zeros, with_any_batch, with_whole_inputs
 from jaxonnx.training._objective.needs import find_needs, prepare_model
 from jaxonnx.training._settings import Settings
-from jaxonnx.training._step.step import target_names
+from jaxonnx.training._step import target_names
 
 
 class OpenedData(NamedTuple):

@@ -19,7 +19,7 @@ from jaxonnx.errors import TrainingError
 from jaxonnx.lowering import jit
 from jaxonnx.model import Model, as_model
 from jaxonnx.training._data import OpenedData, choose_loss, fit_to_evaluation, read_data
-from jaxonnx.training._objective import objective
+from jaxonnx.training._objective import Objective, find_objective
 from jaxonnx.training._objective.needs import complete_batches
 from jaxonnx.training._settings import Settings
 
@@ -84,12 +84,12 @@ def evaluate(
     net = fit_to_evaluation(net, settings, opened.data.first_batch)
     net, examples, *_ = read_data(net, settings, opened, training=False)
     _, examples = complete_batches(net, loss, [None, examples], settings.seed, trains=False)
-    goal = objective.find(net, loss, metrics)
+    goal = find_objective(net, loss, metrics)
     return evaluate_objective(goal, examples, images.preparation(net).labels, progress)
 
 
 def evaluate_objective(
-    goal: objective.Objective,
+    goal: Objective,
     examples: Source,
     labels: Sequence[str],
     progress: bool | None = None,

@@ -30,7 +30,7 @@ from jaxonnx.training._objective.needs import find_only
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._settings.mesh import automatic
 from jaxonnx.training._settings.order import TrainArguments
-from jaxonnx.training._step.step import Step
+from jaxonnx.training._step import Step
 from jaxonnx.training._train import prepare_run
 
 _SHOWN = 2

@@ -44,7 +44,7 @@ from jaxonnx.quantization import (
 from jaxonnx.training._data import fit_to_evaluation, open_data, read_data
 from jaxonnx.training._evaluate import evaluate_objective
 from jaxonnx.training._loop.stopping import find_direction
-from jaxonnx.training._objective import objective
+from jaxonnx.training._objective import find_objective
 from jaxonnx.training._objective.needs import complete_batches, prepare_model
 from jaxonnx.training._settings import Settings
 from jaxonnx.views import CallView, FixedInputs
@@ -283,9 +283,9 @@ def make_evaluation(metric: Any, examples: Any, before: Model) -> Callable[[Mode
             batch = next(examples.batches(0))
             model, _ = start_at_zeros(model, (batch.inputs, batch.targets))
             if is_loss(metric):
-                goal = objective.find(prepare_model(model, metric), metric, ())
+                goal = find_objective(prepare_model(model, metric), metric, ())
             else:
-                goal = objective.find(prepare_model(model, None), None, [metric])
+                goal = find_objective(prepare_model(model, None), None, [metric])
             goals[id(program)] = program, goal  # the program lives as long as its id is a key
         _, goal = goals[id(program)]
         like = replace(goal.model, params=model.params, state=model.state)

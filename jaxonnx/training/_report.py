@@ -31,7 +31,7 @@ from jaxonnx.quantization import list_layers, plot_ranges
 from jaxonnx.training._data import fit_to_evaluation
 from jaxonnx.training._evaluate import evaluate_objective
 from jaxonnx.training._loop.history import History
-from jaxonnx.training._objective import objective
+from jaxonnx.training._objective import find_objective
 from jaxonnx.training._settings import Settings
 
 NAME, ADAPTERS = "README.md", "adapter_config.json"
@@ -219,7 +219,7 @@ def confusion(result: ReportSource) -> Any:
     if run is None or run.settings.loss is None or not isinstance(run.held_out, Examples):
         return None
     model, _ = _fit_to_validation(result)
-    goal = objective.find(model, run.settings.loss, None)
+    goal = find_objective(model, run.settings.loss, None)
     if len(goal.terms) != 1:
         return None
     (term,) = goal.terms
@@ -229,7 +229,7 @@ def confusion(result: ReportSource) -> Any:
     if not isinstance(classes, int) or classes > _CLASSES:
         return None
     name = "confusion_matrix"
-    goal = objective.find(model, run.settings.loss, name if output is None else {output: name})
+    goal = find_objective(model, run.settings.loss, name if output is None else {output: name})
     labels = images.preparation(result.model).labels
     values = evaluate_objective(goal, run.held_out, labels, progress=False)
     return next(value for key, value in values.items() if key.endswith(name))

@@ -22,7 +22,7 @@ from jaxonnx.quantization import Quantization
 from jaxonnx.training._loop.history import History
 from jaxonnx.training._quantize import compare_quantized
 from jaxonnx.training._report import NAME, Run, has_other_card, write_card, write_report
-from jaxonnx.training._step.step import Step
+from jaxonnx.training._step import Step
 
 _MOST, _LEAST = 6, 2
 """How many tensors are listed, of those that changed most and least."""

@@ -24,8 +24,8 @@ from jaxonnx.training._settings import Settings
 from jaxonnx.training._settings.mesh import automatic
 from jaxonnx.training._settings.order import TrainArguments
 from jaxonnx.training._settings.parameters import with_heads
+from jaxonnx.training._step import Step
 from jaxonnx.training._step.build import build_step
-from jaxonnx.training._step.step import Step
 
 
 @documented(TrainArguments)

@@ -301,7 +301,7 @@ def wrong_pools(monkeypatch):
             super().__init__(proto.SerializeToString(), **options)
 
     monkeypatch.setattr(written, "Session", Wrong)
-    monkeypatch.setattr("jaxonnx._compare.arrays.Session", Wrong)
+    monkeypatch.setattr("jaxonnx._compare.Session", Wrong)
 
 
 DIFFERENCE = "the quantized file .* from QuantizeLinear '.*' on, integers differ by more than 1"

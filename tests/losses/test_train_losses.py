@@ -13,7 +13,7 @@ import pytest
 import jaxonnx
 from jaxonnx import losses
 from jaxonnx.losses import cross_entropy, negative_log_likelihood
-from jaxonnx.training._objective import objective
+from jaxonnx.training._objective import find_objective
 
 LABELS = "softmax_cross_entropy_with_integer_labels"
 SCORES = ((np.arange(24).reshape(2, 3, 4) * 7 % 11 - 5) / 3).astype(np.float32)
@@ -185,7 +185,7 @@ def test_metrics_see_the_outputs_of_the_file():
     ],
 )
 def test_other_losses_take_the_outputs(loss, body, opset):
-    goal = objective.find(network(body, opset=opset), loss, None)
+    goal = find_objective(network(body, opset=opset), loss, None)
     assert not goal.notes
     assert goal.model.graph.outputs == ("y",)
 

@@ -16,7 +16,7 @@ from jaxonnx._run.call_form import prepare_tensors
 from jaxonnx.lowering import _contract, _stored_array
 from jaxonnx.lowering._conv import Conv
 from jaxonnx.training import Settings, build_step
-from jaxonnx.training._step.weight_layout import WeightLayout
+from jaxonnx.training._settings.weight_layout import WeightLayout
 from tests.support.tiny_networks import LABELS, examples, mlp
 
 rng = np.random.default_rng(0)

@@ -17,7 +17,7 @@ from benchmarks import gpu
 from benchmarks.compiled.programs import ENVIRONMENT
 from jaxonnx import demo, sparse
 from jaxonnx.sparse._products import _cusparselt
-from jaxonnx.training._step.weight_layout import WeightLayout
+from jaxonnx.training._settings.weight_layout import WeightLayout
 
 RNG = np.random.default_rng(0)
 

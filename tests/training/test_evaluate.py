@@ -11,7 +11,7 @@ from PIL import Image
 
 import jaxonnx
 from jaxonnx.training import ConfusionMatrix, Curves, PerClass
-from jaxonnx.training._objective import objective
+from jaxonnx.training._objective import find_objective
 from tests.support.lazy_cases import Module
 from tests.support.tiny_networks import LABELS, examples, mlp, train
 
@@ -93,7 +93,7 @@ def test_tables_and_curves_of_classes(ending):
 
 
 def test_more_predictions_than_single_precision_counts():
-    goal = objective.find(jaxonnx.load(network()), None, ["accuracy"])
+    goal = find_objective(jaxonnx.load(network()), None, ["accuracy"])
     with jax.enable_x64(True):
         many, one = (np.float64(2**24),) * 2, (np.float32(1),) * 2
         sums = jax.jit(goal.merge_sums)({"accuracy": many}, {"accuracy": one})

@@ -17,7 +17,7 @@ import jaxonnx
 import jaxonnx.sparse  # which compiles nothing, but would with what a test puts in place of jit
 from jaxonnx._io import checkpoints
 from jaxonnx.training import step
-from jaxonnx.training._step.step import stays_finite
+from jaxonnx.training._step import stays_finite
 from tests.support.fork_server import Command
 from tests.support.tiny_networks import LABELS, examples, mlp, same, train, weights
 

@@ -271,7 +271,7 @@ def test_the_step_of_a_file_in_a_loop_of_ones_own():
 
 def test_a_gradient_that_is_not_finite_is_noticed_in_the_variables():
     """The loss is finite where the gradient is not; a variable that was infinite may stay so."""
-    from jaxonnx.training._step.step import stays_finite
+    from jaxonnx.training._step import stays_finite
 
     old = {"w": jnp.ones(2), "best": jnp.array(jnp.inf), "T": jnp.int32(1)}
     assert stays_finite(old, {**old, "w": jnp.array([1.0, 3e38])})

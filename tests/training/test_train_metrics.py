@@ -13,7 +13,7 @@ from onnx import TensorProto, helper
 
 import jaxonnx
 from jaxonnx.training import Batch
-from jaxonnx.training._objective import objective
+from jaxonnx.training._objective import find_objective
 from tests.support.lazy_cases import Module
 from tests.support.sources import make_source
 from tests.support.tiny_networks import text
@@ -44,7 +44,7 @@ def network(*endings, shape=("n", CLASSES)):
 
 def measurer(loss, metrics):
     """A function that gives the row of an epoch in which the model has some outputs."""
-    goal = objective.find(network(), loss, metrics)
+    goal = find_objective(network(), loss, metrics)
     add = jax.jit(goal.add)
 
     def measured(outputs, targets, size=8):
@@ -118,7 +118,7 @@ def test_yes_or_no(yes_or_no, outputs, targets):
 @pytest.mark.parametrize("shape", [(21,), (21, 1)])
 def test_the_binary_case(shape):
     random = np.random.default_rng(0)
-    goal = objective.find(network("Sigmoid"), "sigmoid_binary_cross_entropy", NAMES)
+    goal = find_objective(network("Sigmoid"), "sigmoid_binary_cross_entropy", NAMES)
     targets, chosen = random.integers(0, 2, (2, *shape))
     probabilities = np.where(chosen, 0.7, 0.2).astype(np.float32)
     batches = make_source((probabilities, targets), network().inputs, 8, 0)
@@ -154,7 +154,7 @@ def test_numbers(numbers, outputs, targets, offset):
 
 
 def test_fill_does_not_count():
-    goal = objective.find(network(), LABELS, None)
+    goal = find_objective(network(), LABELS, None)
     scores = np.eye(CLASSES, dtype=np.float32)[[0, 1, 1, 2]]
     labels = np.array([0, 1, 2, 3])
     batch = Batch((scores,), labels, np.float32([1, 1, 1, 0]))

@@ -8,8 +8,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import jaxonnx
-from jaxonnx.training._step.step import copy
-from jaxonnx.training._step.weight_layout import WeightLayout
+from jaxonnx.training._settings.weight_layout import WeightLayout
+from jaxonnx.training._step import copy
 
 rng = np.random.default_rng(0)
 PARAMS = {

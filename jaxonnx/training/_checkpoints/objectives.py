@@ -18,7 +18,7 @@ from jaxonnx._arrays import to_host
 from jaxonnx._io.checkpoints import crc
 from jaxonnx.losses import FunctionLoss, Loss, find_by_output
 from jaxonnx.training._settings import Settings
-from jaxonnx.training._step.step import State, Step
+from jaxonnx.training._step import State, Step
 
 _OF_LIBRARIES = ("jax", "jaxonnx", "optax")
 _MODELS = ("reference", "teacher")

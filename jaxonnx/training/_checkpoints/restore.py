@@ -11,7 +11,7 @@ from jaxonnx._io.ties import sources
 from jaxonnx._require import check_arguments
 from jaxonnx.errors import TrainingError
 from jaxonnx.optim import AdamState
-from jaxonnx.training._step.step import State, Step
+from jaxonnx.training._step import State, Step
 
 
 def restore_checkpoint(step: Step, path: str | os.PathLike[str]) -> State:

@@ -11,7 +11,7 @@ from jaxonnx._mesh.processes import Processes
 from jaxonnx.errors import TrainingError
 from jaxonnx.lora import Adaption
 from jaxonnx.model import Model
-from jaxonnx.training._checkpoints.folder import Checkpoints, NotWritten, Position
+from jaxonnx.training._checkpoints import Checkpoints, NotWritten, Position
 from jaxonnx.training._checkpoints.objectives import describe_objective
 from jaxonnx.training._loop.history import ROLLED_BACK, SKIPPED
 from jaxonnx.training._loop.reporter import Reporter
@@ -19,8 +19,8 @@ from jaxonnx.training._loop.stopping import Interrupted, Monitor, PatienceEnded,
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._settings.accumulate import find_accumulation
 from jaxonnx.training._settings.sparsity import sparse_numbers
+from jaxonnx.training._step import State, Step, copy
 from jaxonnx.training._step.optimizers import rate_of
-from jaxonnx.training._step.step import State, Step, copy
 
 _RETRIES = 3
 """Consecutive rollbacks to the same weights after which the run stops."""

@@ -12,7 +12,7 @@ from jaxonnx._run.failures import convert_errors, is_out_of_memory, requested_si
 from jaxonnx.errors import Error, TrainingError
 from jaxonnx.training._loop.stopping import Stop
 from jaxonnx.training._settings import Settings
-from jaxonnx.training._step.step import State
+from jaxonnx.training._step import State
 
 EXHAUSTED = (jax.errors.JaxRuntimeError, MemoryError)
 """Exceptions that a lack of memory raises, among others."""

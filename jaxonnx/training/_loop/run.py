@@ -27,8 +27,8 @@ from jaxonnx.training._settings import Settings
 from jaxonnx.training._settings.ema import describe_average
 from jaxonnx.training._settings.sparsity import sparse_numbers
 from jaxonnx.training._settings.statistics import Statistics, warn_of_single_values
+from jaxonnx.training._step import State, Step
 from jaxonnx.training._step.optimizers import rate_of
-from jaxonnx.training._step.step import State, Step
 
 _LATE = 8
 """Batches after which labels on a device are checked, so that the host does not wait for them."""

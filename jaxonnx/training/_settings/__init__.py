@@ -18,8 +18,8 @@ from jaxonnx._require import describe, read_type
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model
 from jaxonnx.quantization import Quantization
-from jaxonnx.training._objective.objective import Objective
-from jaxonnx.training._step.weight_layout import WeightLayout
+from jaxonnx.training._objective import Objective
+from jaxonnx.training._settings.weight_layout import WeightLayout
 
 T = TypeVar("T", bound=type)
 

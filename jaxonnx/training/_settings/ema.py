@@ -10,8 +10,8 @@ from jaxonnx._arguments import Argument
 from jaxonnx._display import format_count
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._settings.accumulate import find_accumulation
+from jaxonnx.training._step import copy
 from jaxonnx.training._step.optimizers import evaluation_params
-from jaxonnx.training._step.step import copy
 
 INITIAL_SHARE = 0.1
 """The share of the initial weights in an average above which a note says so."""

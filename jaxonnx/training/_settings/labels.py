@@ -13,7 +13,7 @@ from jaxonnx._data.batches import Examples, PaddedExamples
 from jaxonnx._display import list_some
 from jaxonnx._require import is_one_of, require
 from jaxonnx.errors import TrainingError
-from jaxonnx.training._objective.objective import Term
+from jaxonnx.training._objective import Term
 from jaxonnx.training._settings import Plan
 
 _SHOWN = 8

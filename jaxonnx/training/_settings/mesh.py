@@ -24,7 +24,7 @@ from jaxonnx._mesh.shardings import Placement, inherit_shardings
 from jaxonnx.errors import TrainingError
 from jaxonnx.lowering import KernelFirst, kernel_first
 from jaxonnx.model import Model
-from jaxonnx.training._step.step import State, Step
+from jaxonnx.training._step import State, Step
 
 
 class MeshArguments(TypedDict, total=False):

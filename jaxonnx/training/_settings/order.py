@@ -36,7 +36,7 @@ from jaxonnx.training._settings.precision import PrecisionArguments, round_gradi
 from jaxonnx.training._settings.quantize import QuantizeArguments, quantize_weights
 from jaxonnx.training._settings.sparsity import SparsityArguments, sparsify_weights
 from jaxonnx.training._settings.statistics import StatisticsArguments, choose_statistics
-from jaxonnx.training._step.step import Step
+from jaxonnx.training._step import Step
 
 
 class ModelArguments(

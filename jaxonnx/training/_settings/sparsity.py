@@ -22,7 +22,7 @@ from jaxonnx._require import require_choice
 from jaxonnx.errors import TrainingError, warn
 from jaxonnx.model import Model, report_layers
 from jaxonnx.training._settings import Gradient, Plan, Settings
-from jaxonnx.training._step.weight_layout import WeightLayout
+from jaxonnx.training._settings.weight_layout import WeightLayout
 
 if TYPE_CHECKING:
     from jaxonnx.sparse import Layer

@@ -19,7 +19,7 @@ from jaxonnx.errors import warn
 from jaxonnx.model import MOST, apply_totals, batch_norms, find_single_values, zero_totals
 from jaxonnx.training._loop.stopping import Interrupt
 from jaxonnx.training._settings import Plan, Settings
-from jaxonnx.training._step.step import State, Step
+from jaxonnx.training._step import State, Step
 
 
 class StatisticsArguments(TypedDict, total=False):

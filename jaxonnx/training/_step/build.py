@@ -26,11 +26,13 @@ from jaxonnx.losses import cross_entropy
 from jaxonnx.model import Model, as_model, check_nodes, labels
 from jaxonnx.quantization import describe_integers, record_of
 from jaxonnx.training._data import has_own_algorithm
-from jaxonnx.training._objective import objective
+from jaxonnx.training._objective import find_losses, find_objective
 from jaxonnx.training._objective.needs import prepare_model
 from jaxonnx.training._settings import Plan, Settings, order
 from jaxonnx.training._settings.order import StepArguments
 from jaxonnx.training._settings.parameters import with_heads
+from jaxonnx.training._settings.weight_layout import WeightLayout
+from jaxonnx.training._step import Step
 from jaxonnx.training._step.gradient import GradientStep
 from jaxonnx.training._step.optimizers import (
     DECAYING,
@@ -39,9 +41,7 @@ from jaxonnx.training._step.optimizers import (
     fit_to_step,
     named_optimizer,
 )
-from jaxonnx.training._step.step import Step
 from jaxonnx.training._step.training_info import TrainingInfoStep
-from jaxonnx.training._step.weight_layout import WeightLayout
 
 _LOSS = "softmax_cross_entropy_with_integer_labels"
 _RATE_OF_REST = 1e-4
@@ -142,12 +142,12 @@ def build_step(
                 f"{', '.join(names)}: such settings go with loss= and optimizer=, not with the "
                 "algorithm of the file; its saved model continues where the run ended"
             )
-        goal = objective.find(plan.model, None, settings.metrics)
+        goal = find_objective(plan.model, None, settings.metrics)
         return _wrap(TrainingInfoStep(plan.model, goal, settings))
     plan.notes += notes
     # 3. The objective: losses, and metrics that fit them.
     _freeze_without_gradient(plan)
-    plan.goal = objective.find_losses(plan.model, settings.loss)
+    plan.goal = find_losses(plan.model, settings.loss)
     for change in order.OBJECTIVE:
         change(plan)
     plan.goal = plan.goal.with_metrics(settings.metrics)

@@ -26,8 +26,7 @@ from jaxonnx.training._settings.accumulate import AccumulationState, find_accumu
 from jaxonnx.training._settings.ema import move_average, start_average
 from jaxonnx.training._settings.precision import start_scale
 from jaxonnx.training._settings.sparsity import restore_phase
-from jaxonnx.training._step.optimizers import has_second_weights, visible_params
-from jaxonnx.training._step.step import (
+from jaxonnx.training._step import (
     SMALL,
     State,
     Step,
@@ -37,6 +36,7 @@ from jaxonnx.training._step.step import (
     own_buffers,
     stays_finite,
 )
+from jaxonnx.training._step.optimizers import has_second_weights, visible_params
 from jaxonnx.views import CallView
 
 SELECTING = {"tpu", "gpu"}

@@ -31,7 +31,7 @@ from jaxonnx.errors import TrainingError
 from jaxonnx.lowering import group_updates
 from jaxonnx.model import Model
 from jaxonnx.training._settings.sparsity import masks
-from jaxonnx.training._step.step import State
+from jaxonnx.training._step import State
 
 DECAYING = ("adamw", "lion")
 """The optimizers whose weights decay by default."""

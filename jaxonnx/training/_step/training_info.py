@@ -10,9 +10,9 @@ import numpy as np
 from jaxonnx._data.batches import Batch
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model, load
-from jaxonnx.training._objective.objective import Objective
+from jaxonnx.training._objective import Objective
 from jaxonnx.training._settings import Settings
-from jaxonnx.training._step.step import State, Step, copy, stays_finite
+from jaxonnx.training._step import State, Step, copy, stays_finite
 
 
 class TrainingInfoStep(Step):
