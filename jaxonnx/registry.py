@@ -13,14 +13,14 @@ tuple means several outputs. There is one function per semantic change; the one 
 `since` not above the model's opset is used.
 
 The decorator names the inputs for trained tensors. `weights` are factors, with the meaning of their
-axes (`matrix`, `convolution`, `recurrent`, `einsum` and `table` of `jaxonnx._axes`): LoRA,
+axes (`matrix`, `convolution`, `recurrent`, `einsum` and `table` of `jaxonnx._weights`): LoRA,
 initializers, sparsity and `Model.summary` go by it. `params` are biases, scales and the like,
 `vectors` are operands that count as trained only if they are vectors (of Add, Mul), `state` are
 running statistics; each with the value that it starts from. All names must be those of the
 function's inputs and attributes.
 
 `quantized` are operands in few bits, each with the inputs for its scale and zero point and with its
-form in the file (`jaxonnx._few_bits`); `like` is the operator that computes the same in floating
+form in the file (`jaxonnx._weights`); `like` is the operator that computes the same in floating
 point. Adapters, shardings and files go by these, never by the name of an operator.
 
 `accepts` names the inputs that may be in another form than the file's, with one or a union of the
@@ -57,12 +57,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-from jaxonnx._axes import Form
-from jaxonnx._axes import matrix as matrix
-from jaxonnx._axes import packed as packed
 from jaxonnx._constraints import Constraints, Default, marks
-from jaxonnx._few_bits import InBytes as InBytes
-from jaxonnx._few_bits import Quantized, Storage
+from jaxonnx._weights import Form, Quantized, Storage
+from jaxonnx._weights import InBytes as InBytes
+from jaxonnx._weights import matrix as matrix
+from jaxonnx._weights import packed as packed
 
 Static = Annotated[np.ndarray, "static"]
 """An input whose value must be known while tracing; the function receives an `np.ndarray`."""

@@ -33,17 +33,16 @@ ORDER = (
     ),
     *("_compare", "_data", "_mesh", "_rewrite", "_run", "views", "_graph", "_io"),
     *("ops", "registry", "_constraints", "lowering", "sparse", "optim"),
-    *("_native", "_jaxpr", "_axes", "_few_bits", "_arrays"),
+    *("_native", "_jaxpr", "_weights", "_arrays"),
     *("_limits", "_files", "_display", "_require", "errors"),
 )
 """The rooms and modules of the package, from the top: each imports only those after it."""
 
 ONLY = {
     "_io": {"sparse", "registry", "_arrays", "_limits", "_files"} | {"_require", "errors"},
-    "ops": {"registry", "_constraints", "lowering", "optim", "_axes", "_few_bits"}
-    | {"_limits", "errors"},
+    "ops": {"registry", "_constraints", "lowering", "optim", "_weights"} | {"_limits", "errors"},
     "_limits": {"_files", "errors"},
-    "registry": {"_axes", "_few_bits", "_constraints"},
+    "registry": {"_weights", "_constraints"},
     "_constraints": {"errors"},
     "lowering": {"_native", "_jaxpr", "_require"},
     "sparse": {"_native", "_jaxpr", "_arrays", "_files", "_display"} | {"_require", "errors"},

@@ -9,9 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._axes import Matrix
-from jaxonnx._few_bits import Storage
 from jaxonnx._graph.bind import Graph, Node
+from jaxonnx._weights import Matrix, Storage
 from jaxonnx.errors import Error
 from jaxonnx.lowering import ChangedWeight, LowRank
 

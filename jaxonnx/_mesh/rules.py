@@ -22,7 +22,6 @@ from typing import Any, Literal
 import jax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from jaxonnx._axes import Matrix
 from jaxonnx._graph.bind import Graph
 from jaxonnx._graph.select import matching, near
 from jaxonnx._graph.stored import StoredMatrix, stored_matrices
@@ -30,6 +29,7 @@ from jaxonnx._graph.uses import uses, weights
 from jaxonnx._mesh import AUTOMATIC
 from jaxonnx._require import is_one_of, require
 from jaxonnx._rewrite.network import Network
+from jaxonnx._weights import Matrix
 from jaxonnx.errors import InputError
 from jaxonnx.lowering import BATCH_AXIS
 

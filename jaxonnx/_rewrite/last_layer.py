@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from onnx import GraphProto
 
-from jaxonnx._axes import Matrix
 from jaxonnx._graph.ancestors import behind
 from jaxonnx._graph.bind import Graph, Node
 from jaxonnx._graph.roles import PRODUCTS
 from jaxonnx._graph.select import resolve
+from jaxonnx._weights import Matrix
 from jaxonnx.errors import InputError
 
 ENDINGS = {"Softmax": "Softmax", "LogSoftmax": "Softmax", "Sigmoid": "Sigmoid"}

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxonnx._few_bits import is_float
 from jaxonnx._graph.bind import Graph, Node
 from jaxonnx._graph.uses import Use, Weight, find_tied, uses, uses_by_tensor, weights
 from jaxonnx._graph.weight_names import is_numbered
 from jaxonnx._rewrite.network import Network
+from jaxonnx._weights import is_float
 from jaxonnx.errors import InputError, warn
 
 _SUFFIX = re.compile(r"(\.MatMul)?[./](weight|kernel|qweight)(_\w+)?$")

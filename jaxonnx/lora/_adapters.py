@@ -14,12 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._axes import Matrix
-from jaxonnx._few_bits import is_float
 from jaxonnx._files import wrap_errors
 from jaxonnx._graph.roles import running_statistics
 from jaxonnx._graph.uses import find_tied, weights
 from jaxonnx._require import check_arguments
+from jaxonnx._weights import Matrix, is_float
 from jaxonnx.errors import InputError, ModelError, warn
 from jaxonnx.llm import (
     Block,

@@ -11,15 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._axes import Matrix
 from jaxonnx._display import list_some
-from jaxonnx._few_bits import is_float
 from jaxonnx._graph.projections import ROLES, Role, find_projections
 from jaxonnx._graph.select import Select, select
 from jaxonnx._graph.stored import check_stored
 from jaxonnx._graph.uses import Weight, weights
 from jaxonnx._require import check_arguments, require
 from jaxonnx._rewrite.masks import describe_masks
+from jaxonnx._weights import Matrix, is_float
 from jaxonnx.errors import InputError, warn
 from jaxonnx.lora._adapters import Adapters
 from jaxonnx.lora._merge import (

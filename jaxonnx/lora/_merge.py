@@ -13,11 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._axes import Matrix
 from jaxonnx._display import list_some
-from jaxonnx._few_bits import is_float
 from jaxonnx._graph.uses import find_tied, uses_by_tensor
 from jaxonnx._require import require
+from jaxonnx._weights import Matrix, is_float
 from jaxonnx.errors import InputError, warn
 from jaxonnx.lowering import ChangedRows, ChangedWeight, LowRank, is_half, merge_change, to_array
 from jaxonnx.model import Model

@@ -15,7 +15,6 @@ from onnx import GraphProto, ModelProto, NodeProto, helper, numpy_helper
 
 from jaxonnx import quantization
 from jaxonnx._arrays import to_host
-from jaxonnx._axes import Matrix
 from jaxonnx._display import format_count, list_some
 from jaxonnx._graph.bind import Graph
 from jaxonnx._graph.uses import Use, direct_uses, uses_by_tensor, weights
@@ -24,6 +23,7 @@ from jaxonnx._io.build import names as all_names
 from jaxonnx._io.build import rename_reads, unused_name
 from jaxonnx._io.protos import all_graphs
 from jaxonnx._rewrite.network import Network
+from jaxonnx._weights import Matrix
 from jaxonnx.errors import InputError, warn
 from jaxonnx.llm import module_name
 from jaxonnx.lora._merge import Merge, magnitude, pair

@@ -17,7 +17,6 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxonnx._display import WIDTH, Rendered, format_count, list_some
-from jaxonnx._few_bits import Storage
 from jaxonnx._graph import exporter_hints
 from jaxonnx._graph.bind import Node
 from jaxonnx._graph.exporter_hints import is_folded
@@ -32,6 +31,7 @@ from jaxonnx._io.tensors import to_array
 from jaxonnx._io.ties import sources, tied_names
 from jaxonnx._rewrite.network import Network
 from jaxonnx._run.shapes import evaluate_shapes, infer_types
+from jaxonnx._weights import Storage
 from jaxonnx.quantization import describe_integers
 from jaxonnx.views import Dropout
 

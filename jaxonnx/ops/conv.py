@@ -8,10 +8,9 @@ import numpy as np
 from jax import lax
 
 from jaxonnx import lowering
-from jaxonnx._axes import convolution
 from jaxonnx._constraints import Positive
-from jaxonnx._few_bits import along, with_scales
 from jaxonnx._limits import check_size
+from jaxonnx._weights import along, convolution, with_scales
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import divide
 from jaxonnx.ops.pool import (

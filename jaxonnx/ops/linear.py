@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx import lowering
-from jaxonnx._axes import matrix
+from jaxonnx._weights import matrix
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import cast
 from jaxonnx.registry import op

@@ -17,7 +17,7 @@ from jax import lax
 
 from jaxonnx import lowering
 from jaxonnx._constraints import NotNegative
-from jaxonnx._few_bits import Quantized, along, with_scales
+from jaxonnx._weights import Quantized, along, with_scales
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.cast import convert
 from jaxonnx.ops.common import axis_of, divide, element_dtype

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._axes import einsum as summed
+from jaxonnx._weights import einsum as summed
 from jaxonnx.errors import NodeError
 from jaxonnx.lowering import is_half
 from jaxonnx.ops.common import INDEX, axes_of, axis_of, cast, divide

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, TypedDict, Unpack
 import jax
 import jax.numpy as jnp
 
-from jaxonnx._axes import recurrent
 from jaxonnx._constraints import Default, NotNegative
+from jaxonnx._weights import recurrent
 from jaxonnx.errors import NodeError
 from jaxonnx.lowering import (
     elementwise,

@@ -8,9 +8,9 @@ import ml_dtypes
 import numpy as np
 from jax import lax
 
-from jaxonnx._axes import table
 from jaxonnx._constraints import Positive
 from jaxonnx._limits import check_size
+from jaxonnx._weights import table
 from jaxonnx.errors import NodeError
 from jaxonnx.lowering import ChangedRows
 from jaxonnx.ops.common import INDEX, axes_of, axis_of, cast, index_of

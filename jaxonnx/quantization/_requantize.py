@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._few_bits import Storage
 from jaxonnx._graph.bind import Graph
 from jaxonnx._graph.stored import find_own_parts
 from jaxonnx._graph.uses import Use, direct_uses, uses_by_tensor, weights
+from jaxonnx._weights import Storage
 from jaxonnx.errors import InputError
 
 

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from onnx import GraphProto, ModelProto, TensorProto, helper, numpy_helper
 
-from jaxonnx._axes import Matrix
 from jaxonnx._graph.uses import Weight
 from jaxonnx._graph.values import dimension
 from jaxonnx._io.build import Writer, names, onnx_type
 from jaxonnx._io.protos import opset_of
 from jaxonnx._require import require_choice
+from jaxonnx._weights import Matrix
 from jaxonnx.errors import TrainingError
 from jaxonnx.onnx_out import Nodes, Tensor
 from jaxonnx.optim import OnnxTransformation

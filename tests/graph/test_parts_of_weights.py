@@ -9,7 +9,7 @@ import pytest
 
 import jaxonnx
 from jaxonnx import sparse
-from jaxonnx._axes import Matrix
+from jaxonnx._weights import Matrix
 from jaxonnx.lora import Adapters
 from tests.support.paths import DATA
 

@@ -9,8 +9,8 @@ from onnx import helper
 
 import jaxonnx
 from jaxonnx import registry, sparse
-from jaxonnx._axes import Matrix, convolution, einsum, matrix, table
 from jaxonnx._graph.uses import weights
+from jaxonnx._weights import Matrix, convolution, einsum, matrix, table
 from jaxonnx.lora import Adapters
 from jaxonnx.registry import op
 from tests.support.paths import DATA

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._axes import matrix, table
 from jaxonnx._constraints import Positive
 from jaxonnx._limits import check_size
+from jaxonnx._weights import matrix, table
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.attention import Window, angles, attend, merge_heads, rotate, split_heads, weigh
 from jaxonnx.ops.common import INDEX

@@ -14,10 +14,9 @@ import ml_dtypes
 import numpy as np
 from jax import lax
 
-from jaxonnx._axes import Form, Matrix, matrix
 from jaxonnx._constraints import Default
-from jaxonnx._few_bits import InBytes, Quantized, Storage, unpack_bits
 from jaxonnx._limits import check_size
+from jaxonnx._weights import Form, InBytes, Matrix, Quantized, Storage, matrix, unpack_bits
 from jaxonnx.errors import NodeError
 from jaxonnx.lowering import ChangedWeight, map_changed, product
 from jaxonnx.ops.contrib.attention import refuse

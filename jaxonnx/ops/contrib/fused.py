@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._axes import convolution, matrix, table
 from jaxonnx._constraints import Default
+from jaxonnx._weights import convolution, matrix, table
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.activation import (
     elu,

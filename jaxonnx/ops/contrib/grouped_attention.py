@@ -13,8 +13,8 @@ import ml_dtypes
 import numpy as np
 from jax.core import Tracer
 
-from jaxonnx._axes import convolution
 from jaxonnx._limits import check_size
+from jaxonnx._weights import convolution
 from jaxonnx.errors import NodeError, StaticError
 from jaxonnx.ops.attention import (
     KEYS,

@@ -9,7 +9,7 @@ from typing import Literal, Unpack
 import jax
 import jax.numpy as jnp
 
-from jaxonnx._axes import convolution
+from jaxonnx._weights import convolution
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.activation import gelu
 from jaxonnx.ops.common import widen

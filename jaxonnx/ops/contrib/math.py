@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._axes import matrix
+from jaxonnx._weights import matrix
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.activation import gelu, relu, softmax
 from jaxonnx.ops.cast import convert

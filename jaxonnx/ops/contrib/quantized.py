@@ -13,9 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx import lowering
-from jaxonnx._axes import Form, Matrix, matrix, packed
-from jaxonnx._few_bits import InBytes, Quantized, Storage, pack_bits, unpack_bits, with_scales
 from jaxonnx._limits import check_size
+from jaxonnx._weights import (
+    Form,
+    InBytes,
+    Matrix,
+    Quantized,
+    Storage,
+    matrix,
+    pack_bits,
+    packed,
+    unpack_bits,
+    with_scales,
+)
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import INDEX, axis_of
 from jaxonnx.ops.contrib.fused import DOMAIN

@@ -9,7 +9,7 @@ from typing import Unpack
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._few_bits import along, with_scales
+from jaxonnx._weights import along, with_scales
 from jaxonnx.errors import NodeError
 from jaxonnx.lowering import KernelFirst, RoundedArray, product
 from jaxonnx.ops.activation import leaky_relu, sigmoid, softmax
