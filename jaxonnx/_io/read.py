@@ -12,13 +12,13 @@ import onnx
 from google.protobuf.message import EncodeError
 from onnx import FunctionProto, GraphProto, ModelProto, TensorProto, numpy_helper
 
-from jaxonnx._io.build import sort_nodes
 from jaxonnx._io.protocol import ALONE, Companion, File
 from jaxonnx._io.protos import (
     all_graphs,
     all_nodes,
     all_tensors,
     names_of_constants,
+    sort_nodes,
     tensor_of_constant,
 )
 from jaxonnx._io.tensors import Folder, list_folders, to_array, to_dense

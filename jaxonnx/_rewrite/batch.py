@@ -24,7 +24,7 @@ from jaxonnx import _limits as limits
 from jaxonnx._graph.ancestors import ancestors
 from jaxonnx._graph.bind import Graph, Node, bind
 from jaxonnx._graph.values import Value, hint_at_image, to_value
-from jaxonnx._io.build import declare, unused_name
+from jaxonnx._io.protos import declare, unused_name
 from jaxonnx._run.program import Program
 from jaxonnx._run.scope import Context, Scope
 from jaxonnx.errors import Error, InputError

@@ -20,11 +20,12 @@ from onnx.numpy_helper import from_array
 
 from jaxonnx._display import list_some
 from jaxonnx._graph.types import infer_types
-from jaxonnx._io.build import Editor, onnx_type
 from jaxonnx._io.protos import (
+    Editor,
     all_graphs,
     all_nodes,
     all_tensors,
+    onnx_type,
     subgraphs,
     tensor_of_constant,
 )

@@ -11,8 +11,15 @@ from onnx import GraphProto, ModelProto
 from onnx.helper import make_attribute
 from onnx.numpy_helper import from_array, to_array
 
-from jaxonnx._io.build import local_names, rename_reads, unused_name
-from jaxonnx._io.protos import all_graphs, all_nodes, subgraphs, tensor_of_constant
+from jaxonnx._io.protos import (
+    all_graphs,
+    all_nodes,
+    local_names,
+    rename_reads,
+    subgraphs,
+    tensor_of_constant,
+    unused_name,
+)
 from jaxonnx._rewrite.opset import inline
 
 

@@ -21,8 +21,7 @@ from jaxonnx._graph.ancestors import ancestors, behind
 from jaxonnx._graph.bind import Graph, Node, bind
 from jaxonnx._graph.values import Value, to_value
 from jaxonnx._io import records
-from jaxonnx._io.build import declare, names, unused_name
-from jaxonnx._io.protos import all_graphs, all_nodes
+from jaxonnx._io.protos import all_graphs, all_nodes, declare, defined_names, unused_name
 from jaxonnx._require import require
 from jaxonnx._rewrite.last_layer import ENDINGS, LastLayer, Shape, find_last_layer
 from jaxonnx._run.shapes import evaluate_shapes, infer_types
@@ -290,7 +289,7 @@ class HeadChange:
         nodes = [*all_nodes(self.proto.graph)]
         outputs = [value.name for graph in all_graphs(self.proto.graph) for value in graph.output]
         self._reads = Counter([*outputs, *(name for node in nodes for name in node.input)])
-        self._used = {*names(self.proto.graph), *self.tensors}
+        self._used = {*defined_names(self.proto.graph), *self.tensors}
         # 64-bit tensors have the type of the file, not that of JAX
         self._types = {name: value.dtype for name, value in self.tensors.items()} | {
             tensor.name: helper.tensor_dtype_to_np_dtype(tensor.data_type)

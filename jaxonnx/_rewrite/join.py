@@ -10,8 +10,14 @@ from onnx import ModelProto, TensorShapeProto
 
 from jaxonnx._display import list_some
 from jaxonnx._graph.values import Value, list_values
-from jaxonnx._io.build import declare, unused_name
-from jaxonnx._io.protos import all_nodes, rename_values, tensor_of_constant, value_names
+from jaxonnx._io.protos import (
+    all_nodes,
+    declare,
+    rename_values,
+    tensor_of_constant,
+    unused_name,
+    value_names,
+)
 from jaxonnx._io.save import to_onnx
 from jaxonnx._rewrite.network import Network, with_file
 from jaxonnx.errors import InputError

@@ -9,9 +9,7 @@ import numpy as np
 import onnx
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
-from jaxonnx._io.build import names as all_names
-from jaxonnx._io.build import unused_name
-from jaxonnx._io.protos import opset_of
+from jaxonnx._io.protos import defined_names, opset_of, unused_name
 from jaxonnx._rewrite.network import Network, with_file
 from jaxonnx.errors import InputError
 
@@ -64,7 +62,7 @@ class _Writer:
     def __init__(self, proto: ModelProto):
         self.params: dict[str, np.ndarray] = {}
         self.constants: dict[str, np.ndarray] = {}
-        self._used = {*all_names(proto.graph)}
+        self._used = {*defined_names(proto.graph)}
         graph = onnx.shape_inference.infer_shapes(proto).graph
         values = (*graph.input, *graph.value_info)
         self._types = {value.name: value.type.tensor_type for value in values}

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxonnx._display import list_some
 from jaxonnx._graph.bind import Graph
-from jaxonnx._io.build import Editor
+from jaxonnx._io.protos import Editor
 from jaxonnx._rewrite.network import Network, drop_unread, with_file
 from jaxonnx.errors import InputError
 

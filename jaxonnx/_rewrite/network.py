@@ -22,9 +22,8 @@ from jaxonnx._graph.select import Select, resolve, select
 from jaxonnx._graph.values import Value, to_value
 from jaxonnx._graph.weight_names import Places
 from jaxonnx._io import records
-from jaxonnx._io.build import unused_name
 from jaxonnx._io.protocol import ALONE, Companion
-from jaxonnx._io.protos import subgraphs, value_names
+from jaxonnx._io.protos import subgraphs, unused_name, value_names
 from jaxonnx._io.save import in_file_types
 from jaxonnx._require import require
 from jaxonnx._rewrite.head import Head

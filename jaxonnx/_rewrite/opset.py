@@ -12,13 +12,13 @@ import onnx
 import onnx.inliner
 from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
-from jaxonnx._io.build import unused_name
 from jaxonnx._io.protos import (
     all_nodes,
     all_tensors,
     opset_of,
     subgraphs,
     tensor_of_constant,
+    unused_name,
 )
 
 ELSEWHERE = "not.onnx"

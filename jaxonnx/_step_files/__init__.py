@@ -9,9 +9,7 @@ from hashlib import sha256
 import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
-from jaxonnx._io.build import names as names_of
-from jaxonnx._io.build import unused_name
-from jaxonnx._io.protos import all_graphs
+from jaxonnx._io.protos import all_graphs, defined_names, unused_name
 
 MODEL = "model.onnx"
 """The network itself, whose weights the graphs refer to."""
@@ -78,7 +76,7 @@ def _derive_tensors(graph: GraphProto, positions: Collection[bytes]) -> None:
       graph: without those of its nodes.
       positions: the digests of what is stored already.
     """
-    used, nodes = {*names_of(graph)}, []
+    used, nodes = {*defined_names(graph)}, []
     for tensor in graph.initializer:
         if len(tensor.raw_data) < _LEAST or sha256(tensor.raw_data).digest() in positions:
             continue
@@ -101,7 +99,7 @@ def _derive_tensors(graph: GraphProto, positions: Collection[bytes]) -> None:
 
 def shorten_constants(proto: ModelProto) -> None:
     """Make outputs that are arrays of one number ConstantOfShape nodes, in place."""
-    graph, used = proto.graph, {*names_of(proto.graph)}
+    graph, used = proto.graph, {*defined_names(proto.graph)}
     tensors = {tensor.name: tensor for tensor in graph.initializer}
     nodes: list[NodeProto] = []
     for node in graph.node:

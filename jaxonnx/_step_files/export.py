@@ -17,9 +17,9 @@ from jaxonnx._compare.written import Origin, check_written
 from jaxonnx._data.random_inputs import draw_inputs
 from jaxonnx._files import write_atomically
 from jaxonnx._graph.values import Value, to_value
-from jaxonnx._io.build import unused_name
 from jaxonnx._io.files import LIMIT, save_npz
 from jaxonnx._io.formats import save
+from jaxonnx._io.protos import unused_name
 from jaxonnx._require import check_arguments, require_choice
 from jaxonnx._step_files import MODEL, REST, Places, share_tensors, shorten_constants
 from jaxonnx._step_files import web as _web

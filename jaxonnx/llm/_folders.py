@@ -16,10 +16,9 @@ import onnx
 from onnx import ModelProto, NodeProto
 
 from jaxonnx._files import wrap_errors, write_atomically
-from jaxonnx._io.build import reads
 from jaxonnx._io.files import LIMIT, OnnxFormat, list_data_files
 from jaxonnx._io.protocol import Companion, File, Graph, check_exists, is_folder
-from jaxonnx._io.protos import all_nodes
+from jaxonnx._io.protos import all_nodes, reads
 from jaxonnx._io.records import QUANTIZATION, SPARSITY
 from jaxonnx.errors import InputError, ModelError, warn
 

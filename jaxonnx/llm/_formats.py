@@ -27,12 +27,11 @@ from typing import Any
 import onnx
 from onnx import FunctionProto, GraphProto, ModelProto
 
-from jaxonnx._io.build import reads
 from jaxonnx._io.checkpoints import RunFormat
 from jaxonnx._io.files import list_data_files
 from jaxonnx._io.formats import FORMATS
 from jaxonnx._io.protocol import File, Format
-from jaxonnx._io.protos import PREFIX, own_name, rename_values, value_names
+from jaxonnx._io.protos import PREFIX, own_name, reads, rename_values, value_names
 from jaxonnx.errors import InputError, ModelError
 from jaxonnx.llm._folders import (
     CHAT_TEMPLATES,

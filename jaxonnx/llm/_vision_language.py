@@ -18,9 +18,8 @@ import onnx
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
 from onnx.external_data_helper import load_external_data_for_tensor
 
-from jaxonnx._io.build import reads
 from jaxonnx._io.protocol import File
-from jaxonnx._io.protos import all_nodes, rename_values, value_names
+from jaxonnx._io.protos import all_nodes, reads, rename_values, value_names
 from jaxonnx.errors import ModelError, warn
 from jaxonnx.llm._folders import GENAI, ModelFolder, ancestors, extract_part, refuse_records
 from jaxonnx.registry import lookup

@@ -27,8 +27,7 @@ from jaxonnx._graph.bind import Graph, Node, bind
 from jaxonnx._graph.caches import find_lookups
 from jaxonnx._graph.uses import Use, uses_by_tensor, weights
 from jaxonnx._io import records
-from jaxonnx._io.build import declare, names, unused_name
-from jaxonnx._io.protos import all_graphs, all_nodes
+from jaxonnx._io.protos import all_graphs, all_nodes, declare, defined_names, unused_name
 from jaxonnx._rewrite.network import Network, refuse_change, with_file
 from jaxonnx._run.shapes import evaluate_shapes
 from jaxonnx.errors import InputError, warn
@@ -287,7 +286,7 @@ def write_rows(
     first = vocabulary.matrices[0]
     count = values[first].shape[vocabulary.axes[first]]
     constants: dict[str, np.ndarray] = {}
-    used = {*names(result.graph), *vocabulary.tensors}
+    used = {*defined_names(result.graph), *vocabulary.tensors}
     targets = {node.outputs[0]: (name, axis) for node, name, axis in vocabulary.targets}
     for node in all_nodes(result.graph):
         if node.op_type == "MatMulNBits" and node.input[1] in values:

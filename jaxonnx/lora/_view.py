@@ -19,9 +19,7 @@ from jaxonnx._display import format_count, list_some
 from jaxonnx._graph.bind import Graph
 from jaxonnx._graph.uses import Use, direct_uses, uses_by_tensor, weights
 from jaxonnx._io import records
-from jaxonnx._io.build import names as all_names
-from jaxonnx._io.build import rename_reads, unused_name
-from jaxonnx._io.protos import all_graphs
+from jaxonnx._io.protos import all_graphs, defined_names, rename_reads, unused_name
 from jaxonnx._rewrite.network import Network
 from jaxonnx._weights import Matrix
 from jaxonnx.errors import InputError, warn
@@ -293,7 +291,7 @@ def insert_adapters(
     pairs = {weight: factor_names(weight, names) for weight in factors}
     added = [name for pair in pairs.values() for name in pair]
     # rename values of these names, but for inputs and outputs; return the new names
-    used = {*all_names(result.graph)}
+    used = {*defined_names(result.graph)}
     fixed = {value.name for value in (*result.graph.input, *result.graph.output)}
     renamed = {name: unused_name(name, used) for name in added if name in used - fixed}
     if renamed:
@@ -352,7 +350,7 @@ class _Writer:
         """Nodes that only read weights."""
         self.nodes = [*map(_copy, graph.node)]
         self.by_output = {name: node for node in self.nodes for name in node.output if name}
-        self.taken = {*all_names(graph)}
+        self.taken = {*defined_names(graph)}
 
     def declare(
         self, pair: tuple[str, str], change: Factors, dtype: np.dtype, as_inputs: bool

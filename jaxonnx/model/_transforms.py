@@ -27,9 +27,7 @@ from jaxonnx._graph.select import Select, select
 from jaxonnx._graph.uses import Weight, weights
 from jaxonnx._graph.values import Value, list_values, matching, to_value
 from jaxonnx._graph.weight_names import Places
-from jaxonnx._io.build import names as all_names
-from jaxonnx._io.build import onnx_type, unused_name
-from jaxonnx._io.protos import opset_of
+from jaxonnx._io.protos import defined_names, onnx_type, opset_of, unused_name
 from jaxonnx._rewrite.batch import free_batch
 from jaxonnx._rewrite.head import Classes, replace_head
 from jaxonnx._rewrite.join import join
@@ -262,7 +260,7 @@ def append_function(
     result.CopyFrom(proto)
     del result.training_info[:]
     unconsumed = [value for value in proto.graph.output if value.name not in consumed]
-    used, taken_names = {*all_names(result.graph)}, []
+    used, taken_names = {*defined_names(result.graph)}, []
     declared = {value.name: value.type.tensor_type.elem_type for value in proto.graph.output}
     for name, example in zip(consumed, examples, strict=True):
         if declared[name] in _WIDE and declared[name] != onnx_type(example.dtype):

@@ -18,9 +18,7 @@ from onnx import FunctionProto, GraphProto, ModelProto, ValueInfoProto, helper
 from jaxonnx._compare.written import Origin, check_written
 from jaxonnx._data.random_inputs import draw_inputs
 from jaxonnx._graph.values import to_value
-from jaxonnx._io.build import Writer, unused_name
-from jaxonnx._io.build import names as names_of
-from jaxonnx._io.protos import subgraphs
+from jaxonnx._io.protos import Writer, defined_names, subgraphs, unused_name
 from jaxonnx._jaxpr import bind_equation, interpret, live, programs
 from jaxonnx._require import check_arguments
 from jaxonnx._rewrite.network import Network
@@ -178,7 +176,7 @@ def append(
     closed = live(closed)
     # 2. name its results
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(shapes)[0]]
-    used = {*names_of(graph), *inputs}
+    used = {*defined_names(graph), *inputs}
     default = [unused_name("output" + _key(path), used) for path in paths]
     results = default if outputs is None else _names(outputs, default, "outputs")
     if shared := used.difference(default).intersection(results):

@@ -10,8 +10,7 @@ import numpy as np
 from jax.extend.core import InconclusiveDimensionOperation
 from onnx import GraphProto, ModelProto, ValueInfoProto, defs, helper
 
-from jaxonnx._io.build import Writer, onnx_type
-from jaxonnx._io.protos import all_nodes
+from jaxonnx._io.protos import Writer, all_nodes, onnx_type
 from jaxonnx._jaxpr import inner_program, interpret, source
 from jaxonnx.errors import UnsupportedError
 from jaxonnx.onnx_out import _dims as dims

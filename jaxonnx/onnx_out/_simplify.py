@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxonnx._io.build import onnx_type
+from jaxonnx._io.protos import onnx_type
 from jaxonnx._jaxpr import programs
 from jaxonnx.onnx_out import _dims as dims
 from jaxonnx.onnx_out._tensors import Tensor

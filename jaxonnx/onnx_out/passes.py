@@ -22,9 +22,7 @@ from onnx import (
 )
 from onnx.shape_inference import infer_shapes
 
-from jaxonnx._io.build import names as names_of
-from jaxonnx._io.build import unused_name
-from jaxonnx._io.protos import subgraphs
+from jaxonnx._io.protos import defined_names, subgraphs, unused_name
 from jaxonnx.onnx_out._export import prune, reads, rename
 
 LARGE = 2**18
@@ -55,7 +53,7 @@ Kind = tuple[int, tuple[int, ...]]
 def split_into_blocks(proto: ModelProto) -> ModelProto:
     """Rewrite a model so that elementwise chains on large arrays are computed block by block."""
     inferred = infer_shapes(_with_axes(proto))
-    used = {*names_of(inferred.graph)}
+    used = {*defined_names(inferred.graph)}
     result = ModelProto()
     result.CopyFrom(proto)
     _rewrite(result.graph, _kinds(inferred.graph), used)
@@ -69,7 +67,7 @@ def flatten_vectors(proto: ModelProto) -> None:
     a third of the nodes of a step. Here elementwise operators and sums have results of rank 1, and
     only what broadcasts a vector to an array reshapes it.
     """
-    graph, used = proto.graph, {*names_of(proto.graph)}
+    graph, used = proto.graph, {*defined_names(proto.graph)}
     kinds = _kinds(infer_shapes(_with_axes(proto)).graph)
     constants = {tensor.name: tensor for tensor in graph.initializer}
     outputs = {value.name for value in graph.output}

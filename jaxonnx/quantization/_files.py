@@ -28,8 +28,8 @@ from jaxonnx._graph.ancestors import select_part
 from jaxonnx._graph.bind import Graph, bind
 from jaxonnx._graph.uses import uses, weights
 from jaxonnx._io import records
-from jaxonnx._io.build import Editor, count_readers, remove_tensor, sort_nodes
 from jaxonnx._io.protocol import File
+from jaxonnx._io.protos import Editor, count_readers, remove_tensor, sort_nodes
 from jaxonnx._rewrite.network import Network
 from jaxonnx._run.scope import Context, run
 from jaxonnx.errors import InputError

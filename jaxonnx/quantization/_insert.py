@@ -13,7 +13,7 @@ from onnx import ModelProto, helper
 
 from jaxonnx._display import list_some
 from jaxonnx._graph.bind import Graph
-from jaxonnx._io.build import Editor, rename_reads
+from jaxonnx._io.protos import Editor, rename_reads
 from jaxonnx._rewrite.network import (
     Network,
     drop_unread,

@@ -15,9 +15,8 @@ import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper
 
 from jaxonnx._display import list_some
-from jaxonnx._io.build import count_readers, sort_nodes
 from jaxonnx._io.protocol import File
-from jaxonnx._io.protos import opset_of
+from jaxonnx._io.protos import count_readers, opset_of, sort_nodes
 from jaxonnx.errors import ModelError, warn
 from jaxonnx.registry import Op, lookup
 

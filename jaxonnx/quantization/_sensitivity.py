@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._display import new_axes
-from jaxonnx._io.build import Editor
+from jaxonnx._io.protos import Editor
 from jaxonnx._rewrite.network import Network, reenter, with_file, with_tensors
 from jaxonnx.errors import InputError
 from jaxonnx.ops.contrib.moving_ranges import DOMAIN

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 from onnx import NodeProto, helper
 
-from jaxonnx._io.build import Editor
+from jaxonnx._io.protos import Editor
 from jaxonnx._rewrite.network import Network, with_file
 from jaxonnx._run.shapes import evaluate_shapes
 

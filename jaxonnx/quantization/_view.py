@@ -13,7 +13,7 @@ from onnx import GraphProto, ModelProto, NodeProto, helper
 from jaxonnx._graph.ancestors import behind
 from jaxonnx._graph.bind import Graph
 from jaxonnx._io import records
-from jaxonnx._io.build import Editor, remove_tensor
+from jaxonnx._io.protos import Editor, remove_tensor
 from jaxonnx._rewrite.network import Network, enter, with_file, with_params
 from jaxonnx.errors import InputError
 from jaxonnx.ops.common import element_dtype

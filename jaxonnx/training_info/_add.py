@@ -12,8 +12,7 @@ from onnx import GraphProto, ModelProto, TensorProto, helper, numpy_helper
 
 from jaxonnx._graph.uses import Weight
 from jaxonnx._graph.values import dimension
-from jaxonnx._io.build import Writer, names, onnx_type
-from jaxonnx._io.protos import opset_of
+from jaxonnx._io.protos import Writer, defined_names, onnx_type, opset_of
 from jaxonnx._require import require_choice
 from jaxonnx._weights import Matrix
 from jaxonnx.errors import TrainingError
@@ -88,7 +87,7 @@ def add(
     stored = {t.name: numpy_helper.to_array(t) for t in proto.graph.initializer}
     _check(proto, loss, optimizer, {name: stored.get(name) for name in params})
     values = {name: stored[name] for name in params}
-    used = set(names(proto.graph))
+    used = set(defined_names(proto.graph))
     step = Writer("algorithm", used)
     reset = Writer("initialization", used)
     inputs = _loss(step, proto.graph, loss)

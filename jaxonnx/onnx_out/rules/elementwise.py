@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._io.build import onnx_type
+from jaxonnx._io.protos import onnx_type
 from jaxonnx.onnx_out import _simplify as simplify
 from jaxonnx.onnx_out._nodes import WIDE, Nodes, Tensor, ordered_dtype
 from jaxonnx.onnx_out._rule_table import Refusal, primitive
