@@ -22,9 +22,6 @@ from jaxonnx._graph.bind import Graph, Node
 from jaxonnx._graph.values import data
 from jaxonnx._limits import compilable
 from jaxonnx._run.failures import at, convert_errors
-from jaxonnx._run.fold_norms import fold_norms
-from jaxonnx._run.integer_products import fuse_products
-from jaxonnx._run.open_weights import drop_nodes
 from jaxonnx._run.scope import Context, run
 from jaxonnx.errors import NodeError, StaticError, warn
 from jaxonnx.lowering import has_units, jit
@@ -37,26 +34,8 @@ NOWHERE = -1
 """The index of no node: a cut there leaves all nodes to the compiled part."""
 
 
-@dataclass(frozen=True)
-class Changes:
-    """Changes of a graph that go with converted tensors, as indices of nodes; hashable."""
-
-    products: frozenset[int] = frozenset()
-    """QuantizeLinear nodes behind products that are computed with integers."""
-    opened: frozenset[int] = frozenset()
-    """Nodes that are dropped because their results are tensors now."""
-    norms: frozenset[int] = frozenset()
-    """BatchNormalizations that are folded into the convolution before them."""
-
-    def __call__(self, graph: Graph) -> Graph:
-        """Return the graph with these changes."""
-        # each of the three was found on the graph that the ones before it give
-        graph = drop_nodes(fuse_products(graph, self.products), self.opened)
-        return fold_norms(graph, self.norms)
-
-
-UNCHANGED = Changes()
-"""No changes: the graph and its tensors are those of the file."""
+Changes = Callable[[Graph], Graph]
+"""Changes of a graph for calls: a hashable function."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +79,9 @@ class Plan:
         return replace(self, cuts=self.cuts | {error.index}, parts={})
 
 
-def make_key(changes: Changes, others: frozenset[str], fixed: Mapping[str, np.ndarray]) -> tuple:
+def make_key(
+    changes: Changes | None, others: frozenset[str], fixed: Mapping[str, np.ndarray]
+) -> tuple:
     """Return the key of compiled parts.
 
     Args:
@@ -273,7 +254,7 @@ class Program:
         key: jax.Array | None,
         inputs: Mapping[str, Any],
         training: bool | None = False,
-        changes: Changes = UNCHANGED,
+        changes: Changes | None = None,
     ) -> tuple[Any, ...]:
         """Evaluate with as much of the graph compiled as possible.
 
@@ -294,7 +275,8 @@ class Program:
                 if len(plan.parts) >= VARIANTS:
                     plan = self._plan = Plan(plan.cuts, fixes=False)
                     continue
-                graph, constant = changes(self.graph), {*self.constants, *fixed}
+                graph = self.graph if changes is None else changes(self.graph)
+                constant = {*self.constants, *fixed}
                 first, rest = split(graph, plan.cuts, others, constant)
                 boundary = () if rest is None else first.outputs
                 parts = Parts(self._compile(first, fixed), boundary, rest)
@@ -316,7 +298,7 @@ class Program:
         available = {**data(inputs), **fixed, **dict(zip(parts.boundary, values, strict=True))}
         return self._run(parts.rest, params, state, key, available, training)
 
-    def find_compiled(self, changes: Changes, names: Iterable[str]) -> Callable | None:
+    def find_compiled(self, changes: Changes | None, names: Iterable[str]) -> Callable | None:
         """Return `f(params, state, inputs)`, a call like the last one without its checks.
 
         None if the value of an input is fixed while compiling, or nodes run one by one.

@@ -22,7 +22,7 @@ from jaxonnx._rewrite.network import (
     with_file,
     with_tensors,
 )
-from jaxonnx._run.fold_norms import folds, read_names
+from jaxonnx._run.call_form import find_folds, read_names
 from jaxonnx.errors import warn
 from jaxonnx.quantization._awq import scale_inputs
 from jaxonnx.quantization._calibration import observe, warn_if_worse
@@ -149,7 +149,7 @@ def select_reads(sites: Sites, ranges: Collection[str]) -> dict[tuple[str, int],
 
 
 def fold_normalizations(model: N, keep: Collection[str] = ()) -> N:
-    """Fold each BatchNormalization into the convolution before it (see `_run.fold_norms`).
+    """Fold each BatchNormalization into the convolution before it (see `_run.call_form`).
 
     The B of a BatchNormalization becomes the bias of its convolution.
 
@@ -157,7 +157,7 @@ def fold_normalizations(model: N, keep: Collection[str] = ()) -> N:
       keep: the weights of convolutions whose BatchNormalization stays.
     """
     graph, tensors = model.graph, model.tensors
-    folded, norms, values = folds(graph, tensors), {}, {}
+    folded, norms, values = find_folds(graph, tensors), {}, {}
     for weight, (_, output) in folded_outputs(graph, tensors).items():
         if weight in keep:
             continue
@@ -186,7 +186,7 @@ def folded_outputs(graph: Graph, tensors: Mapping[str, Any]) -> dict[str, tuple[
       By the name of a convolution's weight: the output of the convolution, and that of its
       BatchNormalization.
     """
-    norms = folds(graph, tensors).norms
+    norms = find_folds(graph, tensors).norms
     convs = {node.outputs[0]: node for node in graph.nodes if node.outputs}
     return {
         convs[node.inputs[0]].inputs[1]: (node.inputs[0], node.outputs[0])

@@ -9,7 +9,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 import jaxonnx
-from jaxonnx._run import open_weights
+from jaxonnx._run import call_form
 from jaxonnx.lowering import FAST_INT8
 from tests.support.exact_products import avoid_saturation
 
@@ -126,7 +126,7 @@ def test_copies_are_bounded(monkeypatch):
     del proto.graph.node[5:]
     proto.graph.node[4].output[0] = "y"
     whole = np.asarray(jaxonnx.load(proto)(X))
-    monkeypatch.setattr(open_weights, "COPIES", 4 * 96 * 80 * 9 - 1)
+    monkeypatch.setattr(call_form, "COPIES", 4 * 96 * 80 * 9 - 1)
     net = jaxonnx.load(proto)
     assert "wd" not in net._call_form.state
     assert_close(net(X), whole)
