@@ -23,11 +23,10 @@ from jaxonnx._jaxpr import bind_equation, interpret, live, programs
 from jaxonnx._require import check_arguments
 from jaxonnx._rewrite.network import Network
 from jaxonnx.errors import InputError
-from jaxonnx.onnx_out import _dims as dims
 from jaxonnx.onnx_out._nodes import OLDEST, Nodes, Tensor, digest, plain, value_info
 from jaxonnx.onnx_out._rule_table import is_complex, primitive
 from jaxonnx.onnx_out._simplify import scales_by_bits
-from jaxonnx.onnx_out._tensors import known_tensor
+from jaxonnx.onnx_out._tensors import all_known, known_tensor
 from jaxonnx.onnx_out._tracing import trace
 
 OPSET = 18
@@ -199,7 +198,7 @@ def append(
     ]
     for name, struct in zip(inputs, map(plain, structs), strict=True):
         tensors.append(Tensor(name, struct.shape, struct.dtype))
-        dims.declare(g, name, struct.shape)
+        g.declare_sizes(name, struct.shape)
     tensors_of: list[list[str]] = []  # the results of each equation
 
     def write(equation: Any, operands: list) -> list:
@@ -220,7 +219,7 @@ def append(
     declared = [value_info(n, plain(a)) for n, a in zip(results, closed.out_avals, strict=True)]
     # it runs once or twice: the program that was traced, compiled without optimizations
     options = _UNOPTIMIZED if jax.default_backend() == "cpu" else None
-    is_fixed = all(dims.all_known(struct.shape) for struct in structs)
+    is_fixed = all(all_known(struct.shape) for struct in structs)
     compiled = jaxpr_as_fun(closed)
     if closed.jaxpr.eqns:
         compiled = jax.jit(compiled, compiler_options=options)
@@ -283,7 +282,7 @@ def _to_origin(proto: ModelProto, written: ExportedFunction, examples: Sequence[
         return written.run([feeds[value.name] for value in inputs], names)
 
     def draw(seed: int) -> dict[str, Any]:
-        open_sizes = [n for x in leaves for n in np.shape(x) if not dims.all_known([n])]
+        open_sizes = [n for x in leaves for n in np.shape(x) if not all_known([n])]
         sizes = {str(n): i + 4 for i, n in enumerate(dict.fromkeys(open_sizes))}
         for size in open_sizes:
             if not str(size).isidentifier() or " with constraints:" in str(size.scope):
@@ -629,7 +628,7 @@ def _fits(program: Any) -> bool:
     values = [plain(v.aval) for v in (*jaxpr.invars, *jaxpr.outvars)]
     return (
         len(jaxpr.eqns) >= SMALLEST_FUNCTION
-        and all(dims.all_known(v.shape) and not is_complex(v) for v in values)
+        and all(all_known(v.shape) and not is_complex(v) for v in values)
         and not getattr(program, "consts", ())
     )
 

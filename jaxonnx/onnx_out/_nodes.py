@@ -1,5 +1,6 @@
 """The graph under construction, as rules see it: operators on tensors that know their shapes."""
 
+import ast
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
@@ -13,7 +14,6 @@ from onnx import GraphProto, ModelProto, ValueInfoProto, defs, helper
 from jaxonnx._io.protos import Writer, all_nodes, onnx_type
 from jaxonnx._jaxpr import inner_program, interpret, source
 from jaxonnx.errors import UnsupportedError
-from jaxonnx.onnx_out import _dims as dims
 from jaxonnx.onnx_out._rule_table import (
     Refusal,
     apply_complex,
@@ -30,16 +30,21 @@ from jaxonnx.onnx_out._tensors import (
     MODULAR,
     WIDE,
     Tensor,
+    all_known,
     fold_equation,
     known_tensor,
     order_of,
     ordered_dtype,
     plain,
+    same_sizes,
 )
 from jaxonnx.onnx_out._tracing import describe_equation, explain_inconclusive
 
 OLDEST = 13
 """The oldest opset that is written; bitwise operators and some scatters need a newer one."""
+_SIZE_OPERATORS = {ast.Add: "Add", ast.Sub: "Sub", ast.Mult: "Mul"}
+_SIZE_FUNCTIONS = {"mod": "Mod", "max": "Max", "min": "Min"}
+"""The nodes of expressions of symbolic sizes."""
 SCATTERED = {"add": 16, "mul": 16, "min": 18, "max": 18}
 """The opsets that brought reductions of ScatterElements and ScatterND."""
 
@@ -69,7 +74,8 @@ class Nodes:
       products: the result of each matrix product, by its operands.
       constants: of the main builder: (name, array) of each initializer, by value or identity.
       labels: names for initializers, by the `digest` of their values.
-      sizes: of the main builder: symbolic sizes, see `_dims`.
+      sizes: of the main builder, by each variable of symbolic sizes: (input, axis, factor), or the
+        name of the tensor that has it; the latter also by expression.
       bounds: of the main builder: comparisons with numbers, see `Bounds`.
       numbers: of the main builder: how often each base of a name was used.
     """
@@ -260,14 +266,14 @@ class Nodes:
     def reshape(self, x: Any, shape: Sequence[Any]) -> Any:
         """Return x in another shape; a reshape of a reshape reads the tensor behind both."""
         shape = tuple(shape)
-        if isinstance(x, np.ndarray) and dims.all_known(shape):
+        if isinstance(x, np.ndarray) and all_known(shape):
             return x.reshape(shape)
         if getattr(x, "shape", None) == shape:
             return x
         x = getattr(x, "flat", None) or x
         if getattr(x, "shape", None) == shape:
             return x
-        symbolic = [i for i, size in enumerate(shape) if not dims.all_known([size])]
+        symbolic = [i for i, size in enumerate(shape) if not all_known([size])]
         # -1 stands for one symbolic size, unless a size of 0 leaves it open
         if len(symbolic) == 1 and 0 not in shape:
             sizes = np.array([-1 if i in symbolic else n for i, n in enumerate(shape)], np.int64)
@@ -327,7 +333,7 @@ class Nodes:
         axes = [
             i
             for i, cut in enumerate(zip(starts, stops, steps, strict=True))
-            if not dims.same(cut, (0, x.shape[i], 1))
+            if not same_sizes(cut, (0, x.shape[i], 1))
         ]
         if not axes:
             return x
@@ -338,9 +344,62 @@ class Nodes:
         operands = *parts, np.array(axes, np.int64), np.array([steps[i] for i in axes], np.int64)
         return self._with("Slice", x, *operands, shape=shape)
 
+    def declare_sizes(self, name: str, shape: Sequence[Any]) -> None:
+        """Note from which axis of an input each variable of symbolic sizes can be read."""
+        for axis, size in enumerate(shape):
+            if not all_known([size]):
+                # an axis of 2*batch also gives batch: divide by 2
+                times, _, variable = str(size).rpartition("*")
+                if variable.isidentifier() and (not times or times.isdecimal()):
+                    self.sizes.setdefault(variable, (name, axis, int(times or 1)))
+
     def sizes_of(self, shape: Sequence[Any]) -> Any:
-        """Return sizes as int64: an array, or a tensor's name if they depend on inputs' sizes."""
-        return dims.sizes(self.main, shape)
+        """Return sizes as int64: an array, or a tensor's name if they depend on inputs' sizes.
+
+        Raises:
+          Refusal: a size depends on a variable that no axis of an input gives.
+        """
+        if all_known(shape):
+            return np.array(shape, np.int64)
+        write = self.main._write_size
+        parts = [np.array([n], np.int64) if all_known([n]) else write(str(n)) for n in shape]
+        return self.main("Concat", *parts, axis=0) if len(parts) > 1 else parts[0]
+
+    def _write_size(self, expression: str) -> str:
+        """Return an int64[1] tensor with a size as JAX prints it; written at its first use."""
+        origin = self.sizes.get(expression)
+        if isinstance(origin, str):
+            return origin
+        if origin is not None:
+            name, axis, times = origin
+            value = self("Gather", self("Shape", name), np.array([axis], np.int64), axis=0)
+            if times > 1:
+                value = self("Div", value, np.array([times], np.int64))
+        else:
+            value = self._evaluate_size(ast.parse(expression.replace("^", "**"), mode="eval").body)
+        self.sizes[expression] = value
+        return value
+
+    def _evaluate_size(self, tree: ast.AST) -> Any:
+        """Write the nodes of a parsed expression of sizes; return an int64[1] tensor or array."""
+        evaluate = self._evaluate_size
+        match tree:
+            case ast.Constant(value):
+                return np.array([value], np.int64)
+            case ast.UnaryOp(ast.USub(), operand):
+                return self("Neg", evaluate(operand))
+            case ast.BinOp(left, ast.Pow(), ast.Constant(power)):
+                return self("Pow", evaluate(left), np.array([power], np.int64))
+            case ast.BinOp(left, operator, right) if type(operator) in _SIZE_OPERATORS:
+                return self(_SIZE_OPERATORS[type(operator)], evaluate(left), evaluate(right))
+            case ast.Call(ast.Name("floordiv"), [over, under]):  # ONNX's Div rounds towards zero
+                a, b = evaluate(over), evaluate(under)
+                return self("Div", self("Sub", a, self("Mod", a, b)), b)
+            case ast.Call(ast.Name(function), operands) if function in _SIZE_FUNCTIONS:
+                return self(_SIZE_FUNCTIONS[function], *map(evaluate, operands))
+            case ast.Name(variable) if variable in self.sizes:
+                return self._write_size(variable)
+        raise Refusal(f"the size {ast.unparse(tree)} is not that of an input's axis")
 
     def reduce_tensor(self, operator: str, x: Any, axes: Sequence[int]) -> Tensor:
         """Reduce x along axes, which are dropped.
@@ -401,5 +460,5 @@ def least_opset(proto: ModelProto) -> int:
 
 def value_info(name: str, like: Any) -> ValueInfoProto:
     """Return the declaration of a tensor; a symbolic size becomes a named dimension."""
-    sizes = [n if dims.all_known([n]) else str(n) for n in like.shape]
+    sizes = [n if all_known([n]) else str(n) for n in like.shape]
     return helper.make_tensor_value_info(name, onnx_type(like.dtype), sizes)

@@ -15,8 +15,7 @@ import numpy as np
 
 from jaxonnx._io.protos import onnx_type
 from jaxonnx._jaxpr import programs
-from jaxonnx.onnx_out import _dims as dims
-from jaxonnx.onnx_out._tensors import Tensor
+from jaxonnx.onnx_out._tensors import Tensor, all_known
 
 
 def multiply(g: Any, x: Any, y: Any, out: Any) -> Any:
@@ -68,7 +67,7 @@ def add(g: Any, x: Any, y: Any, out: Any) -> Any:
 
 def _of_channels(x: Any, out: Any) -> bool:
     """Check whether an operand has the shape (1, C, 1, ...) of a number for each channel."""
-    if len(out.shape) < 3 or not dims.all_known([*x.shape, *out.shape[1:]]):
+    if len(out.shape) < 3 or not all_known([*x.shape, *out.shape[1:]]):
         return False
     return x.shape == (1, out.shape[1], *[1] * (len(out.shape) - 2))
 
@@ -104,7 +103,7 @@ def _merge_factors(g: Any, a: Any, b: Any) -> Any:
         return None
     if not all(((np.abs(x) > 1e-6) & (np.abs(x) < 1e6)).all() for x in arrays):
         return None
-    if not dims.all_known((*a.shape, *b.shape)):
+    if not all_known((*a.shape, *b.shape)):
         return None
     shape = np.broadcast_shapes(a.shape, b.shape)
     if shape not in (a.shape, b.shape):
@@ -162,7 +161,7 @@ def reduce_sum(g: Any, x: Any, axes: list[int]) -> Tensor:
 
 def _can_factor_out(x: Tensor, axes: list[int]) -> bool:
     """Check whether a tensor has a factor that does not vary along the axes."""
-    if x.scaled is None or not dims.all_known((factor := x.scaled[1]).shape):
+    if x.scaled is None or not all_known((factor := x.scaled[1]).shape):
         return False
     is_scalar = all(n == 1 for n in factor.shape)
     return is_scalar or (factor.ndim == x.ndim and all(factor.shape[axis] == 1 for axis in axes))

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._jaxpr import programs
-from jaxonnx.onnx_out import _dims as dims
 
 FOLDED = 4096
 """The most elements of a value that is computed during the export if it depends on no input."""
@@ -114,6 +113,19 @@ class Tensor(str):
         return len(self.shape)
 
 
+def all_known(shape: Sequence) -> bool:
+    """Check whether all sizes are numbers, and none is symbolic."""
+    return all(isinstance(size, (int, np.integer)) for size in shape)
+
+
+def same_sizes(sizes: Sequence, others: Sequence) -> bool:
+    """Check whether sizes are equal for all values of symbolic dimensions.
+
+    Types are compared first: a symbolic size and a number raise where JAX cannot decide.
+    """
+    return all(type(a) is type(b) and a == b for a, b in zip(sizes, others, strict=True))
+
+
 def plain(aval: Any) -> jax.ShapeDtypeStruct:
     """Return the shape and dtype of an abstract value; for a PRNG key those of its key data."""
     if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
@@ -163,7 +175,7 @@ def fold_equation(equation: Any, operands: list, outs: tuple) -> list | None:
     """
     if not operands or equation.effects or not all(isinstance(x, np.ndarray) for x in operands):
         return None
-    if not all(dims.all_known(out.shape) for out in outs):
+    if not all(all_known(out.shape) for out in outs):
         return None
     if equation.primitive.name != "reshape" and any(prod(out.shape) > FOLDED for out in outs):
         return None  # would make the file larger; a reshape does not, as it replaces its operand

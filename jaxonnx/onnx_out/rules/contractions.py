@@ -8,9 +8,9 @@ import numpy as np
 
 from jaxonnx._jaxpr import inner_program
 from jaxonnx.lowering import Choice, Conv
-from jaxonnx.onnx_out import _dims as dims
 from jaxonnx.onnx_out._nodes import Nodes, Tensor
 from jaxonnx.onnx_out._rule_table import primitive
+from jaxonnx.onnx_out._tensors import all_known
 from jaxonnx.onnx_out.rules import conv_gradients as cells
 from jaxonnx.onnx_out.rules.shapes import expand, pad_tensor
 
@@ -43,7 +43,7 @@ def _conv(g: Nodes, form: Conv, out: int, u: Any, v: Any, like: Any) -> Any:
     """
     if u.dtype != v.dtype or u.dtype.name not in ("float32", "float64"):
         return None
-    if not dims.all_known([*form.size, *form.out]) or min(map(min, form.pads)) < 0:
+    if not all_known([*form.size, *form.out]) or min(map(min, form.pads)) < 0:
         return None
     rank = len(form.kernel)
     first, last = (0, rank + 1, *range(1, rank + 1)), (0, *range(2, rank + 2), 1)
@@ -197,7 +197,7 @@ def _max_pool(g: Nodes, x: Any, taps: Any) -> tuple[Tensor, Tensor] | None:
     if isinstance(x, np.ndarray) or rank > 3 or x.ndim != rank + 2:
         return None
     inside = all(0 <= edge < k for _, k, _, _, edges, _ in cells.axes_of(taps) for edge in edges)
-    if not inside or not dims.all_known([*taps.size, *taps.out]):
+    if not inside or not all_known([*taps.size, *taps.out]):
         return None
     images = g.transpose(x, (0, rank + 1, *range(1, rank + 1))) if last else x
     if (key := (str(images), taps)) not in g.pools:

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxonnx.onnx_out import _dims as dims
 from jaxonnx.onnx_out._nodes import SCATTERED, Nodes, Tensor
 from jaxonnx.onnx_out._rule_table import Refusal, primitive
+from jaxonnx.onnx_out._tensors import all_known
 
 REDUCTIONS = {
     "scatter": "none",
@@ -91,7 +91,7 @@ class Windows:
         Raises:
           Refusal: the array is too large for int32.
         """
-        if dims.all_known(self.shape) and prod(self.shape) > FURTHEST:
+        if all_known(self.shape) and prod(self.shape) > FURTHEST:
             raise Refusal(f"indices into an array of {prod(self.shape):,} elements exceed 2**31")
         strides = [prod(self.shape[i + 1 :], start=1) for i in range(len(self.shape))]
         # the first element of each slice, then the offsets within it
@@ -217,7 +217,7 @@ def _fit(windows: Windows, indices: Any) -> bool:
     """Check whether starts are known to lie in bounds."""
     if not windows.starts:
         return True
-    if not isinstance(indices, np.ndarray) or not dims.all_known(windows.bounds()):
+    if not isinstance(indices, np.ndarray) or not all_known(windows.bounds()):
         return False
     return bool((indices >= 0).all() and (indices <= np.array(windows.bounds())).all())
 

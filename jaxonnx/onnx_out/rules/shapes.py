@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxonnx.onnx_out import _dims as dims
 from jaxonnx.onnx_out._nodes import FOLDED, Nodes, Tensor
 from jaxonnx.onnx_out._rule_table import Refusal, primitive
+from jaxonnx.onnx_out._tensors import all_known, same_sizes
 
 
 @primitive("reshape")
@@ -43,11 +43,11 @@ def expand(g: Nodes, x: Any, shape: Any) -> Any:
 
     Elementwise rules read `thin` instead, so that most of these nodes are removed in the end.
     """
-    if dims.all_known(shape) and dims.all_known(x.shape) and tuple(x.shape) == tuple(shape):
+    if all_known(shape) and all_known(x.shape) and tuple(x.shape) == tuple(shape):
         return x
-    if dims.same(x.shape, shape):
+    if same_sizes(x.shape, shape):
         return x
-    if isinstance(x, np.ndarray) and dims.all_known(shape) and prod(shape) <= FOLDED:
+    if isinstance(x, np.ndarray) and all_known(shape) and prod(shape) <= FOLDED:
         return np.broadcast_to(x, shape)
     return Tensor(g("Expand", x, g.sizes_of(shape)), shape, x.dtype, thin=x)
 
@@ -106,7 +106,7 @@ def pad(g, x, value, *, padding_config, out):
     y = g.cast_result(pad_tensor(g, x, value, padding_config), out)
     moved = [axis for axis, edges in enumerate(padding_config) if any(edges)]
     zero = isinstance(value, np.ndarray) and not value.any()
-    if zero and len(moved) == 1 and dims.all_known([x.shape[axis] for axis in moved]):
+    if zero and len(moved) == 1 and all_known([x.shape[axis] for axis in moved]):
         low, high, inner = padding_config[moved[0]]
         if min(low, high) >= 0 and not inner:
             y.pieces = moved[0], {low: x}
@@ -150,7 +150,7 @@ def pad_tensor(g: Nodes, x: Any, value: Any, config: Any) -> Any:
     # interior: give each element an axis of its own, pad that at its end, merge the axes again, and
     # cut off what was added after the last element
     for axis, (_, _, inner) in enumerate(config):
-        if inner and (not dims.all_known([shape[axis]]) or shape[axis] > 1):
+        if inner and (not all_known([shape[axis]]) or shape[axis] > 1):
             n = shape[axis]
             apart = g.reshape(x, [*shape[: axis + 1], 1, *shape[axis + 1 :]])
             apart = _pad(
@@ -171,7 +171,7 @@ def _pad(g: Nodes, x: Any, value: Any, edges: Any) -> Any:
     """Append Pad with (low, high), not negative, for each axis, in a dtype that runtimes pad."""
     if not any(low or high for low, high in edges):
         return x
-    if not dims.all_known([n for edge in edges for n in edge]):
+    if not all_known([n for edge in edges for n in edge]):
         raise Refusal("it pads by sizes that depend on an input's")
     shape = [n + low + high for n, (low, high) in zip(x.shape, edges, strict=True)]
     pads = np.array([low for low, _ in edges] + [high for _, high in edges], np.int64)
@@ -187,12 +187,12 @@ def _pad(g: Nodes, x: Any, value: Any, edges: Any) -> Any:
 def iota(g, *, out, dimension):
     wide = out.dtype if out.dtype in (np.int32, np.int64, np.float32) else np.dtype(np.int64)
     size = out.shape[dimension]
-    if dims.all_known([size]) and size <= FOLDED:
+    if all_known([size]) and size <= FOLDED:
         line = np.arange(size, dtype=wide)
     else:
         count = (
             np.int64(size)
-            if dims.all_known([size])
+            if all_known([size])
             else g.reshape(Tensor(g.sizes_of([size]), (1,), np.int64), ())
         )
         line = Tensor(g("Range", np.int64(0), count, np.int64(1)), (size,), np.int64)
@@ -221,11 +221,11 @@ def dynamic_slice(g, x, *starts, slice_sizes, out):
     if not x.shape:
         return x
     begin = _starts(g, x.shape, starts[: x.ndim], slice_sizes)
-    if not dims.all_known(slice_sizes):
+    if not all_known(slice_sizes):
         end = g("Add", begin, g.sizes_of(slice_sizes))
         return g("Slice", x, begin, end, np.arange(x.ndim, dtype=np.int64))
     for axis, (whole, size) in enumerate(zip(x.shape, slice_sizes, strict=True)):
-        if not dims.same([whole], [size]):
+        if not same_sizes([whole], [size]):
             first = g("Gather", begin, np.array([axis], np.int64), axis=0)
             x = g("Gather", x, g("Add", first, np.arange(size, dtype=np.int64)), axis=axis)
     return x
