@@ -1,6 +1,7 @@
-"""The reference, made from docstrings, and a site of all pages; the other pages lie beside it.
+"""Pages that are made, and a site of all pages; those that are written lie beside this module.
 
-python -m jaxonnx.docs               # writes reference.md beside the other pages
+python -m jaxonnx.docs               # writes reference.md, from docstrings
+python -m jaxonnx.docs coverage      # writes to_onnx_functions.md, from an export of each function
 python -m jaxonnx.docs build SITE    # builds the site; needs the extra `docs`
 """
 
@@ -11,7 +12,11 @@ import importlib
 import inspect
 import re
 import textwrap
+import warnings
 from collections.abc import Iterator
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 MODULES = (
@@ -146,3 +151,61 @@ def markdown(text: str) -> list[str]:
             section = section and not line
             lines.append(line)
     return [*lines, *_ENDS[fence]] if fence is not None else lines
+
+
+# The page of the functions that `to_onnx` writes, by name, from an export of each.
+
+COVERAGE_PAGE = Path(__file__).parent / "to_onnx_functions.md"
+EXPORTED_FAMILIES = (
+    *("jax.lax", "jax.nn", "jax.numpy", "jax.numpy.linalg", "jax.numpy.fft"),
+    *("flax.linen", "flax.nnx", "equinox.nn"),
+)
+_COVERAGE_HEAD = """# Functions that become ONNX
+
+This page lists functions and layers by name, each with what `jaxonnx.to_onnx` makes of it: it is
+exported with small arguments, and the file runs in onnxruntime and agrees with JAX to 1e-5 (✓), or
+the reason why not. `python -m jaxonnx.docs coverage` writes the page. A name may have several
+cases. [Back to ONNX](back_to_onnx.md) has their gradients and `vmap`, and the losses and optimizers
+of optax, counted by `python -m benchmarks.to_onnx`.
+"""
+
+
+def write_coverage() -> None:
+    """Write the page of functions, from a checkout; it takes a minute of processor time."""
+    versions = ", ".join(f"{name} {version(name)}" for name in ("jax", "flax", "onnxruntime"))
+    head = f"{_COVERAGE_HEAD}\nWritten with {versions}.\n"
+    COVERAGE_PAGE.write_text("\n".join([head, *_coverage_sections()]), "utf-8")
+
+
+def _coverage_sections() -> Iterator[str]:
+    cases = importlib.import_module("benchmarks.to_onnx.cases")
+    worker = importlib.import_module("benchmarks.to_onnx.worker")
+    outcome = partial(worker.outcome, "jaxonnx")
+    for family in EXPORTED_FAMILIES:
+        yield f"## {family}\n"
+        rows = [
+            (name, _try_export(outcome, *case)) for name, case in cases.FAMILIES[family]().items()
+        ]
+        if not rows:
+            yield "Not installed where this page was written: no layer was tried.\n"
+            continue
+        passed = sum(reason == "✓" for _, reason in rows)
+        yield f"{passed} of {len(rows)}.\n\n<details>\n<summary>Every name</summary>\n"
+        yield "| name | |\n|---|---|"
+        yield from (f"| {name} | {reason} |" for name, reason in rows)
+        yield "\n</details>\n"
+    yield "## Not tried\n\n| `jax.lax` | names |\n|---|---|"
+    left_out = importlib.import_module("benchmarks.to_onnx.lax_cases").NOT_TRIED
+    yield from (f"| {reason} | {', '.join(names.split())} |" for reason, names in left_out.items())
+    yield ""
+
+
+def _try_export(outcome: Any, function: Any, arrays: tuple) -> str:
+    """Return "✓", or the reason why a function does not become ONNX."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        reason = outcome(function, arrays)
+    if reason is None:
+        return "JAX does not compute it here"
+    line = reason.partition(";")[0].partition(" in /")[0]
+    return line.replace("|", "\\|") or "✓"

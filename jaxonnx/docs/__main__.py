@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from jaxonnx.docs import reference
+from jaxonnx.docs import reference, write_coverage
 
 parser = argparse.ArgumentParser(
     prog="python -m jaxonnx.docs", description="Without a command, write reference.md."
@@ -16,8 +16,6 @@ build.add_argument("--url", help="where the site will be; by default as in pypro
 build.add_argument("--repository", help="where pages are edited; by default as in pyproject.toml")
 arguments = parser.parse_args()
 if arguments.command == "coverage":
-    from jaxonnx.docs._coverage import write_coverage
-
     write_coverage()
 elif arguments.command:
     from jaxonnx.docs._site import build_site

@@ -18,8 +18,7 @@ from jaxonnx._graph.caches import find_continued
 from jaxonnx._io.protos import all_nodes, opset_of
 from jaxonnx._require import check_arguments, require, require_integer
 from jaxonnx._rewrite import masks
-from jaxonnx._rewrite.floats import with_dtype
-from jaxonnx._rewrite.halves import constants_of_bodies, move_casts, prepare_to_halve
+from jaxonnx._rewrite.floats import constants_of_bodies, move_casts, prepare_to_halve, with_dtype
 from jaxonnx._rewrite.linear_models import open_linear_models
 from jaxonnx._rewrite.opset import to_opset
 from jaxonnx.errors import InputError, warn
