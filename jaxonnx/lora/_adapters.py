@@ -207,7 +207,8 @@ class Adapters:
         check_arguments(Adapters.attach, locals())
         if model.program.find(Adaption) is not None:
             raise InputError(
-                "the model has adapters already; merge them first with .merge_adapters()"
+                "the model has adapters already: attach these to the model without them, or to "
+                "model.merge_adapters(), which computes both"
             )
         self._check(model)
         warn_about_ties(model, {*self._without_rows, *self.values})
