@@ -46,6 +46,15 @@ class Companion:
         """Check whether a parameter is frozen, unless `trainable` names it."""
         return False
 
+    def with_scores(self, function: str, classes: Sequence[str]) -> Companion:
+        """Return the companion of a network after a training.
+
+        Args:
+          function: what the outputs are read through: "Softmax", "Sigmoid", or "" for numbers.
+          classes: as of `save`.
+        """
+        return self
+
     def accepts(self, path: str | os.PathLike[str]) -> bool:
         """Check whether `save` writes this path; otherwise the graph is saved alone."""
         return False

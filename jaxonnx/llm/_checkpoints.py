@@ -106,6 +106,9 @@ def write_checkpoint(
     if settings:
         settings.pop("quantization_config", None)
         settings |= _describe_classes(net, settings)
+        if net.folder is not None and "config.json" in net.folder.changed:
+            changed = net.folder.read_json("config.json")
+            settings |= {k: changed[k] for k in ("problem_type",) if k in changed}
         settings |= {"tie_word_embeddings": tied} if table in arrays else {}
         if table in arrays and "vocab_size" in settings:
             source = blocks[table][0].source  # `original` may not have all tokens

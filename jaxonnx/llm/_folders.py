@@ -44,6 +44,13 @@ _TASKS = {
 }
 """The tasks of the hub, by the end of the class of transformers."""
 
+_PROBLEMS = {
+    "Softmax": (None, "single_label_classification"),
+    "Sigmoid": ("multi_label_classification",),
+    "": ("regression",),
+}
+"""The `problem_type` of transformers for what outputs are read through; None is found by labels."""
+
 
 @dataclass(frozen=True)
 class ModelFolder(Companion):
@@ -173,6 +180,18 @@ class ModelFolder(Companion):
         tasks = (task for end, task in _TASKS.items() if any(c.endswith(end) for c in classes))
         return next(tasks, "")
 
+    def with_scores(self, function: str, classes: Sequence[str]) -> ModelFolder:
+        """Return the folder with the `problem_type` that a training gives a classifier.
+
+        Pipelines of transformers read scores by it, and `train` chooses a loss.
+        """
+        config, fitting = self.read_json("config.json"), _PROBLEMS[function]
+        classifies = any("Classification" in kind for kind in config.get("architectures") or ())
+        if not (classifies or "problem_type" in config) or config.get("problem_type") in fitting:
+            return self
+        config |= _describe_other_classes(config, classes) | {"problem_type": fitting[0]}
+        return self.with_json({"config.json": config})
+
     def accepts(self, path: str | os.PathLike[str]) -> bool:
         """Check whether `save` writes this path: it is, or is to be, one of a folder."""
         return is_folder(path) or not Path(path).suffix
@@ -212,8 +231,8 @@ class ModelFolder(Companion):
             with write_atomically(target / name) as written:
                 written.write_text(text, "utf-8")
         config = self.read_json("config.json")
-        if config and classes and [*classes] != [*(config.get("id2label") or {}).values()]:
-            text = json.dumps(config | describe_classes(classes), indent=2, ensure_ascii=False)
+        if config and (changed := _describe_other_classes(config, classes)):
+            text = json.dumps(config | changed, indent=2, ensure_ascii=False)
             with write_atomically(target / "config.json") as written:
                 written.write_text(text + "\n", "utf-8")
         for name, proto in zip(self.files, protos, strict=True):
@@ -243,6 +262,12 @@ class ModelFolder(Companion):
                 f"not copied to '{target}', because their weights are the old ones: "
                 f"{', '.join(left)}",
             )
+
+
+def _describe_other_classes(config: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any]:
+    """Return the settings of `config.json` for classes that it does not have."""
+    present = [*(config.get("id2label") or {}).values()]
+    return describe_classes(classes) if classes and [*classes] != present else {}
 
 
 def describe_classes(classes: Sequence[str]) -> dict[str, Any]:

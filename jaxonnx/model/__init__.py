@@ -7,7 +7,13 @@ from jaxonnx.model._convert import convert, raise_opset
 from jaxonnx.model._load import as_model, load
 from jaxonnx.model._model import Model, Trainable
 from jaxonnx.model._predict import read_inputs
-from jaxonnx.model._save import check_nodes, compare_merged, fill_source, to_proto
+from jaxonnx.model._save import (
+    check_nodes,
+    compare_merged,
+    fill_source,
+    record_scores,
+    to_proto,
+)
 from jaxonnx.model._show import operator_name
 from jaxonnx.model._sparsity import report_layers
 from jaxonnx.model._stack import Stack, stack

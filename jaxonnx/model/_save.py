@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -194,6 +195,16 @@ def _has_float64(proto: ModelProto | None) -> bool:
     """Check whether a file has inputs or outputs in float64."""
     values = () if proto is None else (*proto.graph.input, *proto.graph.output)
     return any(value.type.tensor_type.elem_type == TensorProto.DOUBLE for value in values)
+
+
+def record_scores(model: N, function: str) -> N:
+    """Return a model whose files beside the graph say how a training reads its outputs.
+
+    Args:
+      function: "Softmax", "Sigmoid", or "" for numbers.
+    """
+    beside = model.companion.with_scores(function, _find_new_classes(model))
+    return model if beside is model.companion else replace(model, companion=beside)
 
 
 def _find_new_classes(model: Network) -> Sequence[str]:

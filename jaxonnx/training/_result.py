@@ -17,7 +17,8 @@ from jaxonnx._hub import export_safetensors
 from jaxonnx._require import check_arguments
 from jaxonnx.errors import InputError, ModelError, warn
 from jaxonnx.lora import Adapters
-from jaxonnx.model import Model, compare_merged
+from jaxonnx.losses import find_by_output
+from jaxonnx.model import Model, compare_merged, record_scores
 from jaxonnx.quantization import Quantization
 from jaxonnx.training._loop.history import History
 from jaxonnx.training._quantize import compare_quantized
@@ -129,6 +130,7 @@ def to_result(
     """Return the result of a run, with adapters apart or merged into the weights."""
     if held_out is not None:
         held_out.release()
+    trained = _record_loss(trained, step.settings.loss)
     before, adapters, names = step.model, None, None
     if step.settings.lora is not None:
         adapters = Adapters.of(trained)
@@ -147,6 +149,17 @@ def to_result(
     new = {n: x for n, x in tensors.items() if n in old and (names is None or n in names)}
     adapters = adapters and replace(adapters, model=trained)
     return Result(trained, history, changes(old, new), adapters, Run(step.settings, held_out, data))
+
+
+def _record_loss(model: Model, loss: Any) -> Model:
+    """Return a model whose files say how the only loss of a run, by name, reads its outputs."""
+    losses = [*find_by_output(loss).values()]
+    if len(losses) != 1 or not losses[0].name:
+        return model
+    (term,) = losses
+    of_numbers = term.elementwise and term.class_axis is None and not term.one_hot
+    reads = term.logits_of or of_numbers
+    return record_scores(model, term.logits_of or "") if reads else model
 
 
 def _note_differences(compare: Callable[[], str]) -> list[str]:

@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import jaxonnx
+from jaxonnx import losses
 from jaxonnx.cli import main
 from tests.support.lazy_cases import Module
 from tests.support.sources import read_texts
@@ -285,6 +286,57 @@ def test_new_classes_by_name_go_into_the_saved_configuration(tmp_path):
     model.save(f"{tmp_path}/same/")
     config = (tmp_path / "base" / "config.json").read_text()
     assert (tmp_path / "same" / "config.json").read_text() == config
+
+
+ONE, SEVERAL = "single_label_classification", "multi_label_classification"
+BINARY, NUMBERS = "sigmoid_binary_cross_entropy", "squared_error"
+
+
+@pytest.mark.parametrize(
+    ("before", "head", "label", "loss", "after"),
+    [
+        (None, ["a", "b"], [1, 0], BINARY, SEVERAL),
+        (ONE, ["a", "b"], [1, 0], BINARY, SEVERAL),
+        (ONE, None, [1, 0, 1], BINARY, SEVERAL),
+        (SEVERAL, None, [1, 0, 1], None, SEVERAL),
+        (SEVERAL, None, 1, "softmax_cross_entropy_with_integer_labels", None),
+        (SEVERAL, ["a", "b"], 1, None, None),
+        (ONE, None, 1, None, ONE),
+        (None, 1, 0.5, NUMBERS, "regression"),
+        ("regression", 1, 0.5, BINARY, SEVERAL),
+        (ONE, None, [1.0, 0.5, 2.0], NUMBERS, "regression"),
+        (ONE, None, 1, losses.cross_entropy(axis=-1), ONE),
+    ],
+)
+def test_the_saved_configuration_has_the_kind_of_problem(
+    tmp_path, before, head, label, loss, after
+):
+    # by which transformers' pipelines take Softmax, Sigmoid or scores as they are
+    (tmp_path / "base").mkdir()
+    architectures = ["BertForSequenceClassification"]
+    config = NAMES | {"architectures": architectures, "problem_type": before}
+    model = write(tmp_path / "base", config=config)
+    lora = jaxonnx.LoRA(rank=1, where=["words"])
+    settings = {"head": head, "loss": loss, "batch_size": 1, "epochs": 1}
+    for arguments in (settings, settings | {"lora": lora}):
+        result = jaxonnx.train(model, [{"text": WHO, "label": label}], **arguments)
+        result.save(f"{tmp_path}/tuned/")
+        config = json.loads((tmp_path / "tuned" / "config.json").read_text())
+        assert config["problem_type"] == after
+        assert config["architectures"] == architectures
+        names = {name: f"{name}.weight" for name in result.model.params}
+        original = tmp_path / "base"
+        jaxonnx.export_safetensors(result.model, tmp_path / "hf", original=original, names=names)
+        assert json.loads((tmp_path / "hf" / "config.json").read_text())["problem_type"] == after
+        if isinstance(head, list):
+            assert config["id2label"] == {"0": "a", "1": "b"}
+    if after == SEVERAL and loss == BINARY and isinstance(label, list):
+        again = jaxonnx.load(tmp_path / "tuned")
+        result = jaxonnx.train(again, [{"text": WHO, "label": label}], epochs=1)
+        assert f"loss: {BINARY} (default for several labels)" in result.history.notes
+        again.with_head(5).save(f"{tmp_path}/other/")
+        config = json.loads((tmp_path / "other" / "config.json").read_text())
+        assert (config["num_labels"], config["problem_type"]) == (5, None)
 
 
 PAIR_ROW = {"prompt": "who", "chosen": "the cat sat", "rejected": "a dog ran"}
