@@ -20,6 +20,8 @@ from jaxonnx.model import Model, as_model
 from jaxonnx.views import PackedRows
 
 _SHOWN = 8
+_ROUNDING = 1e-3
+"""How far rounded probabilities may lie outside of 0 ... 1."""
 
 REGISTERED: "dict[str, Loss]" = {}
 """The losses that have a name, apart from optax's."""
@@ -56,6 +58,12 @@ class Loss:
     """The axis of the outputs that targets which are labels do not have."""
     one_hot: bool = False
     """Whether targets are distributions over the classes, on the last axis."""
+    classes_last: bool = False
+    """Whether targets with a number for each class have the classes on the last axis."""
+    interval: tuple[float, float] | None = None
+    """The least and the greatest number that targets may be."""
+    binary: bool = False
+    """Whether targets are one of these two numbers, and none between."""
     ignore_index: int | None = None
     """The label that does not count."""
     logits_of: str | None = None
@@ -198,9 +206,12 @@ class Loss:
         shape, axis = outputs.shape, self.class_axis
         if axis is not None:
             if not jnp.issubdtype(targets.dtype, jnp.integer):
+                use = "real targets use loss='squared_error'"
+                if targets.shape == shape:
+                    use = "mixtures of classes use loss='softmax_cross_entropy'"
                 raise TrainingError(
                     f"{what} needs integer labels; they are {targets.dtype}: {self.name} is a loss "
-                    "of classes, for real targets use loss='squared_error'"
+                    f"of classes, for {use}"
                 )
             if len(shape) <= abs(axis):
                 raise TrainingError(
@@ -208,15 +219,26 @@ class Loss:
                 )
             shape = (*shape[:axis], *shape[axis:][1:])
         if targets.shape != shape:
+            first = axis == -1 and targets.shape == (*outputs.shape[:1], *outputs.shape[2:])
             raise TrainingError(
                 f"{what} needs targets of shape {shape} for outputs of shape {outputs.shape}; "
                 f"they have {targets.shape}"
+                + "; jaxonnx.losses.cross_entropy() has the classes on axis 1"
+                * first
             )
 
     def check_labels(
         self, targets: Any, outputs: Any, what: str, names: Sequence[str] | None = None
     ) -> None:
-        """Refuse labels outside of 0 ... classes - 1, which optax would read as others."""
+        """Refuse targets that optax would read as others.
+
+        These are labels outside of 0 ... classes - 1, numbers outside of `interval`, and one-hot
+        targets whose classes are on another axis.
+        """
+        if self.interval is not None:
+            self._check_interval(np.asarray(targets), what)
+        if self.classes_last:
+            self._check_last(np.asarray(targets), what)
         if self.class_axis is None:
             return
         classes = outputs.shape[self.class_axis]
@@ -227,6 +249,38 @@ class Loss:
                 f"head={len(names)} (--head {len(names)}) replaces the last layer"
             )
         check_classes(targets, classes, self.ignore_index, what)
+
+    def _check_interval(self, targets: np.ndarray, what: str) -> None:
+        """Refuse targets outside of `interval`; NaN stands for a missing one."""
+        assert self.interval is not None
+        least, greatest = self.interval
+        if not targets.size or targets.dtype == bool:
+            return
+        # without a copy of all targets, which may be masks of images
+        low, high = np.fmin.reduce(targets, axis=None), np.fmax.reduce(targets, axis=None)
+        between = self.binary and ((targets > least) & (targets < greatest)).any()
+        if low < least - _ROUNDING or high > greatest + _ROUNDING or between:
+            way = "2 * y - 1 makes them of 0 and 1" if least < 0 else "y / 255 makes them of a mask"
+            raise TrainingError(
+                f"{what} has targets from {low} to {high}; the loss {self.name!r} takes "
+                f"{self.takes}. {way}. To leave labels out, pass a function (outputs, targets) -> "
+                "one value for each example, or jaxonnx.losses.cross_entropy(ignore_index=...) for "
+                "outputs that have each class"
+            )
+
+    def _check_last(self, targets: np.ndarray, what: str) -> None:
+        """Refuse distributions along axis 1, as images have them, which is not the last one."""
+        rows = targets[:8]
+        if targets.ndim < 3 or targets.dtype.kind not in "fiu" or not _are_one(rows.sum(1)):
+            return
+        if not _are_one(rows.sum(-1)):
+            raise TrainingError(
+                f"{what}: targets {list(targets.shape)} are distributions along axis 1, and the "
+                f"loss {self.name!r} has the classes on the last axis: pass integer labels to "
+                "jaxonnx.losses.cross_entropy(), which has them on axis 1, or a function that "
+                "moves both, like lambda o, t: optax.losses."
+                f"{self.name}(jnp.moveaxis(o, 1, -1), jnp.moveaxis(t, 1, -1))"
+            )
 
     def __repr__(self) -> str:
         return repr(self.name) if self.name else f"<{type(self).__name__}>"
@@ -347,6 +401,10 @@ class WeighedLoss(Loss):
             )
 
 
+def _are_one(sums: np.ndarray) -> bool:
+    return bool(np.abs(sums - 1).max(initial=0) < _ROUNDING)
+
+
 def check_classes(targets: np.ndarray, classes: int, ignored: int | None, what: str) -> None:
     """Refuse labels outside of 0 ... classes - 1 but for one that is ignored."""
     wrong = (targets < 0) | (targets >= classes)
@@ -355,6 +413,7 @@ def check_classes(targets: np.ndarray, classes: int, ignored: int | None, what: 
     if wrong.any():
         first = tuple(np.argwhere(wrong)[0])
         padding = ignored is None and targets[first] == IGNORED
+        alike = ignored is None and not padding and (targets[wrong] == targets[first]).all()
         raise TrainingError(
             f"{what} has {format_count(int(wrong.sum()), 'label')} outside of 0 ... {classes - 1}, "
             f"the first is {targets[first]} at {', '.join(map(str, first))}"
@@ -363,6 +422,8 @@ def check_classes(targets: np.ndarray, classes: int, ignored: int | None, what: 
                 "labels are tags, and 'causal_lm' where they are the tokens, which it shifts"
             )
             * bool(padding)
+            + f"; jaxonnx.losses.cross_entropy with ignore_index={targets[first]} leaves these out"
+            * bool(alike)
         )
 
 

@@ -25,6 +25,9 @@ class FunctionLoss(WeighedLoss):
     takes: str = Loss.takes
     class_axis: int | None = None
     one_hot: bool = False
+    classes_last: bool = False
+    interval: tuple[float, float] | None = None
+    binary: bool = False
     logits_of: str | None = None
 
     @property
@@ -77,10 +80,27 @@ _LABELS = {
     "takes": "integer labels: the index of the class",
 }
 """Losses of scores (..., classes) and integer labels (...)."""
-_MIXTURES = {"one_hot": True, "logits_of": "Softmax", "takes": "a probability for each class"}
+_MIXTURES = {
+    "one_hot": True,
+    "classes_last": True,
+    "logits_of": "Softmax",
+    "takes": "a probability for each class",
+}
 """Losses of scores (..., classes) and a distribution (..., classes)."""
-_BINARY = {"logits_of": "Sigmoid", "takes": "0 or 1 for each output"}
-_SIGNED = {"logits_of": "Sigmoid", "takes": "-1 or 1 for each output"}
+_MASKS = {
+    "classes_last": True,
+    "interval": (0, 1),
+    "logits_of": "Softmax",
+    "takes": "0 or 1 for each output",
+}
+"""Losses of scores (..., classes) and a mask for each class (..., classes)."""
+_BINARY = {"interval": (0, 1), "logits_of": "Sigmoid", "takes": "0 or 1 for each output"}
+_SIGNED = {
+    "interval": (-1, 1),
+    "binary": True,
+    "logits_of": "Sigmoid",
+    "takes": "-1 or 1 for each output",
+}
 _OPTAX: Mapping[str, Mapping[str, Any]] = {
     "softmax_cross_entropy_with_integer_labels": _LABELS | {"kind": _LabelCrossEntropy},
     "multiclass_hinge_loss": _LABELS,
@@ -89,8 +109,8 @@ _OPTAX: Mapping[str, Mapping[str, Any]] = {
     "softmax_cross_entropy": _MIXTURES | {"kind": _MixtureCrossEntropy},
     "safe_softmax_cross_entropy": _MIXTURES,
     "poly_loss_cross_entropy": _MIXTURES,
-    "dice_loss": {"logits_of": "Softmax"},
-    "multiclass_generalized_dice_loss": {"logits_of": "Softmax"},
+    "dice_loss": _MASKS,
+    "multiclass_generalized_dice_loss": _MASKS,
     "binary_dice_loss": _BINARY,
     "sigmoid_binary_cross_entropy": _BINARY,
     "sigmoid_focal_loss": _BINARY,

@@ -226,6 +226,14 @@ def test_several_outputs():
     np.testing.assert_allclose(value, second, rtol=1e-5)
 
 
+def pixels():
+    text = """<ir_version: 8, opset_import: ["": 17]>
+        net (float[n, 2, h, w] x) => (float[n, 3, h, w] y)
+        <float[3, 2, 1, 1] k = {0.5, -1, 2, 1, 0.25, -0.5}> { y = Conv(x, k) }"""
+    return jaxonnx.load(onnx.parser.parse_model(text))
+
+
+IMAGES = np.random.default_rng(0).random((12, 2, 4, 5), np.float32)
 X, Y = examples()
 ONE = "y = MatMul(x, w)"
 BAD = {
@@ -279,7 +287,64 @@ BAD = {
     ),
     "list": (lambda: train(network(ONE), (X, Y), [LABELS]), r"no loss \['softmax_"),
     "unknown": (lambda: train(network(ONE), (X, Y), {"y": "mse"}), "no loss 'mse'"),
+    "label of images": (
+        lambda: train(pixels(), (IMAGES, IMAGES[:, 0].astype(int)), LABELS),
+        r"they have \(8, 4, 5\); jaxonnx.losses.cross_entropy\(\) has the classes on axis 1",
+    ),
+    "ignored label": (
+        lambda: train(network(ONE), (X, np.where(Y > 1, 255, Y)), LABELS),
+        "the first is 255 .*cross_entropy with ignore_index=255 leaves these out",
+    ),
+    "mixtures": (  # tsai#791: mixup makes them of labels
+        lambda: train(network(ONE), (X, np.eye(3)[Y] * 0.9 + 0.05), LABELS),
+        "needs integer labels.* for mixtures of classes use loss='softmax_cross_entropy'",
+    ),
+    "signs": (
+        lambda: train(network(ONE), (X, np.eye(3)[Y]), "hinge_loss"),
+        "targets from 0.0 to 1.0; the loss 'hinge_loss' takes -1 or 1 .* 2 \\* y - 1",
+    ),
 }
+
+
+@pytest.mark.parametrize("loss", ["sigmoid_focal_loss", "sigmoid_binary_cross_entropy"])
+@pytest.mark.parametrize("label", [255, -1])
+def test_labels_that_are_neither_0_nor_1(loss, label):
+    """kornia#839: a void label of masks, or a mask of 0 and 255, trains for numbers without sense.
+
+    PyTorch's sum of both terms is negative without bound for labels above 1.
+    """
+    targets = np.eye(3, dtype=np.float32)[Y]
+    targets[:3, 1] = label
+    words = r"targets from .* takes 0 or 1 for each output. y / 255 .*ignore_index"
+    with pytest.raises(jaxonnx.TrainingError, match=words):
+        train(network(ONE), (X, targets), loss)
+    with pytest.raises(jaxonnx.TrainingError, match=words):
+        jaxonnx.evaluate(network(ONE), (X, targets), loss=loss)
+    targets[:3, 1] = 0.5
+    value = jaxonnx.evaluate(network(ONE), (X, targets), loss=loss)["loss"]
+    expected = getattr(optax.losses, loss)(network(ONE)(X), targets).mean()
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    targets[:3] = np.nan  # missing ones, of examples that do not count
+    weight = np.r_[np.zeros(3), np.ones(9)]
+    assert np.isfinite(jaxonnx.evaluate(network(ONE), (X, targets, weight), loss=loss)["loss"])
+
+
+@pytest.mark.parametrize("loss", ["softmax_cross_entropy", "dice_loss"])
+def test_classes_of_images_are_on_axis_1(loss):
+    """optax has them on the last axis, which of images is the width."""
+    labels = np.random.default_rng(0).integers(0, 3, (12, 4, 5))
+    masks = np.moveaxis(np.eye(3, dtype=np.float32)[labels], -1, 1)
+    with pytest.raises(jaxonnx.TrainingError, match="distributions along axis 1, and the loss"):
+        train(pixels(), (IMAGES, masks), loss)
+    function = getattr(optax.losses, loss)
+
+    def moved(o, t):  # what the message says
+        return function(jnp.moveaxis(o, 1, -1), jnp.moveaxis(t, 1, -1))
+
+    value = jaxonnx.evaluate(pixels(), (IMAGES, masks), loss=moved)["loss"]
+    if loss == "softmax_cross_entropy":
+        other = jaxonnx.evaluate(pixels(), (IMAGES, labels), loss=cross_entropy())["loss"]
+        np.testing.assert_allclose(value, other, rtol=1e-5)
 
 
 @pytest.mark.parametrize("case", BAD)
