@@ -102,8 +102,8 @@ def live(program: Program) -> Program:
 
 def programs(params: Mapping[str, Any]) -> list[Program]:
     """Return the programs among the parameters of an equation."""
-    leaves = jax.tree.leaves([*params.values()], is_leaf=_is_program)
-    return [leaf for leaf in leaves if _is_program(leaf)]
+    leaves = jax.tree.leaves([*params.values()], is_leaf=is_program)
+    return [leaf for leaf in leaves if is_program(leaf)]
 
 
 def retrace_params(params: Mapping[str, Any], run: Callable[..., Any]) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def retrace_params(params: Mapping[str, Any], run: Callable[..., Any]) -> dict[s
     def other(value):
         if type(value) is tuple:
             return tuple(map(other, value))
-        if not _is_program(value):
+        if not is_program(value):
             return value
         jaxpr = getattr(value, "jaxpr", None)
         traced = jax.make_jaxpr(partial(run, value))(*map(_like, (jaxpr or value).invars))
@@ -179,7 +179,7 @@ def while_loop(equation: JaxprEqn, values: Sequence[Any]) -> While:
     return While(condition, body, [*values[:m]], [*values[m:n]], [*values[n:]])
 
 
-def _is_program(value: Any) -> bool:
+def is_program(value: Any) -> bool:
     return isinstance(value, Jaxpr) or isinstance(getattr(value, "jaxpr", None), Jaxpr)
 
 

@@ -344,15 +344,18 @@ class Generator(Decoder):
         if session is not None and start > 0 and added < padded and size <= self.positions:
             tokens, _ = _pad(rows, size, False)
             of_session = len(session.tokens), start, width
-            new, carry = resume(*more, tokens, session.past, of_session, added=added)
+            arguments = *more, tokens, session.past, of_session
+            new, carry = resume.in_pieces(*arguments, added=added)(*arguments, added=added)
         else:
             tokens, counts = _pad(rows, padded, side == "before")
-            new, encoded, carry = begin(*more, tokens, counts, size=size)
+            arguments = *more, tokens, counts
+            new, encoded, carry = begin.in_pieces(*arguments, size=size)(*arguments, size=size)
             more = params, state, encoded, numbers, jax.random.key(seed)
         tokens = [*rows[0]]
         try:
             if count > 1:  # the first token does not wait until the step is compiled
                 yield np.asarray(new)
+                step = step.in_pieces(*more, new, carry)
             for i in range(count - 1):
                 latest, before, carry = new, carry, None  # a step reuses the memory
                 new, carry = step(*more, latest, before)

@@ -15,11 +15,13 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from platform import machine
 from typing import Any
 
 import jax
+
+from jaxonnx.lowering._pieces import Pieces, cut
 
 ONEDNN = "xla_cpu_experimental_onednn_custom_call"
 
@@ -97,6 +99,38 @@ class jit:
             if not self._options or "compiler_options" not in str(error):
                 raise
         return self._within(*args, **named)
+
+    def in_pieces(self, *args: Any, **named: Any) -> Callable[..., Any]:
+        """Return the function for arguments like these; that of a deep network runs in pieces.
+
+        The first call compiles each kind of piece. On several devices, or other platforms than CPU,
+        it is the function itself.
+        """
+        arrays = (x for x in jax.tree.leaves((args, named)) if isinstance(x, jax.Array))
+        if jax.default_backend() != "cpu" or any(len(x.sharding.device_set) > 1 for x in arrays):
+            return self
+        traced = self.trace(*args, **named)
+        program = traced.jaxpr
+        if id(program) not in self._pieces:
+            donated = [info.donated for info in jax.tree.leaves(traced.args_info)]
+            pieces = cut(program, donated, partial(jit, onednn=self._onednn))
+            self._pieces[id(program)] = program, pieces
+        _, pieces = self._pieces[id(program)]
+        if pieces is None:
+            return self
+        structure = jax.tree.structure(traced.out_info)
+        static = self._settings.get("static_argnames", ())
+
+        def call(*args: Any, **named: Any) -> Any:
+            dynamic = {name: value for name, value in named.items() if name not in static}
+            return structure.unflatten(pieces(jax.tree.leaves((args, dynamic))))
+
+        return call
+
+    @cached_property
+    def _pieces(self) -> dict[int, tuple[Any, Pieces | None]]:
+        """Programs and their pieces, by the identity of the program."""
+        return {}
 
     def trace(self, *args: Any, **named: Any) -> Any:
         """Trace for `lower`; a call uses the same program."""
