@@ -76,14 +76,27 @@ ROUNDED_CONVOLUTIONS = {
     "bfloat16 large image": (8, 64, 64, 56, 3, 1, 1),
     "bfloat16 many channels": (8, 256, 256, 14, 3, 1, 1),
 }
+# axes of the sums, shape
+NORMALIZATIONS = {
+    "batch statistics": ((0, 1, 2), 8, 56, 56, 256),
+    "batch statistics, small image": ((0, 1, 2), 8, 14, 14, 1024),
+    "layer statistics": ((1,), 1576, 768),
+}
 # steps, batch, features, hidden units
 LSTMS = {"LSTM": (64, 32, 128, 256), "LSTM, few units": (64, 32, 64, 64)}
 GRUS = {"GRU": (64, 32, 128, 256), "GRU, few units": (64, 32, 64, 64)}
 
 
-def ratio(plain, fast, arguments) -> float:
-    """Return the median time of `plain` over that of `fast`, in interleaved rounds."""
-    jitted = [lowering.jit(form, onednn=True) for form in (plain, fast)]
+def ratio(plain, fast, arguments, units: bool = False) -> float:
+    """Return the median time of `plain` over that of `fast`, in interleaved rounds.
+
+    Args:
+      plain, fast, arguments: the two forms and what they are called with.
+      units: whether `fast` is compiled for products in 16 bits.
+    """
+    jitted = [
+        lowering.jit(form, onednn=True, units=units and form is fast) for form in (plain, fast)
+    ]
     systems = [form.lower(form.trace(*arguments)).compile() for form in jitted]
     times = ([], [])
     for _ in range(ROUNDS + 1):
@@ -148,6 +161,30 @@ def pool(initial, combine, fast, n, c, size, kernel, stride):
     yield gradient(plain), gradient(fast), [x, ct]
 
 
+def normalization(axes: tuple[int, ...], *shape: int):
+    """Yield both forms, and arguments, of a normalization and Relu, and with its gradient."""
+    batch = 0 in axes
+    scale, shift = (np.ones(shape[-1], np.float32) for _ in range(2))
+
+    def plain(x, scale, shift):
+        mean = x.mean(axes, keepdims=True)
+        root = lax.rsqrt(jnp.square(x - mean).mean(axes, keepdims=True) + 1e-5)
+        return jax.nn.relu((x - mean) * root * scale + shift)
+
+    def fast(x, scale, shift):
+        ends = (scale, shift) if batch else (None, None)
+        ends = (end if end is None else end.reshape((1,) * len(axes) + (-1,)) for end in ends)
+        y = lowering.standardize(x, *ends, axes, 1e-5)[0]
+        return jax.nn.relu(y if batch else y * scale + shift)
+
+    def gradient(function):
+        return lambda x, scale, shift, ct: jax.vjp(function, x, scale, shift)[1](ct)
+
+    x, ct = _normal(*shape), _normal(*shape)
+    yield plain, fast, [x, scale, shift]
+    yield gradient(plain), gradient(fast), [x, scale, shift, ct]
+
+
 def _lstm(state, x, w, r):
     h, c = state
     i, o, f, new = jnp.split(x @ w.T + h @ r.T, 4, -1)
@@ -194,6 +231,7 @@ def main():
         (ROUNDED_CONVOLUTIONS, rounded_convolution),
         (POOLS, pools),
         (SUMS, sums),
+        (NORMALIZATIONS, normalization),
         (LSTMS, lstm),
         (GRUS, partial(recurrence, "GRU")),
     )
@@ -218,7 +256,8 @@ def main():
     table = Table("rule", "shape", "forward", "x / both", "w", title="plain / fast")
     for name in options.rules or rules:
         forms, shape = rules[name]
-        cells = [f"{ratio(*form):.1f}" for form in forms(*shape)]
+        units = name in ROUNDED | ROUNDED_CONVOLUTIONS
+        cells = [f"{ratio(*form, units=units):.1f}" for form in forms(*shape)]
         table.add_row(name, " ".join(map(str, shape)), *cells)
     Console().print(table)
 

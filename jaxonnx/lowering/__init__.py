@@ -10,7 +10,6 @@ from jaxonnx.lowering._contract import (
     product,
     product_rounded,
     rows,
-    select_platform,
 )
 from jaxonnx.lowering._conv import Conv, convolution, transposed_convolution
 from jaxonnx.lowering._elementwise_proof import group_updates, is_elementwise
@@ -40,6 +39,7 @@ from jaxonnx.lowering._recurrence import (
 )
 from jaxonnx.lowering._remat import remat
 from jaxonnx.lowering._rounded import Dot, RoundedForm, has_units
+from jaxonnx.lowering._standardize import standardize
 from jaxonnx.lowering._stored_array import (
     ChannelsLast,
     KernelFirst,

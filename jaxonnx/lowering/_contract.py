@@ -106,7 +106,9 @@ class _NamedPrimitive(Primitive):
         return super().bind(*args, **params)
 
 
-def named_primitive(name: str, function: Callable, static: str | tuple[()] = ()) -> Primitive:
+def named_primitive(
+    name: str, function: Callable, static: str | tuple[()] = (), several: bool = False
+) -> Primitive:
     """Return a primitive that stands for a function of arrays in a jaxpr.
 
     Readers of a jaxpr, such as the export to ONNX, see it as one equation with a name; XLA gets the
@@ -116,19 +118,24 @@ def named_primitive(name: str, function: Callable, static: str | tuple[()] = ())
       name: of the primitive.
       function: of arrays and one static parameter; it is also the primitive's `plain` attribute.
       static: the name of the static parameter, or ().
+      several: whether the function returns a tuple of results.
     """
     primitive = _NamedPrimitive(name)
 
-    def batch(arguments, axes, **params):
-        return jax.vmap(partial(function, **params), axes)(*arguments), 0
+    def batch(arguments, axes, /, **params):
+        results = jax.vmap(partial(function, **params), axes)(*arguments)
+        return results, (0,) * len(results) if several else 0
+
+    def infer(*avals, **params):
+        results = jax.make_jaxpr(partial(function, **params))(*avals).out_avals
+        return results if several else results[0]
 
     primitive.plain = function
+    primitive.multiple_results = several
     primitive.def_impl(jax.jit(function, static_argnames=static))
-    primitive.def_abstract_eval(
-        lambda *avals, **params: jax.make_jaxpr(partial(function, **params))(*avals).out_avals[0]
-    )
+    primitive.def_abstract_eval(infer)
     batching.primitive_batchers[primitive] = batch
-    mlir.register_lowering(primitive, mlir.lower_fun(function, multiple_results=False))
+    mlir.register_lowering(primitive, mlir.lower_fun(function, multiple_results=several))
     return primitive
 
 
@@ -216,36 +223,18 @@ def _batch(arguments, axes, *, form, out):
 batching.primitive_batchers[contract_p] = _batch
 
 
-def _lower(platform: str, context, u, v, *, form, out):
+def is_split(context: Any) -> bool:
+    """Check whether XLA partitions the program that is being lowered over several devices."""
     axes = context.module_context.axis_context  # without a number of devices under a shard_map
-    split = getattr(axes, "num_devices", 1) > 1
-    function = partial(on_platform(platform, form, split=split), out)
+    return getattr(axes, "num_devices", 1) > 1
+
+
+def _lower(platform: str, context, u, v, *, form, out):
+    function = partial(on_platform(platform, form, split=is_split(context)), out)
     return mlir.lower_fun(function, multiple_results=False)(context, u, v)
 
 
 mlir.register_lowering(contract_p, partial(_lower, ""))
-
-
-def select_platform(on_cpu: Any, elsewhere: Any) -> Any:
-    """Return `on_cpu` on CPU and `elsewhere` on other platforms; both must be equal.
-
-    It is linear in both arguments, and the one that is not selected gets a zero cotangent.
-    """
-    return _share_p.bind(on_cpu, cpu=True) + _share_p.bind(elsewhere, cpu=False)
-
-
-def _on_cpu(x, cpu: bool):
-    return x if cpu else jnp.zeros_like(x)
-
-
-def _elsewhere(x, cpu: bool):
-    return _on_cpu(x, not cpu)
-
-
-_share_p = named_primitive("share", _on_cpu, "cpu")
-mlir.register_lowering(_share_p, mlir.lower_fun(_elsewhere, multiple_results=False))
-mlir.register_lowering(_share_p, mlir.lower_fun(_on_cpu, multiple_results=False), platform="cpu")
-ad.deflinear2(_share_p, lambda cotangent, _, cpu: [_share_p.bind(cotangent, cpu=cpu)])
 
 
 @dataclass(frozen=True)

@@ -405,6 +405,8 @@ class Conv:
         return can_transpose and many and small and _reaches(tiles, MANY_TILES)
 
     def _winograd(self, out, u, v):
+        if out != 2:  # otherwise XLA computes what v is for each of the tiles that read it
+            v = lax.optimization_barrier(v)
         if out == 1:
             w = kernel(u, v, self.pads)
             return w if self.turned else w.transpose(3, 2, 0, 1)
@@ -445,6 +447,8 @@ class Conv:
     def _depthwise(self, out, u, v, split=False):
         """Convolve each channel with its own kernel, by multiplying and adding shifted images."""
         taps = self.taps
+        if out != 2:
+            v = lax.optimization_barrier(v)  # otherwise XLA computes what v is for each tap
         if out == 1:
             sums = self._sum_depthwise(u, v, split)
             return (sums if self.turned else sums.T).reshape(self._weight(self.groups, self.groups))

@@ -1,6 +1,5 @@
 """Normalization over a batch, an instance, a group of channels, a layer or neighbours; Dropout."""
 
-from functools import partial
 from typing import Literal
 
 import jax
@@ -17,38 +16,6 @@ from jaxonnx.registry import Channels, Key, Outputs, Training, op
 
 SCALED = {"scale": 1.0, "b": 0.0}
 STATISTICS = {"mean": 0.0, "var": 1.0}
-
-
-def _standardize(x, axes, epsilon):
-    """Return ((x - mean) / sqrt(var + epsilon), mean, var): population variance, axes kept.
-
-    Two passes: E[x^2] - mean^2 saves one and loses the variance of data far from zero.
-    """
-    mean = x.mean(axes, keepdims=True)
-    centred = x - mean
-    var = _mean_square(centred, x, axes)
-    # The root is computed before the axes come back. Otherwise XLA moves their reshape one way in a
-    # forward pass and another in its derivative, and computes the whole network twice.
-    root = jnp.expand_dims(lax.rsqrt(var + epsilon), axes)
-    return centred * root, mean, jnp.expand_dims(var, axes)
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _mean_square(centred, x, axes):
-    """Return the mean of centred ** 2, where centred is x - mean(x).
-
-    The mean has no share in the derivative, since `centred` sums to zero. A derivative by way of
-    `centred` adds up its share: a sum that needs another, and one more pass over all images where
-    XLA computes sums with the product before them. XLA:CPU does not, and is quicker with that.
-    """
-    return jnp.square(centred).mean(axes)
-
-
-@_mean_square.defjvp
-def _(axes, primals, tangents):
-    centred, x = primals
-    change = lowering.select_platform(on_cpu=tangents[0], elsewhere=tangents[1])
-    return _mean_square(centred, x, axes), 2 * (centred * change).mean(axes)
 
 
 def _batch_norm(
@@ -71,9 +38,11 @@ def _batch_norm(
     gain, shift = (widen(v).reshape(shape) for v in (scale, bias))
     if batch:
         axes = tuple(a for a in range(x.ndim) if a == 0 or (spatial and a != channels % x.ndim))
-        unit, batch_mean, batch_var = _standardize(widen(x), axes, epsilon)
+        wide = widen(x)
+        ends = [1 if a in axes else n for a, n in enumerate(x.shape)]
+        gain, shift = (jnp.broadcast_to(v, [*ends]).astype(wide.dtype) for v in (gain, shift))
+        y, batch_mean, batch_var = lowering.standardize(wide, gain, shift, axes, epsilon)
         batch_mean, batch_var = batch_mean.reshape(mean.shape), batch_var.reshape(var.shape)
-        y = unit * gain + shift
         new_mean = (mean * momentum + batch_mean * (1 - momentum)).astype(mean.dtype)
         new_var = (var * momentum + batch_var * (1 - momentum)).astype(var.dtype)
         saved = batch_mean.astype(mean.dtype), batch_var.astype(var.dtype)
@@ -147,7 +116,7 @@ def _over_channels(v, rank: int):
 
 @op("InstanceNormalization", since=1, params=SCALED)
 def instance_normalization(x, scale, b, *, epsilon=1e-5):
-    unit, *_ = _standardize(widen(x), tuple(range(2, x.ndim)), epsilon)
+    unit, *_ = lowering.standardize(widen(x), None, None, (*range(2, x.ndim),), epsilon)
     y = unit * _over_channels(scale, x.ndim) + _over_channels(b, x.ndim)
     return y.astype(x.dtype)
 
@@ -159,7 +128,7 @@ GROUPS = "x (N, num_groups*c, *D)"
 def _group_norm(x, scale, bias, num_groups, epsilon, stash):
     """Normalize in the wider type, then scale and shift in x's own: the function body."""
     groups = widen(x, stash).reshape(x.shape[0], num_groups, -1)
-    unit, *_ = _standardize(groups, (2,), epsilon)
+    unit, *_ = lowering.standardize(groups, None, None, (2,), epsilon)
     unit = unit.astype(x.dtype).reshape(x.shape)
     return unit * _over_channels(scale, x.ndim) + _over_channels(bias, x.ndim)
 
@@ -188,7 +157,7 @@ def layer_normalization(x, scale, b=None, *, axis=-1, epsilon=1e-5, stash_type=1
     """
     stash = element_dtype(stash_type)
     axes = tuple(range(axis_of(axis, x.ndim), x.ndim))
-    unit, mean, var = _standardize(widen(x, stash), axes, epsilon)
+    unit, mean, var = lowering.standardize(widen(x, stash), None, None, axes, epsilon)
     y = unit.astype(x.dtype) * scale
     y = y if b is None else y + b
     return y, mean.astype(stash), lax.rsqrt(var + epsilon).astype(stash)
@@ -199,7 +168,7 @@ def rms_normalization(x, scale, *, axis=-1, epsilon=1e-5, stash_type=1):
     axes = tuple(range(axis_of(axis, x.ndim), x.ndim))
     wide = widen(x, element_dtype(stash_type))
     root = lax.rsqrt(jnp.square(wide).mean(axes) + epsilon)
-    unit = wide * jnp.expand_dims(root, axes)  # in this order: see _standardize
+    unit = wide * jnp.expand_dims(root, axes)  # in this order: see lowering.standardize
     return unit.astype(x.dtype).astype(scale.dtype) * scale
 
 

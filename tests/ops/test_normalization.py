@@ -13,9 +13,8 @@ import pytest
 
 import jaxonnx
 from jaxonnx import lowering
-from jaxonnx._jaxpr import inner_program, interpret
+from jaxonnx._jaxpr import interpret
 from jaxonnx.errors import NodeError
-from jaxonnx.ops import normalization
 from jaxonnx.registry import lookup
 from tests.support.gradient_points import assert_point, operator
 
@@ -74,54 +73,55 @@ def test_batch_normalization_is_stable_far_from_zero():
     np.testing.assert_allclose(np.asarray(y).std((0, 2)), SCALE, rtol=1e-3)
 
 
-@pytest.mark.parametrize("platform", ["cpu", "tpu"])
-def test_standardizing_has_the_derivatives_of_its_formula(platform, monkeypatch):
-    def formula(x):
+@pytest.mark.parametrize("axes", [(0, 2), (0, 1), (1, 2)])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_standardizing_has_the_derivatives_of_its_formula(axes, scaled):
+    def formula(x, scale, shift):
         centred = x - x.mean(axes, keepdims=True)
         var = jnp.square(centred).mean(axes, keepdims=True)
-        return centred / jnp.sqrt(var + 1e-3), var
+        y = centred / jnp.sqrt(var + 1e-3)
+        return (y * scale + shift if scaled else y), x.mean(axes, keepdims=True), var
 
-    def standardized(x):
-        unit, _, var = normalization._standardize(x, axes, 1e-3)
-        return unit, var
+    def standardized(x, scale, shift):
+        vectors = (scale, shift) if scaled else (None, None)
+        return lowering.standardize(x, *vectors, axes, 1e-3)
 
-    def curved(function):
-        def loss(x):
-            unit, var = function(x)
-            return (factors[0] * unit**2).sum() + (factors[1][:1, :, :1] * var**2).sum()
+    def curve(function):
+        def loss(*arguments):
+            y, mean, var = function(*arguments)
+            statistics = mean**2 * factors[1].mean(axes, keepdims=True) + var**2
+            return (factors[0] * y**2).sum() + statistics.sum()
 
-        return jax.jit(lambda x: jax.jvp(jax.grad(loss), (x,), (direction,)))(x)
+        gradient = jax.grad(loss, (0, 1, 2))
+        curved = jax.jit(lambda *arguments: jax.jvp(gradient, arguments, directions))
+        stacked = [jnp.stack([argument, 2 * argument]) for argument in arguments]
+        return curved(*arguments), jax.vmap(gradient)(*stacked)
 
-    if platform == "tpu":
-        monkeypatch.setattr(lowering, "select_platform", lambda on_cpu, elsewhere: elsewhere)
-    axes = (0, 2)
     with jax.enable_x64(True):
-        x, direction, *factors = np.random.default_rng(0).normal(100, 2, (4, 5, 3, 2))
-        for found, wanted in zip(curved(standardized), curved(formula), strict=True):
-            np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=1e-9)
+        x, direction, *factors = np.random.default_rng(0).normal(100, 2, (4, 4, 3, 2))
+        scale, shift = (x[:1].mean(axes, keepdims=True) + c for c in (0.0, 1.0))
+        arguments, directions = (x, scale, shift), (direction, scale + 1, shift - 2)
+        values = map(jax.tree.leaves, map(curve, (standardized, formula)))
+        for value, expected in zip(*values, strict=True):
+            np.testing.assert_allclose(value, expected, rtol=1e-9, atol=1e-8)
 
 
-@pytest.mark.parametrize(("platform", "depth"), [("cpu", 2), ("tpu", 1)])
-def test_of_the_two_sums_of_a_gradient_one_needs_the_other_on_cpu_alone(platform, depth):
-    def gradient(x, cotangent):
-        standardized = jax.vjp(lambda x: normalization._standardize(x, (0,), 1e-3)[0], x)[1]
-        return standardized(cotangent)
-
-    def enter(equation):
-        return None if equation.primitive.name == "share" else inner_program(equation)
+def test_the_gradient_of_batch_normalization_takes_two_sums_of_the_images():
+    def gradient(x, scale, shift, cotangent):
+        normalized = lambda *x: lowering.standardize(*x, (0, 1), 1e-3)[0]  # noqa: E731
+        return jax.vjp(normalized, x, scale, shift)[1](cotangent)
 
     def step(equation, depths):
         """Count the sums that lie between the cotangent and a value; -1 for what needs neither."""
         name, (x, *_), (y, *_) = equation.primitive.name, equation.invars, equation.outvars
-        if name == "share" and equation.params["cpu"] != (platform == "cpu"):
-            return [-1]
         deepest = max(depths, default=-1)
-        sums = name == "reduce_sum" and x.aval.size > y.aval.size and deepest >= 0
-        return [deepest + sums] * len(equation.outvars)
+        reduces = name == "reduce_sum" and x.aval.size > y.aval.size and deepest >= 0
+        return [deepest + reduces] * len(equation.outvars)
 
-    program = jax.make_jaxpr(gradient)(*np.ones((2, 3, 4), np.float32))
-    found = interpret(program, step, [-1, 0], constant=lambda *_: -1, enter=enter)
-    assert found == [depth]
+    x, vector = np.ones((2, 3, 4), np.float32), np.ones((1, 1, 4), np.float32)
+    program = jax.make_jaxpr(gradient)(x, vector, vector, x)
+    depths = interpret(program, step, [-1, -1, -1, 0], constant=lambda *_: -1)
+    assert depths == [1, 1, 1]
 
 
 def test_batch_normalization_of_mixed_types():

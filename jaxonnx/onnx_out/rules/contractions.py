@@ -164,12 +164,6 @@ def batch_normalization(g, x, *vectors, options, equation):
     return g.transpose(y, np.argsort(first))
 
 
-@primitive("share")
-def share(g, x, *, cpu, out):
-    """Write the alternative of a derivative that is not for XLA on CPU: it has one sum less."""
-    return expand(g, np.zeros([1] * len(out.shape), out.dtype), out.shape) if cpu else x
-
-
 @primitive("window_maximum")
 def window_maximum(g, x, *, taps, equation):
     """Write MaxPool; its second result, the indices of the maxima, serves the gradient."""
