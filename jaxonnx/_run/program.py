@@ -393,8 +393,9 @@ class Program:
           rounded: the 16-bit type to which the function rounds the factors of products, if it does.
           settings: as for `jax.jit`.
         """
-        onednn = self.graph.is_convolutional if rounded is None else has_units(rounded)
-        return jit(function, onednn=onednn, **settings)
+        units = rounded is not None and has_units(rounded)
+        onednn = self.graph.is_convolutional if rounded is None else units
+        return jit(function, onednn=onednn, units=units, **settings)
 
     def _note(self, node: str, text: str) -> None:
         """Warn of something once for each node (a `Context.note`)."""

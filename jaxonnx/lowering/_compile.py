@@ -25,6 +25,8 @@ from jaxonnx.lowering._pieces import Pieces, cut
 
 ONEDNN = "xla_cpu_experimental_onednn_custom_call"
 
+_HAS_ONEDNN = jax.__version_info__ >= (0, 11) and machine() in ("x86_64", "AMD64")
+
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     # 2026-11-28, JAX 0.12, two cores of an Intel Xeon (Ice Lake), float32: gradients of 1x1 kernels
     # 1.3 to 2.1 times as fast, convolutions written for it 1.2 to 2.6 times. YNNPACK keeps the
@@ -36,11 +38,20 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     #
     # 2026-11-29, two cores of an AMD EPYC (Zen 4), products in bfloat16: steps of ResNet-50 0.83 of
     # the time, ViT-B/16 0.89, a small encoder 0.93, LeNet 0.68. Not measured on ARM, and left out.
-    "cpu": {ONEDNN: True, "xla_allow_excess_precision": False}
-    if jax.__version_info__ >= (0, 11) and machine() in ("x86_64", "AMD64")
-    else {},
+    "cpu": {ONEDNN: True, "xla_allow_excess_precision": False} if _HAS_ONEDNN else {}
 }
 """Options of the compiler by platform."""
+
+FOR_UNITS: Mapping[str, Mapping[str, Any]] = {
+    # 2026-11-30, JAX 0.12, two cores of an AMD EPYC (Zen 4): YNNPACK for reductions only. Steps of
+    # ResNet-50 take 0.96 of the time, ViT-B/16 0.95, ResNet-18 0.98, a small encoder 0.99,
+    # MobileNetV2 1.03 (its median 0.99), and compile in 0.7 to 0.9 of the time. In float32 steps of
+    # ResNet-50 take 1.02, of ResNet-18 1.03.
+    "cpu": {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}
+    if _HAS_ONEDNN
+    else {}
+}
+"""Further options for products in 16 bits, on processors with units for them."""
 
 UNSTORED = "Error writing persistent compilation cache entry .*MemoryError"
 """The warning about a program with calls of oneDNN, which XLA cannot store."""
@@ -54,13 +65,21 @@ def uses_onednn() -> bool:
 
 
 @cache
-def compiler_options(platform: str) -> dict[str, Any]:
-    """Return the options of a platform; none if this version of JAX does not know one of them."""
-    options = dict(OPTIONS.get(platform, {}))
-    try:
-        jax.jit(lambda: 0, compiler_options=options or None).lower().compile()
-    except jax.errors.JaxRuntimeError:  # of another release: slower without, not wrong
-        return {}
+def compiler_options(platform: str, units: bool = False) -> dict[str, Any]:
+    """Return the options of a platform, without those that this version of JAX does not know.
+
+    Args:
+      platform: as of `jax.default_backend`.
+      units: whether the program multiplies in 16 bits, by units of the processor.
+    """
+    options: dict[str, Any] = {}
+    for table in (OPTIONS, FOR_UNITS)[: 1 + units]:
+        more = {**options, **table.get(platform, {})}
+        try:
+            jax.jit(lambda: 0, compiler_options=more or None).lower().compile()
+        except jax.errors.JaxRuntimeError:  # of another release: slower without, not wrong
+            return options
+        options = more
     return options
 
 
@@ -72,14 +91,23 @@ class jit:
     Args:
       function, settings: as for `jax.jit`.
       onednn: whether to compile with oneDNN, where XLA has it.
+      units: whether the program multiplies in 16 bits, by units of the processor; with `onednn`.
     """
 
-    def __init__(self, function: Callable[..., Any], *, onednn: bool = False, **settings: Any):
-        self._function, self._onednn, self._settings = function, onednn, settings
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        onednn: bool = False,
+        units: bool = False,
+        **settings: Any,
+    ):
+        self._function, self._settings = function, settings
+        self._onednn, self._units = onednn, units
 
     @cached_property
     def _options(self) -> dict[str, Any]:
-        return compiler_options(jax.default_backend()) if self._onednn else {}
+        return compiler_options(jax.default_backend(), self._units) if self._onednn else {}
 
     @cached_property
     def alone(self) -> Any:
