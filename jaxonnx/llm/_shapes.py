@@ -271,16 +271,29 @@ SHAPES = (
 """The shapes of rows. If several fit, the first is meant; for a loss of pairs, the last."""
 
 
-def _read_scored(*columns: str) -> Shape:
-    """Return the shape of texts that are scored together."""
+def _read_scored(*columns: str, compared: bool = False) -> Shape:
+    """Return the shape of texts that are scored together, or compared with each other."""
     texts = ", ".join(f'"{name}": "..."' for name in columns)
     return Shape(
         columns,
         LABELS,
         lambda row, names: Texts("", tuple(row[name] for name in columns)),
-        f'{{{texts}, "label": 1}} (for a model with one row of outputs for each text)',
+        f'{{{texts}}} (for the loss "in_batch_negatives")'
+        if compared
+        else f'{{{texts}, "label": 1}} (for a model with one row of outputs for each text)',
     )
 
+
+COMPARED = tuple(
+    _read_scored(*columns, compared=True)
+    for columns in (
+        ("anchor", "positive", "negative"),
+        ("query", "positive", "negative"),
+        ("anchor", "positive"),
+        ("query", "positive"),
+    )
+)
+"""The shapes of rows whose texts are compared."""
 
 SCORED = (
     _read_scored("text", "text_pair"),
@@ -291,7 +304,9 @@ SCORED = (
     _read_scored("question", "answer"),
     _read_scored("query", "passage"),
     _read_scored("query", "document"),
+    _read_scored("query", "answer"),
     _read_scored("text1", "text2"),
+    *COMPARED,
     _read_scored("text"),
     _read_scored("sentence"),
 )
@@ -336,7 +351,9 @@ def unknown_shape(what: str, row: Mapping[str, Any]) -> TrainingError:
 
 def _describe_shapes(row: Mapping[str, Any]) -> str:
     """Describe, for an error, the shapes of rows and how a row gets one of them."""
-    shapes = "".join(f"\n  {shape.example}" for shape in (*SHAPES, SCORED[0], SCORED[-2]))
+    shapes = "".join(
+        f"\n  {shape.example}" for shape in (*SHAPES, SCORED[0], COMPARED[0], SCORED[-2])
+    )
     names = _guess_names(row)
     shown = {new: _shorten(row[name]) for name, new in names.items() if name in row}
     way = f"\ncolumns={names} reads this row as {shown}" if names else ""

@@ -96,7 +96,16 @@ class Texts(RowData):
             )
         tokenizer, limit = Tokenizer(model.folder), _limit(model, settings)
         if scored:
-            reader = LabelReader(tokenizer, model, settings, limit, token_input(model))
+            needs = reading.padding.needs
+            group = needs.group if any(loss.apart for loss in needs.losses) else 1
+            shapes = [find_shape(each, scores=True) for each in rows.values()]
+            whole = group > 1 and all(shape and len(shape.columns) > 1 for shape in shapes)
+            if needs.group > 1 and settings.long == "skip" and not whole:
+                raise TrainingError(
+                    f"the loss compares {needs.group} rows, and preprocess={{'long': 'skip'}} "
+                    "leaves out single ones: pass 'cut' or 'refuse'"
+                )
+            reader = LabelReader(tokenizer, model, settings, limit, token_input(model), group)
         else:
             reader = _make_reader(rows, model, tokenizer, settings, limit, reading.padding)
         for name, part in parts.items():
@@ -401,6 +410,7 @@ class LabelReader:
       settings: of `preprocess`.
       limit: the most tokens of an example.
       tokens: the input of tokens.
+      group: the number of texts that a loss compares, each an example; else 1.
       lengths: the length of each example so far.
       long: the number of texts that were cut and skipped.
       unread: the columns that nothing reads.
@@ -413,6 +423,7 @@ class LabelReader:
     settings: TextSettings
     limit: int
     tokens: str
+    group: int = 1
     lengths: list[int] = field(default_factory=list)
     long: Counter[str] = field(default_factory=Counter)
     unread: dict[str, None] = field(default_factory=dict)
@@ -444,18 +455,18 @@ class LabelReader:
         shape = find_shape(data, scores=True)
         assert shape is not None
         first = data.rename(data.first)
-        label = next((column for column in LABELS if column in first), None)
+        self._check_number(shape, name)
+        used = LABELS if self.group == 1 else ()  # texts that are compared have none
+        label = next((column for column in used if column in first), None)
         order = self._match_classes(data.classes.get(label or ""), name)
         ids, segments, labels, weights = [], [], [], []
         for where, row in rows:
-            encoded = self._encode(where, row, shape)
-            if encoded is None:
-                continue
-            ids.append(encoded[0])
-            segments.append(encoded[1])
-            weights.append(read_weight(where, row))
-            if label is not None:
-                labels.append(self._read_label(f"{where}: {label}", row.get(label), order))
+            for encoded in self._encode(where, row, shape):
+                ids.append(encoded[0])
+                segments.append(encoded[1])
+                weights.append(read_weight(where, row))
+                if label is not None:
+                    labels.append(self._read_label(f"{where}: {label}", row.get(label), order))
             columns_read = {*shape.columns, KEY, label}
             unread = (n for n in row if n not in columns_read and row[n] is not None)
             self.unread |= dict.fromkeys(unread)
@@ -470,24 +481,45 @@ class LabelReader:
         self._add_notes()
         return columns if ids else {}
 
-    def _encode(self, where: str, row: Any, shape: Shape) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the tokens of a row and their segments, int64[n] both; None if it is skipped."""
+    def _check_number(self, shape: Shape, name: str) -> None:
+        """Refuse rows whose number of texts is not that which the loss compares."""
+        count, columns = len(shape.columns), ", ".join(map(repr, shape.columns))
+        if self.group > 1 and count not in (1, self.group):
+            other = f", or leave one out: columns={{{shape.columns[-1]!r}: 'unused'}}"
+            raise TrainingError(
+                f"{name} has rows with {columns}, and the loss compares {self.group} texts: "
+                f"jaxonnx.losses.in_batch_negatives(negatives={count - 2}) compares these"
+                + (other if count > self.group else "")
+            )
+        if self.group == 1 and count > 2:
+            raise TrainingError(
+                f"{name} has rows with {columns}, and only the loss "
+                f"jaxonnx.losses.in_batch_negatives(negatives={count - 2}) reads so many texts; "
+                'else a row is like {"text": "..."}'
+            )
+
+    def _encode(self, where: str, row: Any, shape: Shape) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return the tokens and segments, int64[n] both, of a row, or of each of its texts.
+
+        Nothing is returned of a row that is skipped.
+        """
         if not shape.fits(row):
             columns = " and ".join(map(repr, shape.columns))
             raise TrainingError(f"{where} must have {columns}, as those before it")
-        ids, segments, is_cut = self.tokenizer.encode_segments(
-            [row[name] for name in shape.columns], self.limit
-        )
-        if not len(ids):
-            raise TrainingError(f"{where} has no tokens")
-        if is_cut:
-            how = self.settings.long or "cut"
-            if how == "refuse":
-                raise TrainingError(f"{where} has more than {self.limit} tokens")
-            self.long[how] += 1
-            if how == "skip":
-                return None
-        return ids, segments
+        texts, examples = [row[name] for name in shape.columns], []
+        for part in [[text] for text in texts] if self.group > 1 else [texts]:
+            ids, segments, is_cut = self.tokenizer.encode_segments(part, self.limit)
+            if not len(ids):
+                raise TrainingError(f"{where} has no tokens")
+            if is_cut:
+                how = self.settings.long or "cut"
+                if how == "refuse":
+                    raise TrainingError(f"{where} has more than {self.limit} tokens")
+                self.long[how] += 1
+                if how == "skip":
+                    return []
+            examples.append((ids, segments))
+        return examples
 
     def _match_classes(self, named: Sequence[str] | None, what: str) -> Sequence[int] | None:
         """Return the model's number of each class of the data; None where these say nothing.

@@ -77,6 +77,8 @@ class Loss:
     # rows
     group: int = 1
     """The number of consecutive examples that are compared, which shuffles keep together."""
+    apart: bool = False
+    """Whether the texts of a row of data are the examples of a group, each of its own."""
     answers: str | None = None
     """The column that rows of texts must have, for a loss that compares answers."""
     stride: int = 1

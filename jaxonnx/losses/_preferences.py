@@ -34,6 +34,8 @@ class GroupLoss(Loss):
     """The rows of a group, which follow one another."""
     takes_targets: bool = True
     """Whether the loss takes any."""
+    apart: bool = False
+    """Whether each text of a row of data, such as a pair, is an example of a group."""
     metrics: Sequence[Callable[[Any, Any], jax.Array]] = ()
     """The metrics of validation data by default."""
     takes = "no targets"
@@ -95,7 +97,8 @@ def in_batch_negatives(*, scale: float = 20.0, negatives: int = 0) -> GroupLoss:
         right = jnp.take_along_axis(jax.nn.log_softmax(scores), positives[:, None], 1)[:, 0]
         return jnp.repeat(-right, rows)
 
-    return GroupLoss(name="in_batch_negatives", function=loss, group=rows, takes_targets=False)
+    settings = {"group": rows, "takes_targets": False, "apart": True}
+    return GroupLoss(name="in_batch_negatives", function=loss, **settings)
 
 
 def contrastive() -> GroupLoss:

@@ -339,6 +339,79 @@ def test_the_saved_configuration_has_the_kind_of_problem(
         assert (config["num_labels"], config["problem_type"]) == (5, None)
 
 
+TEXTS = [WHO, "who is it", "a mat", MAT, "the cat", "a dog ran", "it ran fast", "a dog", "the mat"]
+
+
+def contrast(model, group):
+    """Return the loss of texts, each evaluated alone, as Sentence Transformers defines it."""
+    texts = TEXTS[: len(TEXTS) // group * group]
+    x = np.concatenate([model.predict([{"text": text}]) for text in texts])
+    x = (x / np.linalg.norm(x, axis=1, keepdims=True)).reshape(-1, group, x.shape[1])
+    scores = 20 * x[:, 0] @ x[:, 1:].reshape(-1, x.shape[2]).T
+    right = scores[np.arange(len(x)), np.arange(len(x)) * (group - 1)]
+    return np.mean(np.log(np.exp(scores).sum(1)) - right)
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        ("sentence1", "sentence2"),
+        ("question", "answer"),
+        ("query", "answer"),
+        ("anchor", "positive"),
+        ("query", "positive"),
+        ("anchor", "positive", "negative"),
+        ("query", "positive", "negative"),
+        ("text",),
+    ],
+)
+def test_texts_that_a_loss_compares_are_read_apart(tmp_path, columns):
+    model, group = write(tmp_path, classes=6), max(2, len(columns))
+    loss = losses.in_batch_negatives(negatives=group - 2)
+    texts = TEXTS[: len(TEXTS) // group * group]
+    parts = (texts[i : i + len(columns)] for i in range(0, len(texts), len(columns)))
+    rows = [dict(zip(columns, part, strict=True)) for part in parts]
+    settings = {"optimizer": optax.sgd(0.0), "epochs": 1, "batch_size": len(texts)}
+    expected = contrast(model, group)
+    value = jaxonnx.evaluate(model, rows, loss=loss, batch_size=len(texts))["loss"]
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    for data in (rows, iter(rows)):
+        result = jaxonnx.train(model, data, loss=loss, **settings)
+        np.testing.assert_allclose(result.history.losses, [expected], rtol=1e-5)
+    labeled = [row | {"label": 0} for row in rows]
+    result = jaxonnx.train(model, labeled, loss=loss, **settings)
+    np.testing.assert_allclose(result.history.losses, [expected], rtol=1e-5)
+    assert "columns that nothing reads: 'label'" in result.history.notes
+    settings["preprocess"] = {"max_length": 7, "long": "skip"}
+    if columns == ("text",):
+        with pytest.raises(jaxonnx.TrainingError, match="leaves out single ones"):
+            jaxonnx.train(model, rows, loss=loss, **settings)
+        return
+    notes = jaxonnx.train(model, rows, loss=loss, **settings).history.notes
+    assert any(note.startswith("texts of more than 7 tokens: 1 skipped") for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("columns", "loss", "message"),
+    [
+        (
+            3,
+            "in_batch_negatives",
+            r"in_batch_negatives\(negatives=1\) compares these, or leave one",
+        ),
+        (2, losses.in_batch_negatives(negatives=1), r"negatives=0\) compares these$"),
+        (3, BINARY, r"only the loss jaxonnx.losses.in_batch_negatives\(negatives=1\)"),
+    ],
+)
+def test_rows_of_another_number_of_texts_are_refused(tmp_path, columns, loss, message):
+    names = ("anchor", "positive", "negative")[:columns]
+    rows = [dict(zip(names, TEXTS, strict=False)) | {"label": 1.0}] * 3
+    with pytest.raises(jaxonnx.Error, match=message):
+        jaxonnx.train(write(tmp_path, classes=1), rows, loss=loss)
+    if columns == 3 and isinstance(loss, str) and loss != BINARY:
+        jaxonnx.train(write(tmp_path), rows, loss=loss, columns={"negative": "unused"})
+
+
 PAIR_ROW = {"prompt": "who", "chosen": "the cat sat", "rejected": "a dog ran"}
 
 
