@@ -103,7 +103,9 @@ def cost(lowered, compiled=None) -> dict[str, float]:
 def train_step(
     model, x, y, sparsity=None, precision=None, lora=None, platform=None
 ) -> tuple[Callable, Any, Any, Any]:
-    """Return what `jaxonnx.train` compiles, and its arguments: `update`, state, batch, frozen.
+    """Return the function of a step of `jaxonnx.train`, and its arguments: state, batch, frozen.
+
+    `lower_step` compiles it as `train` does.
 
     The epochs of `sparsity` are steps. With a platform they are for that one, and shapes only.
     """
@@ -128,6 +130,15 @@ def train_step(
     return one.update, state, Batch((x,), y, jnp.ones(len(x))), one.frozen
 
 
+def lower_step(model, update, *arguments, precision=None):
+    """Lower a step with the options of XLA that `jaxonnx.train` has for the network."""
+    from jaxonnx.training._settings.precision import PRECISIONS
+
+    dtype = PRECISIONS[precision] if precision else None
+    jitted = model.program.jit(update, dtype, donate_argnums=0)
+    return jitted.lower(jitted.trace(*arguments))
+
+
 def all_trained(model):
     """Return the model with tables of positions as parameters.
 
@@ -143,7 +154,7 @@ def jaxonnx(network: Network, phase: str, path: Path, *, precision=None) -> tupl
     import jax.numpy as jnp
 
     import jaxonnx
-    from jaxonnx.training._settings.precision import PRECISIONS, round_products
+    from jaxonnx.training._settings.precision import round_products
 
     model = all_trained(jaxonnx.load(path))
     parameters = sum(w.size for w in model.params.values())
@@ -163,9 +174,7 @@ def jaxonnx(network: Network, phase: str, path: Path, *, precision=None) -> tupl
         return forward, parameters
 
     update, state, *rest = train_step(model, x, y, precision=precision)
-    dtype = PRECISIONS[precision] if precision else None
-    jitted = model.program.jit(update, dtype, donate_argnums=0)
-    lowered = jitted.lower(jitted.trace(state, *rest))
+    lowered = lower_step(model, update, state, *rest, precision=precision)
     compiled = lowered.compile()
 
     def training(count):

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import jaxonnx
 from benchmarks.layers.onnx_file import write
 from benchmarks.networks import NETWORKS, Network, batch
-from benchmarks.systems import FOREVER, all_trained, train_step
+from benchmarks.systems import FOREVER, all_trained, lower_step, train_step
 from jaxonnx._data.kinds import open_data
 from jaxonnx.cli.process import keep_pages
 from jaxonnx.model import read_inputs
@@ -47,7 +47,7 @@ def compiled(network: Network) -> list[list[Any]]:
     steps = []
     for each in (model, *(plan.model for plan in plans)):
         step, state, *others = train_step(each, jnp.asarray(x), jnp.asarray(y))
-        program = jax.jit(step, donate_argnums=0).lower(state, *others).compile()
+        program = lower_step(each, step, state, *others).compile()
         steps.append([program, state, others])
     return steps
 

@@ -13,7 +13,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -21,7 +20,7 @@ import jaxonnx
 from benchmarks.layers.onnx_file import write
 from benchmarks.networks import NETWORKS, Network, batch
 from benchmarks.sparse.products import minima
-from benchmarks.systems import FOREVER, train_step
+from benchmarks.systems import FOREVER, lower_step, train_step
 from jaxonnx import sparse
 from jaxonnx.cli.process import keep_pages
 
@@ -48,7 +47,7 @@ def calls(name: str, folder: Path) -> dict:
         ("dense", None), ("masked", PHASE), ("sparse", PHASE | {"products": "sparse"})
     ):  # fmt: skip
         update, state, *rest = train_step(model, x, y, sparsity)
-        compiled = jax.jit(update, donate_argnums=0).lower(state, *rest).compile()
+        compiled = lower_step(model, update, state, *rest).compile()
 
         def step(compiled=compiled, held=[state], rest=rest):  # noqa: B006
             held[0], seen = compiled(held[0], *rest)

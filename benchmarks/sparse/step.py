@@ -24,7 +24,7 @@ from rich.table import Table
 import jaxonnx
 from benchmarks.layers.onnx_file import write
 from benchmarks.networks import NETWORKS, batch
-from benchmarks.systems import FOREVER, train_step
+from benchmarks.systems import FOREVER, lower_step, train_step
 from jaxonnx import sparse
 from jaxonnx.cli.process import keep_pages
 
@@ -50,7 +50,7 @@ def steps(path: Path, name: str) -> tuple[dict, dict]:
         states[variant] = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state.optimizer
         )
-        compiled = jax.jit(update, donate_argnums=0).lower(state, *rest).compile()
+        compiled = lower_step(model, update, state, *rest).compile()
 
         def run(count, compiled=compiled, held=[state], rest=rest):  # noqa: B006
             for _ in range(count):

@@ -55,8 +55,8 @@ const open = ({ file, data = [] }) => kind === "onnxruntime-node"
 const [step, init] = [await open(manifest.step), await open(manifest.init)];
 const arrays = { float32: Float32Array, int32: Int32Array };
 const batch = Object.fromEntries(Object.entries(manifest.step.batch).map(
-  ([name, { dtype, shape }], i) =>
-    [name, new ort.Tensor(dtype, new arrays[dtype](read(`${i}.bin`).buffer), shape)]));
+  ([name, { dtype, shape, role }]) =>
+    [name, new ort.Tensor(dtype, new arrays[dtype](read(`${role}.bin`).buffer), shape)]));
 let state = await init.run({});
 const times = [];
 for (let i = 0; i < count; i++) {
@@ -90,8 +90,8 @@ def measure(options: argparse.Namespace, size: int, folder: Path) -> list[str]:
     seconds = time.perf_counter() - began
     graphs, rest = ([f.stat().st_size / 1e3 for f in folder.glob(p)] for p in ("*.onnx", "*.data"))
     graphs.remove((folder / "model.onnx").stat().st_size / 1e3)
-    for i, array in enumerate((x, y, np.ones(size, np.float32))):
-        array.tofile(folder / f"{i}.bin")
+    for role, array in (("input", x), ("target", y), ("weight", np.ones(size, np.float32))):
+        array.tofile(folder / f"{role}.bin")
     one = jaxonnx.training.step(model, LOSS, rule, **settings)
     update, state = one.jit().update, one.init()
     exported, times = Exported(folder), ([], [])

@@ -23,7 +23,7 @@ import numpy as np
 import jaxonnx
 from benchmarks.layers.onnx_file import write
 from benchmarks.networks import NETWORKS, Network, batch
-from benchmarks.systems import all_trained, train_step
+from benchmarks.systems import all_trained, lower_step, train_step
 from jaxonnx.cli.process import keep_pages
 from jaxonnx.training._step import gradient
 
@@ -44,7 +44,7 @@ def trusting() -> Iterator[None]:
         yield
 
 
-def compiled(network: Network) -> list[tuple[jax.stages.Compiled, Any, tuple[Any, ...]]]:
+def compiled(network: Network) -> list[tuple[jax.stages.Compiled, Any, list[Any]]]:
     """Return the step with the guard and the one without, each with its state and arguments."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "network.onnx")
@@ -54,20 +54,17 @@ def compiled(network: Network) -> list[tuple[jax.stages.Compiled, Any, tuple[Any
     for mode in (nullcontext, trusting):
         with mode():
             step, state, *others = train_step(model, *map(jnp.asarray, batch(network)))
-            lowered = jax.jit(step, donate_argnums=0).lower(state, *others)
-        steps.append((lowered.compile(), state, tuple(others)))
+            steps.append((lower_step(model, step, state, *others).compile(), state, others))
     return steps
 
 
-def more(steps: list[tuple[jax.stages.Compiled, Any, tuple[Any, ...]]]) -> dict[str, float]:
+def more(steps: list[tuple[jax.stages.Compiled, Any, list[Any]]]) -> dict[str, float]:
     """Return how many times the operations and bytes of one are those of the other."""
     costs: list[Any] = [step.cost_analysis() for step, *_ in steps]
     return {name: costs[0][name] / costs[1][name] for name in ("flops", "bytes accessed")}
 
 
-def ratios(
-    steps: list[tuple[jax.stages.Compiled, Any, tuple[Any, ...]]], rounds: int
-) -> np.ndarray:
+def ratios(steps: list[tuple[jax.stages.Compiled, Any, list[Any]]], rounds: int) -> np.ndarray:
     """Return the ratio of their times in each round."""
     states, times = [state for _, state, _ in steps], np.zeros((rounds + 1, 2))
     for row in times:

@@ -18,14 +18,14 @@ from rich.table import Table
 import jaxonnx
 from benchmarks.layers.onnx_file import write
 from benchmarks.networks import NETWORKS, Network, batch
-from benchmarks.systems import flax_functions, optax_step, train_step
+from benchmarks.systems import flax_functions, lower_step, optax_step, train_step
 
 
 def ours(network: Network, path: Path, remat: bool):
     model = jaxonnx.load(path)
     model = model.with_remat() if remat else model
     update, *arguments = train_step(model, *batch(network))
-    return jax.jit(update, donate_argnums=0).lower(*arguments).compile()
+    return lower_step(model, update, *arguments).compile()
 
 
 def flax(network: Network):

@@ -162,7 +162,7 @@ def loops(path: Path, network: Network, epochs: int, steps: int) -> np.ndarray:
     order = random.permutation(np.resize(np.arange(size), steps * size))
     x, y = x[order], y[order]
     update, state, like, frozen = train_step(model, jnp.asarray(x[:size]), jnp.asarray(y[:size]))
-    update = jax.jit(update, donate_argnums=0)
+    update = model.program.jit(update, donate_argnums=0)
     weight = np.ones(size, np.float32)
     ready = [
         like._replace(inputs=(jnp.asarray(xs),), targets=jnp.asarray(ys))

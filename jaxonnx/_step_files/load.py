@@ -70,7 +70,7 @@ def import_step(
     model, graph = as_model(model), manifest.get("weights")
     variables = model.training.variables if model.proto.training_info else ()
     optional = _list_optional(manifest)
-    carries_step = bool(variables) and {*variables} == {*_needed(path, manifest), *optional}
+    carries_step = bool(variables) and {*variables} == {*_list_required(path, manifest), *optional}
     values = _read_state(path, manifest, state, optional if carries_step else ())
     if carries_step:
         values = model.training.state | {n: jnp.asarray(x) for n, x in values.items()}
@@ -211,7 +211,7 @@ def read_manifest(folder: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]
 _FLAT = ".bin"
 
 
-def _needed(path: Path, manifest: Mapping[str, Any]) -> list[str]:
+def _list_required(path: Path, manifest: Mapping[str, Any]) -> list[str]:
     """Return the names of the tensors of a state that the weights need."""
     graph = manifest.get("weights")
     if graph is not None:
@@ -234,7 +234,7 @@ def _read_state(
     Raises:
       InputError: it lacks one, or is a flat file of another size.
     """
-    needed = _needed(path, manifest)
+    needed = _list_required(path, manifest)
     if isinstance(state, str | os.PathLike) and Path(state).suffix == _FLAT:
         return _read_flat(path, manifest, check_exists(state, "a state"), needed, optional)
     what, arrays, _ = read_weights(state)
