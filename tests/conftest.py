@@ -77,6 +77,8 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_runtest_setup(item):
     """Let a test draw from its file's generators what it draws alone, after whatever tests."""
+    if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
+        pytest.skip("there is no GPU")
     states = item.session.stash.setdefault(STATES, {})
     for name, value in vars(getattr(item, "module", None) or item).items():
         if isinstance(value, np.random.Generator):

@@ -254,7 +254,8 @@ def test_sensitivity(small, capsys):
 
 
 def test_export_safetensors(tmp_path, capsys):
-    tensors = pytest.importorskip("safetensors.numpy")
+    import safetensors.numpy as tensors
+
     model, folder = DATA / "llm" / "qwen3-genai", tmp_path / "hf"
     line = f"export-safetensors {model} {folder} --original {DATA / 'llm' / 'qwen3-optimum'}"
     assert command(f"{line} --dtype bfloat16 --json") == 0
@@ -623,8 +624,6 @@ def test_the_python_that_explain_prints_gives_the_same_weights(flags, small, cap
 
 def test_a_language_model_is_a_folder_before_and_after(tmp_path, monkeypatch, capsys):
     """As `result.model.save("tuned/")` writes it; roles choose what is adapted."""
-    pytest.importorskip("tokenizers")
-    pytest.importorskip("jinja2")
     monkeypatch.chdir(tmp_path)
     home = DATA / "llm" / "qwen3-genai"
     chat = [{"role": "user", "content": "a list"}, {"role": "assistant", "content": "mutable"}]
@@ -655,7 +654,6 @@ def test_a_language_model_is_a_folder_before_and_after(tmp_path, monkeypatch, ca
 @pytest.mark.parametrize("form", ["flags", pytest.param("toml", marks=pytest.mark.deep)])
 def test_settings_of_texts_are_those_of_python(form, tmp_path, monkeypatch, capsys):
     """Each argument of texts has a flag, and a key in a TOML file."""
-    pytest.importorskip("tokenizers")
     monkeypatch.chdir(tmp_path)
     home = DATA / "llm" / "qwen3-genai"
     Path("rows.csv").write_text('q,a\nis it,"a list, of"\nof,lists\n')

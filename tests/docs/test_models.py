@@ -69,7 +69,8 @@ def write_rows(path):
 
 def write_distilbert(path):
     """Write the stored classifier with a tokenizer of the words of its recipe."""
-    tokenizers = pytest.importorskip("tokenizers")
+    import tokenizers
+
     shutil.copytree(HERE / "distilbert", path)
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
     words += re.findall(r"\w+", "a story that moved me too long and loud the ending empty")

@@ -11,12 +11,12 @@ import jax
 import numpy as np
 import optax
 import pytest
+import yaml
 
 import jaxonnx
 from tests.support.paths import DATA
 from tests.support.tiny_networks import train
 
-yaml = pytest.importorskip("yaml")
 FOLDER = DATA / "llm" / "qwen3-optimum"
 IDS = {"input_ids": np.random.default_rng(0).integers(3, 90, (4, 9))}
 
@@ -134,7 +134,8 @@ def test_a_model_of_a_file(tmp_path):
 
 def test_a_folder_is_uploaded(tmp_path, monkeypatch):
     """To a stand-in that takes the arguments that huggingface_hub takes."""
-    hub = pytest.importorskip("huggingface_hub")
+    import huggingface_hub as hub
+
     calls = []
 
     class Api:

@@ -116,7 +116,8 @@ def test_the_cache_of_the_hub(name, locations, tmp_path, monkeypatch):
 
 
 def test_the_layout_is_that_of_the_hub(tmp_path):
-    hub_package = pytest.importorskip("huggingface_hub")
+    import huggingface_hub as hub_package
+
     snapshot = hub(tmp_path, {"config.json": b"{}", "onnx/model.onnx": b"1"})
     for name in ("config.json", "onnx/model.onnx"):
         path = hub_package.try_to_load_from_cache("someone/net", name, cache_dir=tmp_path)

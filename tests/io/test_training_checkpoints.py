@@ -123,7 +123,8 @@ def test_weights_without_a_copy_are_named(tmp_path, steps, form):
     if form == "npz":
         np.savez(path, **weights)
     elif form == "safetensors":
-        safetensors = pytest.importorskip("safetensors.numpy")
+        import safetensors.numpy as safetensors
+
         safetensors.save_file(weights, path)
     with pytest.warns(UserWarning, match=r"missing and keep .*: 'shift' \(of 'fc2.bias'\)"):
         model = jaxonnx.load(proto, weights=weights if form == "dict" else path)

@@ -449,7 +449,6 @@ def test_arguments_of_a_call():
 
 
 def test_safetensors(tmp_path):
-    pytest.importorskip("safetensors")
     path = tmp_path / "a.safetensors"
     for header in (
         '{"w": {"dtype": "F8_E4M3", "shape": [1], "data_offsets": [0, 1]}}',  # not NumPy's

@@ -10,6 +10,7 @@ import onnx
 import onnxruntime
 import optax
 import pytest
+import tokenizers
 from onnx import TensorProto, helper, numpy_helper
 
 import jaxonnx
@@ -17,8 +18,6 @@ from jaxonnx import demo
 from tests.support.few_bit_files import MS, normal, raw
 from tests.support.paths import DATA
 
-tokenizers = pytest.importorskip("tokenizers")
-pytest.importorskip("jinja2")
 LLM = DATA / "llm"
 FOLDERS = [LLM / "qwen3-genai", LLM / "qwen3-optimum"]
 NEW = ["<tool>", "</tool>"]

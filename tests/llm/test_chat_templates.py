@@ -17,9 +17,6 @@ from jaxonnx.llm._tokenizer import Tokenizer
 from tests.support.paths import DATA
 from tests.support.sources import read_texts
 
-pytest.importorskip("tokenizers")
-pytest.importorskip("jinja2")
-
 GENAI = DATA / "llm" / "qwen3-genai"
 PLAIN = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
 PROMPT = "{% if add_generation_prompt %}a:{% endif %}"
@@ -352,7 +349,8 @@ def test_nulls_are_the_rows_own(write, tmp_path):
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     for data in (rows, tmp_path / "rows.jsonl"):
         assert [text for text, _ in read(model, data=data)[0]] == texts
-    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow.parquet as parquet
+
     table = __import__("pyarrow").Table.from_pylist(rows)
     parquet.write_table(table, tmp_path / "rows.parquet")
     filled = [text for text, _ in read(model, data=tmp_path / "rows.parquet")[0]]

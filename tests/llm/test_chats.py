@@ -6,14 +6,12 @@ import shutil
 import numpy as np
 import optax
 import pytest
+import tokenizers
 
 import jaxonnx
 from jaxonnx.llm._tokenizer import Tokenizer
 from tests.support.paths import DATA
 from tests.support.sources import read_texts
-
-tokenizers = pytest.importorskip("tokenizers")
-pytest.importorskip("jinja2")
 
 GENAI = DATA / "llm" / "qwen3-genai"
 BEGIN, END = "<|endoftext|>", "<|im_end|>"  # tokens 0 and 2

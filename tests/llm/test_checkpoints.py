@@ -10,13 +10,12 @@ import ml_dtypes
 import numpy as np
 import onnx.parser
 import pytest
+import safetensors.numpy as safetensors
 
 import jaxonnx
 from jaxonnx.llm import _checkpoints
 from tests.support import genai_builder
 from tests.support.paths import DATA
-
-safetensors = pytest.importorskip("safetensors.numpy")
 
 LLM = DATA / "llm"
 WANTED = json.loads((LLM / "builder" / "checkpoints.json").read_text())

@@ -280,7 +280,6 @@ class Hub(BaseHTTPRequestHandler):
 
 
 def test_a_name_of_the_hub_brings_one_variant(browser, tmp_path):
-    pytest.importorskip("huggingface_hub")
     (browser / "additional_chat_templates").mkdir()
     (browser / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
     make_sentence_transformer(browser)

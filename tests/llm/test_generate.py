@@ -162,7 +162,8 @@ def test_a_row_ends_with_its_stop():
 
 
 def test_a_row_ends_with_the_token_that_completes_a_text():
-    tokenizers = pytest.importorskip("tokenizers")
+    import tokenizers
+
     model, read = varied(GENAI), tokenizers.Tokenizer.from_file(str(GENAI / "tokenizer.json"))
     rows = model.generate([PROMPT, PROMPT[:2]], max_new_tokens=24, stop=[])
 

@@ -7,14 +7,12 @@ import jax
 import numpy as np
 import onnx
 import pytest
+import tokenizers
 
 import jaxonnx
 from jaxonnx.cli import main
 from jaxonnx.llm._generate import Continuation, Generator
 from tests.support.paths import DATA
-
-tokenizers = pytest.importorskip("tokenizers")
-pytest.importorskip("jinja2")
 
 GENAI, OPTIMUM = DATA / "llm" / "qwen3-genai", DATA / "llm" / "qwen3-optimum"
 CHAT = [{"role": "user", "content": "a list"}]

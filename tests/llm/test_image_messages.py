@@ -30,7 +30,6 @@ from tests.support.three_files import (
     run_folder,
 )
 
-pytest.importorskip("tokenizers")
 ANSWER = CHAT[1]
 TEXTS = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "a list"}]
 

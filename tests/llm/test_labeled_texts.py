@@ -10,6 +10,7 @@ import onnx
 import onnxruntime
 import optax
 import pytest
+import tokenizers
 
 import jaxonnx
 from jaxonnx import losses
@@ -17,7 +18,6 @@ from jaxonnx.cli import main
 from tests.support.lazy_cases import Module
 from tests.support.sources import read_texts
 
-tokenizers = pytest.importorskip("tokenizers")
 datasets = Module("datasets")
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]

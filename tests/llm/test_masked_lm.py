@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tokenizers
 
 import jaxonnx
 from jaxonnx import losses
 from jaxonnx.training._objective.needs import complete_batches
 from tests.support.paths import DATA
 
-tokenizers = pytest.importorskip("tokenizers")
 BERT = DATA / "transformers" / "bert"
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = ["one", "two", "three", "four", "five", "##s", "##ty", "##teen"]

@@ -25,7 +25,6 @@ def folder(request, tmp_path):
     """A folder of onnxruntime-genai, and an export of PyTorch with a mask of queries and keys."""
     if request.param == "qwen3-genai":
         return LLM / request.param
-    pytest.importorskip("tokenizers")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(LLM / "qwen3-genai" / name, tmp_path)
     shutil.copy(LLM / "pairs.onnx", tmp_path / "model.onnx")
@@ -45,7 +44,6 @@ def test_rows_are_nearly_full_and_have_each_text_once(seed):
 
 def test_losses_and_updates_are_those_of_separate_rows(folder):
     """One step of SGD over all texts, whose change of weights is the gradient."""
-    pytest.importorskip("tokenizers")
     data = [{"text": text} for text in TEXTS]
     wanted = {"loss": "causal_lm", "optimizer": optax.sgd(1.0), "seed": 0}
     if folder.name != "qwen3-genai":  # the file needs a mask of queries and keys: texts one by one
@@ -109,7 +107,6 @@ def test_onnxruntime_computes_the_same_of_a_packed_row():
 
 @pytest.mark.deep
 def test_validation_is_packed_too_and_one_program_is_compiled(monkeypatch):
-    pytest.importorskip("tokenizers")
     compiled = []
     check = memory._check
     monkeypatch.setattr(memory, "_check", lambda *a: compiled.append(a) or check(*a))
@@ -129,7 +126,6 @@ def test_validation_is_packed_too_and_one_program_is_compiled(monkeypatch):
 @pytest.mark.parametrize("pack", [False, True])
 def test_a_share_for_validation_has_whole_documents(pack):
     """Its loss is that of some of the documents, whose parts are several examples or rows."""
-    pytest.importorskip("tokenizers")
     rows = [{"text": f"{text} " * 30} for text in ("a list", "the dict", "one tuple", "of keys")]
     model, settings = jaxonnx.load(LLM / "qwen3-genai"), {"loss": "causal_lm", "batch_size": 2}
     settings |= {"preprocess": {"max_length": 40, "pack": pack}}

@@ -17,9 +17,6 @@ from jaxonnx.training import Settings, open_data, read_data
 from tests.support.paths import DATA
 from tests.support.sources import read_texts
 
-pytest.importorskip("tokenizers")
-pytest.importorskip("jinja2")
-
 GENAI = DATA / "llm" / "qwen3-genai"
 SETTINGS = {"loss": "causal_lm", "optimizer": optax.sgd(0.0), "progress": False, "seed": 0}
 
@@ -212,7 +209,7 @@ def write_file(path):
         case ".json":
             path.write_text(json.dumps(ROWS, indent=1, ensure_ascii=False), encoding)
         case ".parquet":
-            pyarrow = pytest.importorskip("pyarrow")
+            import pyarrow
             from pyarrow import parquet
 
             parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
@@ -398,7 +395,8 @@ def test_answers_of_a_stream_are_compared_with_those_before():
 
 
 def test_splits_are_taken_by_name():
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     rows = datasets.Dataset.from_list([{"text": "a list"}] * 4)
     splits = datasets.DatasetDict(train=rows, validation=rows, test=rows)
     result = jaxonnx.train(GENAI, splits, **SETTINGS)
@@ -416,7 +414,8 @@ def test_splits_are_taken_by_name():
 
 
 def test_hugging_face_streams_train():
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     rows = datasets.Dataset.from_list(MANY[:24])
     settings = {**SETTINGS, "batch_size": 24}
     whole = jaxonnx.train(GENAI, rows, **settings).history.losses

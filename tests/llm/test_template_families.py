@@ -11,14 +11,12 @@ import shutil
 
 import numpy as np
 import pytest
+import tokenizers
 
 import jaxonnx
 from jaxonnx.llm import _texts as texts
 from tests.support.paths import DATA
 from tests.support.sources import read_texts
-
-tokenizers = pytest.importorskip("tokenizers")
-pytest.importorskip("jinja2")
 
 GENAI = DATA / "llm" / "qwen3-genai"
 QWEN2_5 = """{%- if tools %}<|im_start|>system

@@ -14,9 +14,6 @@ from jaxonnx.llm._tokenizer import Tokenizer
 from tests.support.paths import DATA
 from tests.support.sources import read_texts
 
-pytest.importorskip("tokenizers")
-pytest.importorskip("jinja2")
-
 GENAI = DATA / "llm" / "qwen3-genai"
 CHAT = [
     {"role": "user", "content": "what is a list"},

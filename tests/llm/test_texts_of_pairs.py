@@ -7,12 +7,11 @@ import numpy as np
 import onnxruntime
 import optax
 import pytest
+import tokenizers
 
 import jaxonnx
 from tests.support.paths import DATA
 from tests.support.sources import read_texts
-
-tokenizers = pytest.importorskip("tokenizers")
 
 T5 = DATA / "transformers" / "t5"
 WORDS = [

@@ -135,7 +135,6 @@ train(epochs=100, checkpoint_dir=folder / "run", checkpoint_every=4, on_log=[*lo
 
 
 def test_logs_of_a_killed_run_have_what_is_before_its_last_checkpoint(tmp_path):
-    pytest.importorskip("tensorboardX")
     done = subprocess.run([sys.executable, "-c", KILLED, tmp_path], check=False)
     assert done.returncode == -signal.SIGKILL
     last = max(int(p.name) for p in (tmp_path / "run").iterdir() if p.name.isdigit())
@@ -161,7 +160,6 @@ def test_logs_of_a_killed_run_have_what_is_before_its_last_checkpoint(tmp_path):
 
 
 def test_events_stay_in_order_when_the_clock_steps_back(tmp_path, monkeypatch):
-    pytest.importorskip("tensorboardX")
     writer = importlib.import_module("tensorboardX.event_file_writer")
     for epochs, now in (1, 2e9), (2, 1e9), (3, 1e9):
         monkeypatch.setattr(writer, "time", SimpleNamespace(time=lambda now=now: now))
@@ -191,7 +189,6 @@ def test_hooks_are_flushed_before_a_checkpoint(tmp_path):
 
 
 def test_tensorboard(tmp_path):
-    pytest.importorskip("tensorboardX")
     result = train(epochs=2, on_log=loggers.tensorboard(tmp_path))
     (file,) = tmp_path.glob("events*")
     events = read_events(file)

@@ -97,16 +97,14 @@ def test_what_computes_something_else_is_refused(model, tmp_path, monkeypatch):
 
 
 TWICE = ["MatMul", "MatMul, batch", "Gemm", "Gemm, transB", "Gemm, alpha", "Transpose", "Gather"]
-TWICE = [(kind, False) for kind in (*TWICE, "4 bits", "a scale a row")]
-TWICE += [("MatMul", True), ("nf4", True)]
+FORMS = "nodes", "inputs"
+TWICE = [(kind, False, form) for kind in (*TWICE, "4 bits", "a scale a row") for form in FORMS]
+TWICE += [("MatMul", True, "nodes"), ("nf4", True, "nodes")]  # magnitudes are no inputs
 
 
-@pytest.mark.parametrize("form", ["nodes", "inputs"])
-@pytest.mark.parametrize(("kind", "dora"), TWICE)
+@pytest.mark.parametrize(("kind", "dora", "form"), TWICE)
 def test_adapters_of_a_file_that_has_some_as_nodes(kind, dora, form, tmp_path):
     """Against the same changes by jaxonnx, before they are written as nodes."""
-    if dora and form == "inputs":
-        pytest.skip("magnitudes are no inputs")
     if kind in FILES:
         model, x = jaxonnx.load(FILES[kind]()), normal(4, 64)
         name = "w"
@@ -173,7 +171,6 @@ def test_onnxruntime_swaps_adapters_of_one_base(tmp_path):
 
 
 def test_folders_of_peft(tmp_path):
-    pytest.importorskip("safetensors")
     model, x = jaxonnx.load(two_layers()), normal(3, 32)
     adapted = changed(model, 4, "*_proj*")
     named = lambda name: _rewritten(name).replace(".attn.", ".self_attn.")  # noqa: E731

@@ -190,7 +190,8 @@ def test_a_bias_is_not_scaled(tmp_path):
 
 @pytest.mark.parametrize("file", ["llama", "phi3"])  # float32, MatMulNBits
 def test_queries_keys_and_values_apart_in_peft(file, tmp_path):
-    numpy = pytest.importorskip("safetensors.numpy")
+    import safetensors.numpy as numpy
+
     model = jaxonnx.load(DATA / "llm" / "builder" / f"{file}.onnx")
     _, adapted = attach(model, "*qkv_proj*")
     adapters = jaxonnx.Adapters.of(adapted)
@@ -237,7 +238,6 @@ def test_outputs_of_zeros_stay():
 
 @pytest.mark.parametrize("base", ["floats", "4 bits"])
 def test_files_of_adapters(base, tmp_path):
-    pytest.importorskip("safetensors")
     model = jaxonnx.load(two_layers() if base == "4 bits" else mlp().to_onnx())
     _, adapted = attach(model, "*_proj*" if base == "4 bits" else "w.")
     x = normal(4, model.inputs[0].shape[1])

@@ -359,7 +359,6 @@ def test_an_evaluation_compares_with_a_model(loss):
 @pytest.mark.deep
 def test_teachers_are_asked_in_evaluations_and_bounds():
     """`evaluate`, and the metric of `quantize`."""
-    pytest.importorskip("tokenizers")
     model = jaxonnx.load(GENAI)
     teacher = model.replace(params={name: 1.5 * x for name, x in model.params.items()})
     loss = losses.distill(teacher=teacher, next_token=True)
@@ -382,7 +381,6 @@ def test_teachers_are_asked_in_evaluations_and_bounds():
 )
 def test_teachers_of_packed_texts(top, options):
     """The step is that of separate rows, whose tokens count alike."""
-    pytest.importorskip("tokenizers")
     model = jaxonnx.load(GENAI)
     teacher = model.replace(params={name: 1.5 * x for name, x in model.params.items()})
     loss = losses.distill(teacher=teacher, next_token=True, soft=0.5, top=top)

@@ -24,7 +24,7 @@ import jaxonnx
 from jaxonnx import demo
 from jaxonnx.lowering import has_units
 from jaxonnx.sparse._products import _cpu
-from jaxonnx.training._checkpoints import folder as checkpoints
+from jaxonnx.training import _checkpoints as checkpoints
 from tests.support.few_bit_files import MS, network, normal, raw
 from tests.support.paths import DATA
 from tests.support.tiny_networks import LABELS

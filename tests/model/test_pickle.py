@@ -86,6 +86,7 @@ def test_other_processes_take_models():
     expected = call(model, X)
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         np.testing.assert_allclose(pool.submit(call, model, X).result(), expected, rtol=1e-6)
-    joblib = pytest.importorskip("joblib")  # which pickles by cloudpickle
+    import joblib  # which pickles by cloudpickle
+
     (found,) = joblib.Parallel(2)([joblib.delayed(lambda m, x: np.asarray(m(x)))(model, X)])
     np.testing.assert_allclose(found, expected, rtol=1e-6)

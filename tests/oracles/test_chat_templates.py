@@ -9,17 +9,17 @@ import json
 import shutil
 from pathlib import Path
 
+import jinja2
 import numpy as np
 import pytest
+import tokenizers
 
 import jaxonnx
 from jaxonnx.llm import _texts as texts
 from tests.support.paths import DATA
 from tests.support.sources import read_texts
 
-jinja2 = pytest.importorskip("jinja2")
 transformers = pytest.importorskip("transformers")
-tokenizers = pytest.importorskip("tokenizers")
 GENAI = DATA / "llm" / "qwen3-genai"
 CHATML = ("<|im_end|>", "<|endoftext|>")
 GLM = ("<|endoftext|>", "<|user|>", "<|observation|>")

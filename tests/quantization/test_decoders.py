@@ -89,7 +89,6 @@ def test_caches_in_the_data_are_read():
 
 
 def test_texts_calibrate():
-    pytest.importorskip("tokenizers")
     model = jaxonnx.load(GENAI)
     before = jaxonnx.evaluate(model, TEXTS, **LOSS)["loss"]
     quantized = jaxonnx.quantize(model, TEXTS, "int8", batch_size=4)
@@ -99,7 +98,6 @@ def test_texts_calibrate():
 @pytest.mark.deep
 def test_texts_train_through_rounding(tmp_path, capsys):
     """The saved folder has the loss of the trained model; the shell calibrates by texts, too."""
-    pytest.importorskip("tokenizers")
     model = jaxonnx.load(GENAI)
     before = jaxonnx.evaluate(model, TEXTS, **LOSS)["loss"]
     assert {

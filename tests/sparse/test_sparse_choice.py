@@ -232,7 +232,8 @@ def test_what_stays_dense_is_said_with_the_reason():
 
 
 def test_curves_of_masks_are_drawn():
-    matplotlib = pytest.importorskip("matplotlib")
+    import matplotlib
+
     matplotlib.use("agg")
     history = train({"dense": 1, "dynamic": 2}, epochs=4).history
     axes = history.plot()
@@ -246,7 +247,8 @@ def test_curves_of_masks_are_drawn():
 
 
 def test_masks_are_drawn_outputs_down_and_inputs_across():
-    matplotlib = pytest.importorskip("matplotlib")
+    import matplotlib
+
     matplotlib.use("agg")
     params = {"w": RNG.normal(size=(8, 16)), "k": RNG.normal(size=(16, 8, 3, 3)), "b": np.ones(4)}
     axes = {"w": (1, 0), "k": (0, 1)}  # x @ w, and a convolution

@@ -198,8 +198,6 @@ def test_the_call_is_compiled_linked_and_in_the_program_of_an_h100():
 
 @pytest.mark.gpu
 def test_products_are_those_of_dense_weights():
-    if jax.default_backend() != "gpu":
-        pytest.skip("there is no GPU")
     sparse.register_products()
     params = sparse.prune(PARAMS, select=["a", "b"])
     gradient = jax.value_and_grad(loss, (0, 1))
@@ -216,8 +214,6 @@ def test_products_are_those_of_dense_weights():
 
 @pytest.mark.gpu
 def test_a_run_learns_with_them_as_without():
-    if jax.default_backend() != "gpu":
-        pytest.skip("there is no GPU")
     x, y = RNG.normal(size=(64, 1, 8, 8)).astype(np.float32), np.arange(64) % 10
     schedule = {"select": "12.weight", "dense": 1, "dynamic": 1, "fixed": 3}
     runs = [
@@ -234,8 +230,6 @@ def test_a_run_learns_with_them_as_without():
 
 @pytest.mark.gpu
 def test_masks_and_gradients_are_those_of_a_processor():
-    if jax.default_backend() != "gpu":
-        pytest.skip("there is no GPU")
     w, model = RNG.normal(size=(256, 512)).astype(np.float32), demo.model()
     x = RNG.normal(size=(16, 1, 8, 8)).astype(np.float32)
 

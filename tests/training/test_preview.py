@@ -22,7 +22,6 @@ LOSS = "softmax_cross_entropy_with_integer_labels"
 
 @pytest.fixture(scope="module")
 def seen():
-    pytest.importorskip("tokenizers")
     preprocess = {"max_length": 32, "long": "cut"}
     return preview(GENAI, ROWS, epochs=3, preprocess=preprocess, **SETTINGS)
 
@@ -61,7 +60,6 @@ def test_examples_are_decoded_in_parts_that_count(seen):
 
 def test_pairs_of_answers_are_shown_one_behind_the_other():
     """With what the model says of them before the training, as the loss takes it."""
-    pytest.importorskip("tokenizers")
     rows = [{"prompt": "a list", "chosen": " of lists", "rejected": " it"}] * 2
     seen = preview(GENAI, rows, loss="dpo", optimizer=optax.sgd(0.1), batch_size=4)
     texts = [part for example in seen.examples for part, counts in example if counts]
@@ -76,7 +74,6 @@ def test_pairs_of_answers_are_shown_one_behind_the_other():
 @pytest.mark.deep
 def test_the_widest_batch_has_whole_pairs():
     """Its loss is that of `train` on it."""
-    pytest.importorskip("tokenizers")
     rows = [{"prompt": "a list", "chosen": " of lists" * n, "rejected": " it"} for n in (1, 2, 6)]
     settings = {"loss": "orpo", "optimizer": optax.sgd(0.0), "batch_size": 2}
     result = jaxonnx.train(GENAI, rows, progress=False, **settings)
@@ -87,7 +84,6 @@ def test_the_widest_batch_has_whole_pairs():
 
 
 def test_answers_with_judgements_are_shown_without_those_of_other_rows():
-    pytest.importorskip("tokenizers")
     rows = [("a list", " of lists", True), ("is", " it", False), ("a", " mutable list", True)]
     rows = [{"prompt": p, "completion": c, "label": good} for p, c, good in rows]
     seen = preview(GENAI, rows, loss="kto", optimizer=optax.sgd(0.1), batch_size=4)
@@ -112,7 +108,6 @@ def test_classes_that_a_teacher_has_are_counted_and_not_tokens():
 
 @pytest.mark.deep
 def test_weights_of_examples_count_in_the_first_loss():
-    pytest.importorskip("tokenizers")
     rows = [{"text": "a list of lists", "weight": 0.0}, {"text": "is a list", "weight": 2.0}]
     settings = {"loss": "causal_lm", "optimizer": optax.sgd(0.0), "batch_size": 2}
     (first,) = jaxonnx.train(GENAI, rows, progress=False, **settings).history.losses
@@ -143,7 +138,6 @@ def test_nothing_changes_and_nothing_is_written(tmp_path):
 
 
 def test_the_command_shows_the_same(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("tokenizers")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.json").write_text(json.dumps(ROWS))
     line = ["train", str(GENAI), "rows.json", "-o", "tuned/", "--loss", "causal_lm"]

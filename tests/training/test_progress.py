@@ -43,7 +43,6 @@ def test_the_length_of_an_epoch_is_learned(capsys):
 
 
 def test_a_notebook_has_one_output_that_is_replaced(monkeypatch, capsys):
-    pytest.importorskip("IPython")
     shown, updates = [], []
 
     class Handle:

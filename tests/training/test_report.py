@@ -186,7 +186,6 @@ def test_the_matrix_of_a_file_with_a_fixed_input_or_for_one_example(inputs, tmp_
 @pytest.mark.deep
 def test_a_page_of_a_decoder_in_few_bits(tmp_path):
     """The file has caches and no packed rows, the validation data the reverse."""
-    pytest.importorskip("tokenizers")
     texts = [{"text": text} for text in ("a list", "of", "the dict has keys")]
     result = jaxonnx.train(
         DATA / "llm" / "qwen3-genai", texts, validation=texts, loss="causal_lm", batch_size=2,
