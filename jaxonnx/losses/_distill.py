@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jaxonnx._data.batches import Batch
 from jaxonnx._require import check_arguments, require, require_integer
 from jaxonnx.errors import TrainingError
-from jaxonnx.llm import label_tokens, take_next_logits
-from jaxonnx.losses._loss import DeriveTargets, Loss, load_second, take_inputs
+from jaxonnx.losses._loss import Loss, load_second, take_inputs
 from jaxonnx.model import Model
 
 
@@ -26,12 +25,6 @@ class Distillation(Loss):
     top: int | None
     next_token: bool
     of_tokens = True
-
-    def prepare(self, model: Model) -> Model:
-        return take_next_logits(model) if self.next_token else model
-
-    def derive(self, model: Model) -> DeriveTargets | None:
-        return label_tokens(model, self.ignore_index) if self.next_token else None
 
     def second(self, model: Model) -> Callable[[Batch], Any] | None:
         """Return a function that adds the teacher's outputs on a batch to its labels.

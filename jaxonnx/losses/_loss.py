@@ -15,7 +15,7 @@ from jaxonnx._display import format_count
 from jaxonnx._graph.values import Value
 from jaxonnx._require import check_arguments, require
 from jaxonnx.errors import TrainingError, UnsupportedError
-from jaxonnx.llm import take_packed_rows
+from jaxonnx.llm import label_tokens, take_next_logits, take_packed_rows
 from jaxonnx.model import Model, as_model
 from jaxonnx.views import PackedRows
 
@@ -115,11 +115,19 @@ class Loss:
         return outputs, targets
 
     def prepare(self, model: Model) -> Model:
-        """Return the model that is trained, of one without caches, unless the data has values."""
-        return model
+        """Return the model that is trained, of one without caches, unless the data has values.
+
+        For `next_token` that is one with the logits of all places.
+        """
+        return take_next_logits(model) if self.next_token else model
 
     def derive(self, model: Model) -> DeriveTargets | None:
-        """Return a function that makes targets where data has none; None if it must have some."""
+        """Return a function that makes targets where data has none; None if it must have some.
+
+        For `next_token` they are the tokens.
+        """
+        if self.next_token:
+            return label_tokens(model, self.ignore_index)
         return None if self.takes_targets else _no_targets
 
     def complete(self, model: Model) -> Mapping[str, tuple[CompleteInput, Any]]:

@@ -15,8 +15,7 @@ from jaxonnx._data.batches import Batch
 from jaxonnx._data.inputs_and_targets import JUDGEMENT
 from jaxonnx._require import check_arguments, require
 from jaxonnx.errors import TrainingError
-from jaxonnx.llm import label_tokens, take_next_logits
-from jaxonnx.losses._loss import DeriveTargets, Loss, load_second, register, take_inputs, totals
+from jaxonnx.losses._loss import Loss, load_second, register, take_inputs, totals
 from jaxonnx.model import Model
 
 
@@ -174,12 +173,6 @@ class PreferenceLoss(GroupLoss):
 
     def caption(self, targets: Any) -> Sequence[str]:
         return ["chosen", "rejected"]
-
-    def prepare(self, model: Model) -> Model:
-        return take_next_logits(model)
-
-    def derive(self, model: Model) -> DeriveTargets | None:
-        return label_tokens(model, self.ignore_index)
 
     def second(self, model: Model) -> Callable[[Batch], Any] | None:
         """Return a function that adds the log-likelihoods of rows by the model to their labels."""

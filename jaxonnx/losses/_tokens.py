@@ -19,7 +19,6 @@ from jaxonnx.llm import (
     decoder_numbers,
     label_tokens,
     take_logits,
-    take_next_logits,
     token_input,
     vocabulary,
 )
@@ -37,12 +36,6 @@ class CausalLoss(ClassLoss):
 
     takes = "tokens, or none: those of the inputs"
     of_tokens = next_token = True
-
-    def prepare(self, model: Model) -> Model:
-        return take_next_logits(model)
-
-    def derive(self, model: Model) -> DeriveTargets | None:
-        return label_tokens(model, self.ignore_index)
 
 
 def causal_lm(*, ignore_index: int = -100, reduction: str = "mean") -> ClassLoss:
