@@ -34,6 +34,9 @@ _NUMBERED = re.compile(
 _OPERATOR = re.compile(r"[./](MatMul|Gemm|Conv)$")
 """A scope that onnxruntime makes of the name of a node that it fuses."""
 
+_SUFFIX = re.compile(r"(\.MatMul)?[./](weight|kernel|qweight)(_\w+)?$")
+"""What the name of a weight has behind that of its module."""
+
 _GATES = {"RNN": "WRB", "GRU": "WRB", "LSTM": "WRBP", "DynamicQuantizeLSTM": "WRBP"}
 """The names of the weights of recurrent operators in the specification."""
 
@@ -146,6 +149,15 @@ class Places:
             if use.name in names_of and use.outer.outputs:
                 names_by_output.setdefault(use.outer.outputs[0], []).extend(names_of[use.name])
         return names_by_output
+
+
+def module_name(weight: str) -> str:
+    """Return the name of the module that a weight belongs to, as Olive and PEFT have it.
+
+    >>> module_name("model.layers.0.attn.q_proj.MatMul.weight_Q4")
+    'model.layers.0.attn.q_proj'
+    """
+    return _SUFFIX.sub("", weight)
 
 
 def is_numbered(name: str) -> bool:

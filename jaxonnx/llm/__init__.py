@@ -31,7 +31,6 @@ from jaxonnx.llm._module_names import (
     find_family,
     find_matrices,
     includes_one,
-    module_name,
     place_vectors,
     table_of,
     torch_axes,

@@ -17,12 +17,11 @@ import numpy as np
 
 from jaxonnx._graph.bind import Graph, Node
 from jaxonnx._graph.uses import Use, Weight, find_tied, uses, uses_by_tensor, weights
-from jaxonnx._graph.weight_names import is_numbered
+from jaxonnx._graph.weight_names import is_numbered, module_name
 from jaxonnx._rewrite.network import Network
 from jaxonnx._weights import is_float
 from jaxonnx.errors import InputError, warn
 
-_SUFFIX = re.compile(r"(\.MatMul)?[./](weight|kernel|qweight)(_\w+)?$")
 _PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _OTHERS = (
@@ -81,15 +80,6 @@ class Block(NamedTuple):
     def invert(self) -> Block:
         """Exchange source and target."""
         return Block(self.target, self.start, self.source, self.first, self.rows)
-
-
-def module_name(weight: str) -> str:
-    """Return the name of the module that a weight belongs to, as Olive and PEFT have it.
-
-    >>> module_name("model.layers.0.attn.q_proj.MatMul.weight_Q4")
-    'model.layers.0.attn.q_proj'
-    """
-    return _SUFFIX.sub("", weight)
 
 
 def name_module(weight: str, aliases: Mapping[str, str]) -> str:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,21 +15,11 @@ import numpy as np
 
 from jaxonnx._files import wrap_errors
 from jaxonnx._graph.roles import running_statistics
-from jaxonnx._graph.uses import find_tied, weights
+from jaxonnx._graph.uses import weights
+from jaxonnx._graph.weight_names import module_name
 from jaxonnx._require import check_arguments
 from jaxonnx._weights import Matrix, is_float
 from jaxonnx.errors import InputError, ModelError, warn
-from jaxonnx.llm import (
-    Block,
-    choose_blocks,
-    describe_base,
-    find_family,
-    includes_one,
-    module_name,
-    place_vectors,
-    table_of,
-    torch_axes,
-)
 from jaxonnx.lora import _files as files
 from jaxonnx.lora import _peft_modules as peft_modules
 from jaxonnx.lora._merge import (
@@ -39,14 +28,16 @@ from jaxonnx.lora._merge import (
     checksum,
     find_chosen,
     index_member,
+    list_adapted,
+    list_members,
     magnitude,
     pair,
-    row_axis,
+    refuse_others,
+    refuse_rows,
     warn_about_ties,
 )
 from jaxonnx.lora._view import Adaption, factor_names, magnitude_name
 from jaxonnx.model import Model
-from jaxonnx.quantization import dequantize
 
 _ABOUT = "jaxonnx.lora"
 """The array of a file that holds its metadata, as JSON."""
@@ -108,11 +99,6 @@ class Adapters:
         return cls(merge.rank, merge.alpha, merge.layouts, values, base)
 
     @property
-    def _members(self) -> set[str]:
-        """The names of the values that are none of the model's tensors."""
-        return {m for name in self.layouts for m in (*pair(name), magnitude(name))}
-
-    @property
     def has_magnitudes(self) -> bool:
         """Whether outputs of weights are scaled to trained norms, as `LoRA(dora=True)` does."""
         return any(magnitude(name) in self.values for name in self.layouts)
@@ -150,11 +136,17 @@ class Adapters:
         if not adapters or len(adapters) != len(weights):
             raise InputError(f"{len(adapters)} adapters and {len(weights)} weights to combine")
         for each in adapters:
-            each._refuse_others(
+            refuse_others(
+                each.values,
+                each.layouts,
                 reason="cannot be combined: merge one, adapters.apply(model), and train another on "
-                "the result"
+                "the result",
             )
-            each._refuse_rows("cannot be combined: save the models, or train on in one run")
+            refuse_rows(
+                each.values,
+                each.layouts,
+                "cannot be combined: save the models, or train on in one run",
+            )
             if each.has_magnitudes:
                 raise InputError(
                     "adapters with magnitudes (DoRA) cannot be combined: these are norms of the "
@@ -211,7 +203,7 @@ class Adapters:
                 "model.merge_adapters(), which computes both"
             )
         self._check(model)
-        warn_about_ties(model, {*self._without_rows, *self.values})
+        warn_about_ties(model, {*list_adapted(self.values, self.layouts), *self.values})
         if self.base and self.base != checksum(model, self.layouts, self.values):
             warn(
                 "the adapters were trained for other values of these weights, and the model may "
@@ -224,7 +216,7 @@ class Adapters:
         constants = model.program.constants
         moved = {n: jnp.asarray(constants[n]) for n in {*params, *self.layouts} & constants.keys()}
         tensors = {**model.state, **model.params, **moved, **values}
-        pairs = self._members
+        pairs = list_members(self.layouts)
         trained = dict.fromkeys([*model.params, *self.layouts, *(params.keys() - pairs)])
         stored = tuple(name for name in self.layouts if not is_float(tensors[name]))
         view = Adaption(tuple(trained), self.rank, self.alpha, self.layouts, stored)
@@ -252,8 +244,12 @@ class Adapters:
           InputError: tensors were trained in full beside the adapters, or magnitudes (DoRA), which
             no such file holds.
         """
-        self._refuse_others()
-        self._refuse_rows(f"have no place in an {files.SUFFIX}: save the model, or an .npz")
+        refuse_others(self.values, self.layouts)
+        refuse_rows(
+            self.values,
+            self.layouts,
+            f"have no place in an {files.SUFFIX}: save the model, or an .npz",
+        )
         if self.has_magnitudes:
             raise InputError(
                 "onnxruntime's adapters have no magnitudes, which DoRA trains: save the model, or "
@@ -267,151 +263,6 @@ class Adapters:
             for member, value in zip(factor_names(name, names), (a, b * scale), strict=True):
                 result[member] = np.ascontiguousarray(value.astype(dtype))
         return result
-
-    def _refuse_others(
-        self,
-        beyond: Collection[str] = (),
-        reason: str = "is not held by this form: leave it out of trainable=, or save an .npz or "
-        "the model",
-    ) -> None:
-        if others := [name for name in self.values if name not in self._members | {*beyond}]:
-            raise InputError(f"'{others[0]}' was trained beside the adapters and {reason}")
-
-    @property
-    def _without_rows(self) -> list[str]:
-        """The weights that have adapters, and not changes of some rows."""
-        return [name for name in self.layouts if find_chosen(self.values, name) is None]
-
-    def _refuse_rows(self, reason: str) -> None:
-        """Raise an InputError if rows of tokens were trained (`Model.with_tokens`)."""
-        if tables := [name for name in self.layouts if name not in self._without_rows]:
-            raise InputError(f"the trained rows of tokens in '{tables[0]}' {reason}")
-
-    def _save_peft(
-        self,
-        path: str | os.PathLike[str],
-        names: Callable[[str], str] | None,
-        model: Model | None,
-        base_model: str | None,
-    ) -> None:
-        """Write a folder of PEFT."""
-        # 1. refuse what PEFT has no form for
-        others = {name: x for name, x in self.values.items() if name not in self._members}
-        meanings = weights(model.graph, model.tensors) if model else {}
-        whole = {n: meanings[n] for n in others if n in meanings and meanings[n].matrix}
-        if not model:
-            self._refuse_others()
-        if stacked := [name for name, place in self.layouts.items() if place.batch]:
-            raise InputError(f"PEFT has no format for the adapter of '{stacked[0]}'; save an .npz")
-        tied = find_tied(model.graph, model.tensors) if model else []
-        if tied := [name for name in tied if name in {*self._without_rows, *others}]:
-            raise InputError(f"{files.describe_ties(tied)}; or save an .npz or the model")
-        kernels = [name for name, place in self.layouts.items() if place.kernel]
-        if kernels and model is None:
-            raise InputError(
-                f"'{kernels[0]}' is the kernel of a convolution, whose shape PEFT has: pass the "
-                "model as well, save(path, model)"
-            )
-        if model is None:
-            self._refuse_rows("need the model as well: save(path, model)")
-        # 2. adapters of weights as those of modules, of which one may be several of these or a part
-        changes = {}
-        for name in self._without_rows:
-            a, b = (np.asarray(self.values[member], np.float32) for member in pair(name))
-            norms = self.values.get(magnitude(name))
-            changes[name] = a, b, None if norms is None else np.asarray(norms, np.float32)
-        rows = {name: len(b) for name, (_, b, _) in changes.items()}
-        more = {n: self.layouts[n] for n in self.layouts if n not in changes}
-        more |= {n: w.matrix for n, w in whole.items() if w.matrix}
-        rows |= {name: place.sizes(meanings[name].shape)[0] for name, place in more.items()}
-        blocks = choose_blocks(model, names, rows)
-        vectors: list[Block] = []
-        if model:
-            vectors = [*chain(*place_vectors(model, others.keys() - whole, blocks).values())]
-            if any(not b.target.endswith((".bias", ".weight")) for b in vectors):
-                self._refuse_others(whole)
-            # PEFT takes each module whose name ends with that of one that was trained in full, too,
-            # and reads all of its tensors
-            saved = {block.target for block in blocks if block.source in whole}
-            saved |= {b.target.removesuffix(".weight") for b in vectors if b.target[-5:] != ".bias"}
-            beside = [b for b in blocks if b.target.endswith((*saved,)) and b.source not in whole]
-            for name in (block.source for block in beside):
-                if name in changes or not is_float(model.tensors[name]):
-                    reason = "it has adapters" if name in changes else "it is in few bits"
-                    raise InputError(
-                        f"PEFT takes the module of '{name}' for one that was trained in full "
-                        f"(modules_to_save), as its name ends with that of such a one, and {reason}"
-                        ": train it in full or without adapters, or save an .npz or the model"
-                    )
-                whole[name] = meanings[name]
-                rows[name] = sum(block.rows for block in blocks if block.source == name)
-            single = (n for n, x in model.tensors.items() if x.ndim == 1 and is_float(x))
-            placed = place_vectors(model, [n for n in single if n not in others], blocks)
-            more = [b for b in chain(*placed.values()) if b.target.endswith((".bias", ".weight"))]
-            more = [b for b in more if b.target.rpartition(".")[0].endswith((*saved,))]
-            vectors += more
-            others |= {block.source: model.tensors[block.source] for block in (*beside, *more)}
-        heights = {}
-        for block in blocks:
-            heights[block.target] = heights.get(block.target, 0) + block.rows
-        moved = peft_modules.move_rows(changes, blocks, heights)
-        if not moved:
-            raise InputError("all adapters are still zero: there is nothing to save for PEFT")
-        for block in (block for block in blocks if block.source in kernels):
-            groups = peft_modules.count_groups(cast(Model, model), block.source)
-            if groups > 1 and self.has_magnitudes:
-                raise InputError(
-                    f"'{block.source}' is the kernel of a convolution in {groups} groups, and for "
-                    "these PEFT has no magnitudes (DoRA): save an .npz or the model"
-                )
-            shape = meanings[block.source].shape
-            moved[block.target] = files.fold_convolution(moved[block.target], shape, groups)
-        lookups = {name for name, place in self.layouts.items() if place.lookup}
-        tables = {block.target for block in blocks if block.source in lookups}
-        # 3. tensors that were trained whole, and biases
-        full: dict[str, np.ndarray] = {}
-        for block in (block for block in blocks if block.source in whole):
-            if not block.rows == heights[block.target] == rows[block.source]:
-                self._refuse_others()
-            axes = torch_axes(cast(Model, model), block.source, whole[block.source])
-            full[block.target] = np.asarray(others[block.source]).transpose(axes)
-        biases: dict[str, np.ndarray] = {}
-        family = find_family(model) if model else ""
-        for block in sorted(vectors, key=lambda block: block.start):
-            module, _, kind = block.target.rpartition(".")
-            into = full if kind == "weight" else biases
-            piece = np.asarray(others[block.source])[block.first : block.first + block.rows]
-            if includes_one(cast(Model, model), block.source, block.target, family):
-                piece = piece.astype(np.float32) - 1
-            into[module] = np.concatenate([into[module], piece]) if block.start else piece
-        about = describe_base(model, base_model)
-        scale, tokens = self.alpha / self.rank, self._read_tokens(model, blocks)
-        files.write_peft(path, moved, scale, about, tables, full, biases, self.base, tokens)
-
-    def _read_tokens(
-        self, model: Model | None, blocks: Sequence[Block]
-    ) -> dict[str, tuple[list[int], np.ndarray]]:
-        """Return the rows that were trained, and their values, by module, as PEFT has them."""
-        tokens: dict[str, tuple[list[int], np.ndarray]] = {}
-        if model is None:
-            return tokens
-        # the model of a run has the changes in its weights, unless these are in few bits
-        merged = model.program.find(Adaption) is None and self.base
-        tied = find_tied(model.graph, model.tensors)
-        is_merged = merged and checksum(model, self.layouts, self.values) != self.base
-        for block in blocks:
-            rows = find_chosen(self.values, block.source) if block.source in self.layouts else None
-            if rows is None:
-                continue
-            place, rows = self.layouts[block.source], np.asarray(rows)
-            a, b = (self.values[member] for member in pair(block.source))
-            (matrix,) = dequantize(model.graph, model.tensors, [block.source]).values()
-            present = matrix.take(rows, row_axis(place))
-            present = present.T if row_axis(place) else present
-            changes = np.asarray(b).T if a.ndim == 1 else np.asarray(a)
-            module = table_of(block.target) if block.source in tied else block.target
-            tokens[module] = rows.tolist(), present if is_merged else present + changes
-        return tokens
 
     def save(
         self,
@@ -446,7 +297,7 @@ class Adapters:
         if os.fspath(path).endswith(files.SUFFIX):
             return files.write_onnx_adapter(path, self.to_inputs(names or module_name))
         if os.path.isdir(path) or not os.fspath(path).endswith(".npz"):
-            return self._save_peft(path, names, model or self.model, base_model)
+            return peft_modules.write(path, self, model or self.model, names, base_model)
         about = json.dumps(self.about).encode()
         arrays = {**self.values, _ABOUT: np.frombuffer(about, np.uint8)}
         from jaxonnx import sparse

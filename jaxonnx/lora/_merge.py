@@ -59,7 +59,7 @@ class Merge:
         return {name: value for name, value in named.items() if value is not None}
 
     def without_factors(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        members = {member for name in self.layouts for member in (*pair(name), magnitude(name))}
+        members = list_members(self.layouts)
         return {name: value for name, value in tensors.items() if name not in members}
 
     def read(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,6 +146,35 @@ def check_scale(rank: Any, alpha: Any) -> None:
 
 def pair(name: str) -> tuple[str, str]:
     return f"{name}.lora_A", f"{name}.lora_B"
+
+
+def list_members(layouts: Mapping[str, Matrix]) -> set[str]:
+    """Return the names of values of adapters that are none of the model's tensors."""
+    return {member for name in layouts for member in (*pair(name), magnitude(name))}
+
+
+def list_adapted(values: Mapping[str, Any], layouts: Mapping[str, Matrix]) -> list[str]:
+    """Return the weights that have adapters, and not changes of some rows."""
+    return [name for name in layouts if find_chosen(values, name) is None]
+
+
+def refuse_others(
+    values: Mapping[str, Any],
+    layouts: Mapping[str, Matrix],
+    beyond: Collection[str] = (),
+    reason: str = "is not held by this form: leave it out of trainable=, or save an .npz or "
+    "the model",
+) -> None:
+    """Raise an InputError if tensors were trained beside the adapters, and `beyond` lacks them."""
+    if others := [name for name in values if name not in list_members(layouts) | {*beyond}]:
+        raise InputError(f"'{others[0]}' was trained beside the adapters and {reason}")
+
+
+def refuse_rows(values: Mapping[str, Any], layouts: Mapping[str, Matrix], reason: str) -> None:
+    """Raise an InputError if rows of tokens were trained (`Model.with_tokens`)."""
+    adapted = list_adapted(values, layouts)
+    if tables := [name for name in layouts if name not in adapted]:
+        raise InputError(f"the trained rows of tokens in '{tables[0]}' {reason}")
 
 
 def row_axis(place: Matrix) -> int:

@@ -6,11 +6,14 @@ import difflib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol, cast
 
+import jax
 import numpy as np
 
 from jaxonnx._graph.uses import Weight, find_tied, uses_by_tensor, weights
+from jaxonnx._graph.weight_names import module_name
+from jaxonnx._weights import Matrix, is_float
 from jaxonnx.errors import InputError
 from jaxonnx.llm import (
     BESIDE_VISION,
@@ -18,20 +21,50 @@ from jaxonnx.llm import (
     HEAD,
     TABLE,
     Block,
+    choose_blocks,
+    describe_base,
     find_blocks,
     find_family,
     find_matrices,
     includes_one,
-    module_name,
     place_vectors,
     table_of,
     torch_axes,
 )
 from jaxonnx.lora import _files as files
 from jaxonnx.lora._files import CONVERTED, Change, Settings
-from jaxonnx.lora._merge import magnitude, pair, unfold_map
+from jaxonnx.lora._merge import (
+    checksum,
+    find_chosen,
+    list_adapted,
+    list_members,
+    magnitude,
+    pair,
+    refuse_others,
+    refuse_rows,
+    row_axis,
+    unfold_map,
+)
+from jaxonnx.lora._view import Adaption
 from jaxonnx.model import Model
 from jaxonnx.quantization import dequantize
+
+
+class Trained(Protocol):
+    """What a folder of PEFT has of `Adapters`."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def alpha(self) -> float: ...
+    @property
+    def layouts(self) -> Mapping[str, Matrix]: ...
+    @property
+    def values(self) -> Mapping[str, jax.Array]: ...
+    @property
+    def base(self) -> str: ...
+    @property
+    def has_magnitudes(self) -> bool: ...
 
 
 def read(
@@ -367,6 +400,138 @@ def _place_weights(
             reason = f"tied here: {files.describe_ties([name])}"
         raise InputError(f"'{os.fspath(path)}': '{key}' was trained in full, and is {reason}")
     return result
+
+
+def write(
+    path: str | os.PathLike[str],
+    adapters: Trained,
+    model: Model | None,
+    names: Callable[[str], str] | None,
+    base_model: str | None,
+) -> None:
+    """Write a folder of PEFT; the arguments are those of `Adapters.save`, which has the errors."""
+    layouts, values = adapters.layouts, adapters.values
+    adapted = list_adapted(values, layouts)
+    # 1. refuse what PEFT has no form for
+    others = {name: x for name, x in values.items() if name not in list_members(layouts)}
+    meanings = weights(model.graph, model.tensors) if model else {}
+    whole = {n: meanings[n] for n in others if n in meanings and meanings[n].matrix}
+    if not model:
+        refuse_others(values, layouts)
+    if stacked := [name for name, place in layouts.items() if place.batch]:
+        raise InputError(f"PEFT has no format for the adapter of '{stacked[0]}'; save an .npz")
+    tied = find_tied(model.graph, model.tensors) if model else []
+    if tied := [name for name in tied if name in {*adapted, *others}]:
+        raise InputError(f"{files.describe_ties(tied)}; or save an .npz or the model")
+    kernels = [name for name, place in layouts.items() if place.kernel]
+    if kernels and model is None:
+        raise InputError(
+            f"'{kernels[0]}' is the kernel of a convolution, whose shape PEFT has: pass the "
+            "model as well, save(path, model)"
+        )
+    if model is None:
+        refuse_rows(values, layouts, "need the model as well: save(path, model)")
+    # 2. adapters of weights as those of modules, of which one may be several of these or a part
+    changes = {}
+    for name in adapted:
+        a, b = (np.asarray(values[member], np.float32) for member in pair(name))
+        norms = values.get(magnitude(name))
+        changes[name] = a, b, None if norms is None else np.asarray(norms, np.float32)
+    rows = {name: len(b) for name, (_, b, _) in changes.items()}
+    more = {n: layouts[n] for n in layouts if n not in changes}
+    more |= {n: w.matrix for n, w in whole.items() if w.matrix}
+    rows |= {name: place.sizes(meanings[name].shape)[0] for name, place in more.items()}
+    blocks = choose_blocks(model, names, rows)
+    vectors: list[Block] = []
+    if model:
+        vectors = [*chain(*place_vectors(model, others.keys() - whole, blocks).values())]
+        if any(not b.target.endswith((".bias", ".weight")) for b in vectors):
+            refuse_others(values, layouts, whole)
+        # PEFT takes each module whose name ends with that of one that was trained in full, too,
+        # and reads all of its tensors
+        saved = {block.target for block in blocks if block.source in whole}
+        saved |= {b.target.removesuffix(".weight") for b in vectors if b.target[-5:] != ".bias"}
+        beside = [b for b in blocks if b.target.endswith((*saved,)) and b.source not in whole]
+        for name in (block.source for block in beside):
+            if name in changes or not is_float(model.tensors[name]):
+                reason = "it has adapters" if name in changes else "it is in few bits"
+                raise InputError(
+                    f"PEFT takes the module of '{name}' for one that was trained in full "
+                    f"(modules_to_save), as its name ends with that of such a one, and {reason}"
+                    ": train it in full or without adapters, or save an .npz or the model"
+                )
+            whole[name] = meanings[name]
+            rows[name] = sum(block.rows for block in blocks if block.source == name)
+        single = (n for n, x in model.tensors.items() if x.ndim == 1 and is_float(x))
+        placed = place_vectors(model, [n for n in single if n not in others], blocks)
+        more = [b for b in chain(*placed.values()) if b.target.endswith((".bias", ".weight"))]
+        more = [b for b in more if b.target.rpartition(".")[0].endswith((*saved,))]
+        vectors += more
+        others |= {block.source: model.tensors[block.source] for block in (*beside, *more)}
+    heights = {}
+    for block in blocks:
+        heights[block.target] = heights.get(block.target, 0) + block.rows
+    moved = move_rows(changes, blocks, heights)
+    if not moved:
+        raise InputError("all adapters are still zero: there is nothing to save for PEFT")
+    for block in (block for block in blocks if block.source in kernels):
+        groups = count_groups(cast(Model, model), block.source)
+        if groups > 1 and adapters.has_magnitudes:
+            raise InputError(
+                f"'{block.source}' is the kernel of a convolution in {groups} groups, and for "
+                "these PEFT has no magnitudes (DoRA): save an .npz or the model"
+            )
+        shape = meanings[block.source].shape
+        moved[block.target] = files.fold_convolution(moved[block.target], shape, groups)
+    lookups = {name for name, place in layouts.items() if place.lookup}
+    tables = {block.target for block in blocks if block.source in lookups}
+    # 3. tensors that were trained whole, and biases
+    full: dict[str, np.ndarray] = {}
+    for block in (block for block in blocks if block.source in whole):
+        if not block.rows == heights[block.target] == rows[block.source]:
+            refuse_others(values, layouts)
+        axes = torch_axes(cast(Model, model), block.source, whole[block.source])
+        full[block.target] = np.asarray(others[block.source]).transpose(axes)
+    biases: dict[str, np.ndarray] = {}
+    family = find_family(model) if model else ""
+    for block in sorted(vectors, key=lambda block: block.start):
+        module, _, kind = block.target.rpartition(".")
+        into = full if kind == "weight" else biases
+        piece = np.asarray(others[block.source])[block.first : block.first + block.rows]
+        if includes_one(cast(Model, model), block.source, block.target, family):
+            piece = piece.astype(np.float32) - 1
+        into[module] = np.concatenate([into[module], piece]) if block.start else piece
+    about = describe_base(model, base_model)
+    scale, tokens = adapters.alpha / adapters.rank, _read_tokens(adapters, model, blocks)
+    files.write_peft(path, moved, scale, about, tables, full, biases, adapters.base, tokens)
+
+
+def _read_tokens(
+    adapters: Trained, model: Model | None, blocks: Sequence[Block]
+) -> dict[str, tuple[list[int], np.ndarray]]:
+    """Return the rows that were trained, and their values, by module, as PEFT has them."""
+    tokens: dict[str, tuple[list[int], np.ndarray]] = {}
+    if model is None:
+        return tokens
+    # the model of a run has the changes in its weights, unless these are in few bits
+    merged = model.program.find(Adaption) is None and adapters.base
+    tied = find_tied(model.graph, model.tensors)
+    is_merged = merged and checksum(model, adapters.layouts, adapters.values) != adapters.base
+    for block in blocks:
+        rows = (
+            find_chosen(adapters.values, block.source) if block.source in adapters.layouts else None
+        )
+        if rows is None:
+            continue
+        place, rows = adapters.layouts[block.source], np.asarray(rows)
+        a, b = (adapters.values[member] for member in pair(block.source))
+        (matrix,) = dequantize(model.graph, model.tensors, [block.source]).values()
+        present = matrix.take(rows, row_axis(place))
+        present = present.T if row_axis(place) else present
+        changes = np.asarray(b).T if a.ndim == 1 else np.asarray(a)
+        module = table_of(block.target) if block.source in tied else block.target
+        tokens[module] = rows.tolist(), present if is_merged else present + changes
+    return tokens
 
 
 def move_rows(

@@ -18,12 +18,12 @@ from jaxonnx._arrays import to_host
 from jaxonnx._display import format_count, list_some
 from jaxonnx._graph.bind import Graph
 from jaxonnx._graph.uses import Use, direct_uses, uses_by_tensor, weights
+from jaxonnx._graph.weight_names import module_name
 from jaxonnx._io import records
 from jaxonnx._io.protos import all_graphs, defined_names, rename_reads, unused_name
 from jaxonnx._rewrite.network import Network
 from jaxonnx._weights import Matrix
 from jaxonnx.errors import InputError, warn
-from jaxonnx.llm import module_name
 from jaxonnx.lora._merge import Merge, magnitude, pair
 from jaxonnx.lowering import LowRank, is_half, merge_change, norm_factors, to_array
 from jaxonnx.views import Addition, View

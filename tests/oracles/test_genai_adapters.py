@@ -10,7 +10,7 @@ import onnx
 import pytest
 
 import jaxonnx
-from jaxonnx.llm._module_names import module_name
+from jaxonnx._graph.weight_names import module_name
 
 pytestmark = [pytest.mark.deep, pytest.mark.filterwarnings("ignore::FutureWarning")]
 pytest.importorskip("torch")
