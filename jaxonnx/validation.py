@@ -21,13 +21,15 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxonnx._compare import (
+    INSTALL,
     Difference,
+    Session,
     compare_arrays,
     compare_integers,
     find_integers,
+    has_onnxruntime,
     largest,
 )
-from jaxonnx._compare.sessions import INSTALL, Session, has_onnxruntime
 from jaxonnx._compare.written import (
     QUANTIZED,
     Origin,

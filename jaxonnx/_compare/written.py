@@ -15,8 +15,17 @@ import numpy as np
 import onnx
 from onnx import GraphProto, ModelProto, TensorProto, helper
 
-from jaxonnx._compare import ROUNDS, Difference, compare_arrays, compare_integers, largest
-from jaxonnx._compare.sessions import NoKernel, Session, has_onnxruntime, saturates
+from jaxonnx._compare import (
+    ROUNDS,
+    Difference,
+    NoKernel,
+    Session,
+    compare_arrays,
+    compare_integers,
+    has_onnxruntime,
+    largest,
+    saturates,
+)
 from jaxonnx._data.random_inputs import draw_inputs, find_sizes
 from jaxonnx._graph.bind import bind
 from jaxonnx._graph.values import Value, to_value

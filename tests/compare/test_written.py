@@ -11,7 +11,7 @@ from jax.extend.core import Primitive
 
 import jaxonnx
 from jaxonnx import demo
-from jaxonnx._compare import sessions, written
+from jaxonnx._compare import Session, written
 from jaxonnx._compare.written import check_written
 from jaxonnx.onnx_out import Nodes, primitive
 
@@ -287,7 +287,7 @@ def test_saved_adapters_are_compared(form, tmp_path, monkeypatch):
 @pytest.fixture
 def wrong_pools(monkeypatch):
     """onnxruntime's default session computes another network than the one that was quantized."""
-    session = sessions.Session
+    session = Session
 
     class Wrong(session):
         def __init__(self, file, **options):

@@ -8,7 +8,7 @@ that the specification asks for.
 import numpy as np
 from onnx import ModelProto, TensorProto, numpy_helper
 
-from jaxonnx._compare.sessions import saturates
+from jaxonnx._compare import saturates
 
 WEIGHTS = {
     "ConvInteger": (1, 3),
