@@ -7,18 +7,9 @@ modules and tensors have in transformers, by `lora` and `export_safetensors`.
 
 from jaxonnx.llm._caches import hide_caches, without_cache
 from jaxonnx.llm._checkpoints import write_checkpoint
-from jaxonnx.llm._configuration import (
-    DECODER_TOKENS,
-    decoder_numbers,
-    find_embeddings,
-    scores_tokens,
-    token_input,
-    vocabulary,
-)
 from jaxonnx.llm._folders import ModelFolder
 from jaxonnx.llm._formats import HubFormat
 from jaxonnx.llm._generate import Continuations, Generator, generate
-from jaxonnx.llm._logits import label_tokens, take_logits, take_next_logits
 from jaxonnx.llm._module_names import (
     BESIDE_VISION,
     FAMILIES,
@@ -38,4 +29,14 @@ from jaxonnx.llm._module_names import (
 from jaxonnx.llm._sampling import Sampling
 from jaxonnx.llm._texts import Texts, take_packed_rows
 from jaxonnx.llm._tokenizer import Tokenizer, make_detokenizer
+from jaxonnx.llm._tokens_and_logits import (
+    DECODER_TOKENS,
+    find_embeddings,
+    label_tokens,
+    scores_tokens,
+    take_logits,
+    take_next_logits,
+    token_input,
+    vocabulary,
+)
 from jaxonnx.llm._vocabulary import add_tokens

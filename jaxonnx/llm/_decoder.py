@@ -22,13 +22,8 @@ from jaxonnx._rewrite.network import Network
 from jaxonnx._run.program import Program
 from jaxonnx.errors import InputError
 from jaxonnx.llm._caches import PaddedCaches, find_padding
-from jaxonnx.llm._configuration import (
-    DECODER_TOKENS,
-    context_length,
-    decoder_numbers,
-    read_decoder_prompt,
-    read_suppressed_tokens,
-)
+from jaxonnx.llm._folders import ModelFolder
+from jaxonnx.llm._tokens_and_logits import DECODER_TOKENS
 from jaxonnx.llm._vision_language import PIXELS
 from jaxonnx.views import CallView, Part
 
@@ -142,14 +137,14 @@ class Decoder:
             table = self.model.tensors.get(dict(names).get("cos_cache", ""))
             limits.append(None if table is None else len(table))
         folder = self.model.folder
-        limits.append(None if folder is None else context_length(folder))
+        limits.append(None if folder is None else folder.context_length)
         return min((limit for limit in limits if limit is not None), default=sys.maxsize)
 
     @cached_property
     def _decoder_prompt(self) -> tuple[list[int | None], list[int]]:
         """The first tokens of the decoder of an encoder-decoder model, and those of languages."""
         folder = self.model.folder
-        if folder is None or decoder_numbers(folder)[0] is None:
+        if folder is None or folder.start_token is None:
             raise InputError(
                 "the model is an encoder with a decoder, and was not loaded from a folder whose "
                 "config.json has decoder_start_token_id, the first token of the decoder: pass "
@@ -367,3 +362,62 @@ def find_head_input(graph: Graph, logits: str) -> str | None:
             return None
         (value,) = sources
     return None
+
+
+def read_decoder_prompt(folder: ModelFolder) -> tuple[list[int | None], list[int]]:
+    """Return the tokens that the decoder behind an encoder begins with, as transformers makes them.
+
+    They are the start token, and Whisper's tokens for language, task and no timestamps or the first
+    token of other models, where `generation_config.json` (or else `config.json`) has some.
+
+    Returns:
+      The tokens, with None for a language that is to be detected, and the tokens of all languages.
+
+    Raises:
+      InputError: the settings name a language or task that they have no token for.
+    """
+    config = folder.read_json("config.json")
+    settings = folder.read_json("generation_config.json") or config
+    languages, tasks = (settings.get(name) or {} for name in ("lang_to_id", "task_to_id"))
+    language, task = settings.get("language"), settings.get("task")
+    tokens: list[int | None] = [folder.start_token]
+    if language is None and task is None:
+        forced = settings.get("forced_decoder_ids") or config.get("forced_decoder_ids") or ()
+        tokens += [pair[1] for pair in sorted(forced, key=lambda pair: pair[0])]
+    if language is not None:
+        names = (str(language).lower(), f"<|{language}|>".lower())
+        tokens[1:2] = [next((languages[name] for name in names if name in languages), None)]
+        if tokens[1] is None:
+            raise InputError(
+                f"'{folder.path}': the language {language!r} is none of lang_to_id in "
+                "generation_config.json; pass decoder_prompt="
+            )
+    elif languages and tokens[1:2] in ([], [None]):
+        tokens[1:2] = [None]
+    if task is not None and task not in tasks:
+        raise InputError(f"'{folder.path}': the task {task!r} is none of {[*tasks]}")
+    if (task or language) and tasks:
+        tokens.append(tasks[task or "transcribe"])
+    for name in ("forced_bos_token_id", "no_timestamps_token_id"):
+        if settings.get(name) not in (None, tokens[-1]):
+            tokens.append(settings[name])
+    open_place = 1 if languages else None
+    tokens = [t for place, t in enumerate(tokens) if t is not None or place == open_place]
+    return tokens, [*languages.values()]
+
+
+def read_suppressed_tokens(folder: ModelFolder) -> tuple[list[int], list[int]]:
+    """Return the tokens that are not generated first, and those that are never generated.
+
+    These are of `begin_suppress_tokens`, `suppress_tokens`, and the words of one token, but for end
+    tokens, of `bad_words_ids`.
+    """
+    settings = folder.read_json("generation_config.json") or folder.read_json("config.json")
+    first, always = (
+        [*(settings.get(name) or ())] for name in ("begin_suppress_tokens", "suppress_tokens")
+    )
+    ends = settings.get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [ends]
+    words = settings.get("bad_words_ids") or ()
+    always += [word[0] for word in words if len(word) == 1 and word[0] not in ends]
+    return first + always, always

@@ -34,6 +34,17 @@ _VARIANT = re.compile(rf"(.+?)_({'|'.join(VARIANTS)}|O[1-4]|q?u?int8_(arm64|avx2
 the processors that optimum and sentence-transformers write files for."""
 MODULES = "modules.json"
 """The file in which sentence-transformers lists a network and the modules behind it."""
+_TRANSCRIPT = "<|startoftranscript|>"
+"""The token that Whisper's transcripts begin with."""
+
+
+_BEHIND_PADDING = {
+    *("camembert", "data2vec-text", "esm", "ibert", "layoutlmv3", "lilt", "longformer", "luke"),
+    *("markuplm", "mluke", "mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta"),
+    *("xlm-roberta-xl", "xmod"),
+}
+"""Model types of transformers whose first position is the one behind `pad_token_id`: the table of
+`max_position_embeddings` has no places for as many tokens."""
 _TASKS = {
     "ForCausalLM": "text-generation",
     "ForSequenceClassification": "text-classification",
@@ -159,6 +170,56 @@ class ModelFolder(Companion):
         number = next((token["id"] for token in added if token["content"] == content), None)
         words = (tokenizer.get("model") or {}).get("vocab")
         return words.get(content) if number is None and isinstance(words, Mapping) else number
+
+    @property
+    def context_length(self) -> int | None:
+        """The context length that the configuration files give, if any does."""
+        settings = self.read_json("config.json")
+        length, fill = settings.get("max_position_embeddings"), settings.get("pad_token_id")
+        if settings.get("model_type") in _BEHIND_PADDING and isinstance(length, int):
+            return length - 1 - (fill if isinstance(fill, int) else 1)
+        nested = settings.get("text_config")
+        for source, name in (
+            (self.read_json(GENAI).get("model", {}), "context_length"),
+            (nested if isinstance(nested, Mapping) else {}, "max_position_embeddings"),
+            (settings, "max_position_embeddings"),
+            (settings, "n_positions"),
+            (settings, "max_target_positions"),
+        ):
+            if isinstance(source.get(name), int):
+                return source[name]
+        return None
+
+    @property
+    def end_tokens(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The tokens that end a text, and those of them at which a runtime stops.
+
+        A runtime reads the first file that names any: genai_config.json, generation_config.json,
+        config.json. The tokenizer's own end token, which is learned, comes before them, as in
+        transformers' Trainer.
+        """
+        files = map(self.read_json, ("generation_config.json", "config.json"))
+        sources = (self.read_json(GENAI).get("model", {}), *files)
+        listed = (source.get("eos_token_id") for source in sources)
+        numbers = next((ids for ids in listed if isinstance(ids, list | int)), [])
+        stops = tuple(numbers) if isinstance(numbers, list) else (numbers,)
+        learned = self.find_special_token("eos_token")
+        return tuple(dict.fromkeys(stops if learned is None else (learned, *stops))), stops
+
+    @property
+    def start_token(self) -> int | None:
+        """The token that the decoder of an encoder-decoder begins with, if the files give it.
+
+        onnxruntime-genai's folders have the start token of Whisper in the tokenizer alone.
+        """
+        files = [self.read_json(name) for name in ("generation_config.json", "config.json")]
+        files.append(self.read_json(GENAI).get("model", {}))
+        name = "decoder_start_token_id"
+        start = next((f[name] for f in files if isinstance(f.get(name), int)), None)
+        if start is None:
+            added = self.read_json("tokenizer.json").get("added_tokens", ())
+            start = next((token["id"] for token in added if token["content"] == _TRANSCRIPT), None)
+        return start
 
     @property
     def repository(self) -> str:

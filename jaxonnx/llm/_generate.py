@@ -29,13 +29,12 @@ from jaxonnx._rewrite.network import Network
 from jaxonnx._run.program import Program
 from jaxonnx.errors import InputError, TrainingError, warn
 from jaxonnx.llm._caches import SHIFT, VISIBLE, EmptyCaches, SharedCaches, omit_caches
-from jaxonnx.llm._configuration import DECODER_TOKENS
 from jaxonnx.llm._decoder import Decoder, Side, find_head_input
 from jaxonnx.llm._images import encode_chat, is_open, stack_images
-from jaxonnx.llm._logits import AllSteps
 from jaxonnx.llm._sampling import Sampling, choose_tokens, stop_tokens
 from jaxonnx.llm._shapes import is_chat
 from jaxonnx.llm._tokenizer import Tokenizer
+from jaxonnx.llm._tokens_and_logits import DECODER_TOKENS, AllSteps
 from jaxonnx.lowering import jit
 from jaxonnx.views import Outputs, Part
 

@@ -16,7 +16,6 @@ import numpy as np
 from jaxonnx._require import require, require_integer
 from jaxonnx._rewrite.network import Network
 from jaxonnx.errors import InputError, warn
-from jaxonnx.llm._configuration import read_end_tokens
 from jaxonnx.llm._folders import GENAI, ModelFolder
 
 _USUAL_TOP_K = 50
@@ -161,7 +160,7 @@ def stop_tokens(model: Network) -> tuple[int, ...]:
 
     vLLM and transformers' Trainer add the tokenizer's as well, which training appends to texts.
     """
-    return () if model.folder is None else read_end_tokens(model.folder)[0]
+    return () if model.folder is None else model.folder.end_tokens[0]
 
 
 def process_logits(

@@ -18,7 +18,6 @@ from jaxonnx._display import format_count
 from jaxonnx._require import require, require_choice, require_integer
 from jaxonnx.errors import TrainingError
 from jaxonnx.llm._chat_templates import Chat
-from jaxonnx.llm._configuration import read_end_tokens
 from jaxonnx.llm._images import COLUMNS, ImageReader, RowImages
 from jaxonnx.llm._shapes import (
     VARIABLES,
@@ -430,7 +429,7 @@ class Reader:
         turns = [f"number {n} of {format_count(k, 'chat')}" for n, k in sorted(self.others.items())]
         turns[_SHOWN:] = ["..."] * (len(turns) > _SHOWN)
         done = [f"{n} {'skipped' if how == 'skip' else how}" for how, n in self.long.items()]
-        ends, stops = read_end_tokens(self.tokenizer.folder)
+        ends, stops = self.tokenizer.folder.end_tokens
         notes = (
             (
                 done,

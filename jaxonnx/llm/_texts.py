@@ -19,7 +19,6 @@ from jaxonnx._data.padding import CLOSE
 from jaxonnx._data.ragged import Padding, masks_and_positions, segment_input
 from jaxonnx._rewrite.network import Network, enter
 from jaxonnx.errors import TrainingError
-from jaxonnx.llm._configuration import DECODER_TOKENS, context_length, token_input, vocabulary
 from jaxonnx.llm._images import ImageReader
 from jaxonnx.llm._shapes import (
     LABELS,
@@ -33,6 +32,7 @@ from jaxonnx.llm._shapes import (
 )
 from jaxonnx.llm._text_examples import Reader, TextSettings, read_weight
 from jaxonnx.llm._tokenizer import Tokenizer
+from jaxonnx.llm._tokens_and_logits import DECODER_TOKENS, token_input, vocabulary
 from jaxonnx.views import PackedRows, find_packing
 
 LENGTH = 1024
@@ -307,7 +307,7 @@ def _limit(model: Network, settings: TextSettings) -> int:
       TrainingError: `max_length` is more than the model has positions for.
     """
     assert model.folder is not None
-    table = context_length(model.folder)
+    table = model.folder.context_length
     tokens = token_input(model)
     most_of_tokenizer = model.folder.read_json("tokenizer_config.json").get("model_max_length")
     fixed = [v.shape[1] for v in model.inputs if v.name == tokens and len(v.shape or ()) > 1]  # type: ignore[index]

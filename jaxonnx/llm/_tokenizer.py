@@ -22,7 +22,6 @@ from jaxonnx._require import describe
 from jaxonnx._rewrite.network import Network
 from jaxonnx.errors import InputError, TrainingError, warn
 from jaxonnx.llm._chat_templates import MARK, Chat, ChatTemplates, import_package, take_marks
-from jaxonnx.llm._configuration import read_end_tokens
 from jaxonnx.llm._folders import ModelFolder
 from jaxonnx.llm._shapes import is_chat, to_messages
 
@@ -337,7 +336,7 @@ class Tokenizer:
     @functools.cached_property
     def ends(self) -> list[int]:
         """The tokens that end a text. The first one is appended to texts for training."""
-        return [*read_end_tokens(self.folder)[0]]
+        return [*self.folder.end_tokens[0]]
 
     def is_ended(self, text: str) -> bool:
         """Check whether a text ends with one of the tokens that end texts, and spaces."""

@@ -16,7 +16,6 @@ from jaxonnx.errors import TrainingError
 from jaxonnx.llm import (
     DECODER_TOKENS,
     Tokenizer,
-    decoder_numbers,
     label_tokens,
     take_logits,
     token_input,
@@ -217,7 +216,7 @@ class ForcedLoss(ClassLoss):
         if DECODER_TOKENS not in kinds or model.folder is None:
             return {}
         kind = kinds[DECODER_TOKENS] or np.int64
-        start, fill = decoder_numbers(model.folder)
+        start, fill = model.folder.start_token, model.folder.padding_token or 0
         if start is None:
             return {}
         ignored = IGNORED if self.ignore_index is None else self.ignore_index

@@ -1,4 +1,4 @@
-"""The logits of language models, for all steps, and the tokens as their labels."""
+"""Tokens and logits of language models: inputs, outputs of all steps, labels, embeddings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._data.ragged import IGNORED, Ragged, derived_inputs, masks_and_positions
+from jaxonnx._data.ragged import IGNORED, Ragged, derived_inputs, masks_and_positions, token_inputs
 from jaxonnx._graph.ancestors import ancestors
 from jaxonnx._graph.bind import Graph, Node
 from jaxonnx._graph.values import Value
@@ -20,12 +20,78 @@ from jaxonnx.errors import TrainingError
 from jaxonnx.views import CallView, Outputs
 
 N = TypeVar("N", bound=Network)
+DECODER_TOKENS = "decoder_input_ids"
+"""The input of the decoder of an encoder-decoder, as Hugging Face names it: labels, shifted."""
 LOGITS = "logits"
 """The output of language models that exporters and runtimes agree on."""
 _FEATURES = "hidden_states", "last_hidden_state"
 """Outputs of networks without a layer of logits."""
 _CROSS = re.compile(r"(.*[._/])?(encoder[._/].*|decoder_input_ids)")
 """Inputs of an encoder-decoder, or of its decoder alone."""
+
+
+def token_input(model: Network, what: str = "the data has texts") -> str:
+    """Return the name of the input that takes tokens.
+
+    Args:
+      what: what needs it, for the error.
+
+    Raises:
+      TrainingError: the model has no input of integers.
+    """
+    spare = derived_inputs(model.inputs)
+    kinds = [(v.name, v.dtype) for v in model.inputs if v.name not in spare]
+    integers = [name for name, kind in kinds if kind is not None and kind.kind in "iu"]
+    if not integers:
+        raise TrainingError(f"{what}, and the model has no input of tokens")
+    return "input_ids" if "input_ids" in integers else integers[0]
+
+
+def vocabulary(model: Network) -> int | None:
+    """Return the size of the vocabulary: the last axis of the logits, if it is a number."""
+    shapes = {value.name: value.shape for value in model.outputs}
+    shape = shapes.get("logits", model.outputs[0].shape)
+    return shape[-1] if shape and isinstance(shape[-1], int) else None
+
+
+def scores_tokens(model: Network) -> bool:
+    """Check whether the first output has a score for each token of the vocabulary at each place."""
+    shape = model.outputs[0].shape
+    tables = {v.rows for v in model.inputs if v.name in token_inputs(model.inputs)} - {None}
+    return shape is not None and len(shape) == 3 and vocabulary(model) in tables
+
+
+def find_embeddings(model: Network) -> dict[str, float]:
+    """Return the values that are embeddings of tokens, each with the factor that scales it.
+
+    Raises:
+      TrainingError: the model has no embeddings.
+    """
+    tokens = token_input(model, "neftune adds noise to embeddings")
+    producers, tensors = model.graph.producers, model.tensors
+    same = ("Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze")  # tokens pass through these
+
+    def source(name: str) -> str:
+        while name in producers and producers[name].op.name in same:
+            name = producers[name].inputs[0]
+        return name
+
+    values = {
+        node.outputs[0]: 1.0
+        for node in model.graph.nodes
+        if node.op.like == "Gather" and source(node.inputs[1]) == tokens
+    }
+    if not values:
+        raise TrainingError(
+            f"neftune adds noise to embeddings, and no Gather reads rows by the input '{tokens}'"
+        )
+    for node in model.graph.nodes:
+        if node.op.name == "Mul":
+            for value, factor in (node.inputs, node.inputs[::-1]):
+                number = tensors.get(source(factor), ())
+                if source(value) in values and np.size(number) == 1:
+                    values[source(value)] = float(np.asarray(number).item())
+    return values
 
 
 def take_logits(model: N) -> N:
