@@ -195,7 +195,10 @@ class _Lines(_Rows):
 
     def _write(self, file, rows):
         for row in rows:
-            finite = {n: None if _is_nan_or_infinite(value) else value for n, value in row.items()}
+            finite = {  # JSON has neither NaN nor infinities
+                name: None if isinstance(x, float) and not math.isfinite(x) else x
+                for name, x in row.items()
+            }
             file.write(json.dumps(finite) + "\n")
 
 
@@ -348,7 +351,3 @@ def _scalars(metrics: Mapping[str, Any]) -> Iterator[tuple[str, int | float]]:
     for name, value in metrics.items():
         if isinstance(value, int | float) and name not in ("epoch", "step"):
             yield f"{group}/{name}", value
-
-
-def _is_nan_or_infinite(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)

@@ -166,7 +166,9 @@ class RowStream(Source):
             left = {name: column[whole:] for name, column in columns.items()}
             if whole:
                 seed = reading.seed
-                seed = None if seed is None else _combine(seed, epoch, number)
+                if seed is not None:
+                    numbers = np.random.SeedSequence((seed, epoch, number))
+                    seed = int(numbers.generate_state(1)[0])
                 columns = {name: column[:whole] for name, column in columns.items()}
                 buffer = replace(reading, batch_size=size, seed=seed, padding=padding)
                 yield from read_arrays(columns, buffer, self.what).batches(0)
@@ -178,7 +180,3 @@ class RowStream(Source):
         if not steps:
             hint = "; an iterator serves one epoch" if epoch and self.spent else ""
             raise TrainingError(f"the data has no examples in epoch {epoch + 1}{hint}")
-
-
-def _combine(*numbers: int) -> int:
-    return int(np.random.SeedSequence(numbers).generate_state(1)[0])

@@ -235,7 +235,8 @@ def _write_weights(target: Path, arrays: Arrays, check: bool) -> Counter[str]:
         shard: dict[str, np.ndarray] = {}
         for key in (*arrays, None):
             value = arrays[key]() if key else np.empty(0)
-            if key is None or (shard and _count_bytes(shard) + value.nbytes > SHARD):
+            size = sum(x.nbytes for x in (*shard.values(), value))
+            if key is None or (shard and size > SHARD):
                 path = Path(scratch, str(len(shards)))
                 write_safetensors(path, shard, {"format": "pt"})
                 if check:
@@ -262,10 +263,6 @@ def _write_weights(target: Path, arrays: Arrays, check: bool) -> Counter[str]:
         size = {"total_size": sum(types.values())}
         _write_json(target / _INDEX, {"metadata": size, "weight_map": places})
     return types
-
-
-def _count_bytes(arrays: Mapping[str, np.ndarray]) -> int:
-    return sum(value.nbytes for value in arrays.values())
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

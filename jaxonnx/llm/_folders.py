@@ -36,8 +36,6 @@ MODULES = "modules.json"
 """The file in which sentence-transformers lists a network and the modules behind it."""
 _TRANSCRIPT = "<|startoftranscript|>"
 """The token that Whisper's transcripts begin with."""
-
-
 _BEHIND_PADDING = {
     *("camembert", "data2vec-text", "esm", "ibert", "layoutlmv3", "lilt", "longformer", "luke"),
     *("markuplm", "mluke", "mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta"),

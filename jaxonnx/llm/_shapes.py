@@ -104,10 +104,6 @@ def is_chat(value: Any) -> bool:
     return _is_list_of_objects(value) and len(value) > 0
 
 
-def _read_messages(row: Mapping[str, Any], names: Names) -> Texts:
-    return Texts([], (to_messages(row["messages"], names),))
-
-
 def _read_conversations(row: Mapping[str, Any], names: Names) -> Texts:
     messages = to_messages(row["conversations"], names)
     return Texts([], (_begin_with_system(row) + messages,))
@@ -117,14 +113,6 @@ def _read_instruction(row: Mapping[str, Any], names: Names) -> Texts:
     text = "\n\n".join(filter(None, (row["instruction"], row.get("input"))))
     prompt = [*_begin_with_system(row), {"role": "user", "content": text}]
     return Texts(prompt, (_to_answer(row["output"]),))
-
-
-def _read_prompt(row: Mapping[str, Any], names: Names) -> Texts:
-    return _to_texts(row["prompt"], (row["completion"],), names)
-
-
-def _read_judged(row: Mapping[str, Any], names: Names) -> Texts:
-    return _to_texts(row["prompt"], (row["completion"], row[_OTHER]), names)
 
 
 def add_other_answers(rows: Iterable[Row], before: Any = None) -> Iterator[Row]:
@@ -157,10 +145,6 @@ def _read_preference(row: Mapping[str, Any], names: Names) -> Texts:
         count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         return Texts(chosen[:count], (chosen[count:], rejected[count:]))
     return Texts(to_messages(prompt, names), (chosen, rejected))
-
-
-def _read_text(row: Mapping[str, Any], names: Names) -> Texts:
-    return Texts("", (row["text"],))
 
 
 def _to_texts(prompt: Any, answers: Sequence[Any], names: Names) -> Texts:
@@ -230,7 +214,7 @@ SHAPES = (
     Shape(
         ("messages",),
         VARIABLES,
-        _read_messages,
+        lambda row, names: Texts([], (to_messages(row["messages"], names),)),
         '{"messages": [{"role": "user", "content": "..."}, '
         '{"role": "assistant", "content": "..."}]}',
     ),
@@ -243,7 +227,7 @@ SHAPES = (
     Shape(
         ("prompt", "completion"),
         VARIABLES,
-        _read_prompt,
+        lambda row, names: _to_texts(row["prompt"], (row["completion"],), names),
         '{"prompt": "...", "completion": "..."} (texts, or lists of messages)',
     ),
     Shape(
@@ -252,11 +236,11 @@ SHAPES = (
         _read_instruction,
         '{"instruction": "...", "input": "...", "output": "..."}',
     ),
-    Shape(("text",), (), _read_text, '{"text": "..."}'),
+    Shape(("text",), (), lambda row, names: Texts("", (row["text"],)), '{"text": "..."}'),
     Shape(
         ("prompt", "completion", JUDGEMENT),
         (_OTHER, *VARIABLES),
-        _read_judged,
+        lambda row, names: _to_texts(row["prompt"], (row["completion"], row[_OTHER]), names),
         '{"prompt": "...", "completion": "...", "label": true} (for the loss "kto")',
         "kto",
     ),

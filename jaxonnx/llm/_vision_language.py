@@ -10,7 +10,7 @@ encoder and the embedding have a prefix; those of the decoder stay.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,7 @@ class VisionLanguage(ModelFolder):
             part.graph.output.extend(proto.graph.output if not prefix else header.graph.output)
             if prefix:
                 part.ir_version = header.ir_version
-                drop = partial(_drop_prefix, prefix)
+                drop = methodcaller("removeprefix", prefix)
                 rename_values(part.graph, drop, drop)
             parts.append(part)
         _restore(parts[1], headers[1], paths[1].parent)
@@ -275,10 +275,6 @@ def _restore(part: ModelProto, header: ModelProto, folder: Path) -> None:
 def _adder(prefix: str, names: set[str] | None = None) -> Callable[[str], str]:
     """Return a function that adds a prefix to names, or to some of them."""
     return lambda name: prefix + name if name and (names is None or name in names) else name
-
-
-def _drop_prefix(prefix: str, name: str) -> str:
-    return name.removeprefix(prefix)
 
 
 def _tensors(graph: GraphProto) -> set[str]:

@@ -342,7 +342,9 @@ def _format_row(layer: Layer) -> tuple[str, ...]:
         count = f"{layer.parameters:,}"
         trained = f"{layer.trained:,}" if layer.trained else "no"
         trained = "yes" if layer.trained == layer.parameters else trained
-    shape = "?" if layer.shape is None else _format_shape(layer.shape)
+    shape = "?"
+    if layer.shape is not None:
+        shape = ", ".join("?" if d is None else str(d) for d in layer.shape) or "scalar"
     return layer.name, layer.operator, shape, count, trained
 
 
@@ -472,7 +474,3 @@ def _ratio(model: Network, node: Node) -> float:
     if ratio is None or ratio.size != 1 or ratio.dtype == object:
         return float("nan")
     return float(ratio.reshape(()))
-
-
-def _format_shape(shape: tuple) -> str:
-    return ", ".join("?" if d is None else str(d) for d in shape) or "scalar"

@@ -218,9 +218,5 @@ def _primitive(name: str, plain: Callable, on_tpu: Callable) -> Primitive:
     return primitive
 
 
-def _expand_codes(code: jax.Array, axes: Axes) -> list[jax.Array]:
-    return [_templates.expand(code, axes)]
-
-
 _search_p = _primitive("search", _templates.search, search_on_tpu)
-_expand_p = _primitive("expand", _expand_codes, expand_on_tpu)
+_expand_p = _primitive("expand", lambda code, axes: [_templates.expand(code, axes)], expand_on_tpu)

@@ -118,7 +118,11 @@ def evaluate_objective(
                 goal.fit(shapes, batch.targets, batch.weight)
                 fitting.add(sizes)
             if sums is None:
-                sums = jax.tree.map(_wide, goal.start(shapes, batch))
+                # numbers in 64 bits
+                sums = jax.tree.map(
+                    lambda x: x.astype(np.int64 if x.dtype.kind in "iu" else np.float64),
+                    goal.start(shapes, batch),
+                )
                 if examples.targets is not None:
                     names = getattr(examples, "classes", None)
                     goal.check_labels(examples.targets, shapes, "data", names)
@@ -138,8 +142,3 @@ def evaluate_objective(
     with jax.enable_x64(True):
         values = goal.values({**sums, **whole})
     return {n: x.with_names(labels) if hasattr(x, "with_names") else x for n, x in values.items()}
-
-
-def _wide(x: np.ndarray) -> np.ndarray:
-    """Return a number in 64 bits."""
-    return x.astype(np.int64 if np.issubdtype(x.dtype, np.integer) else np.float64)

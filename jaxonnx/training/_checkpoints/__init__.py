@@ -273,10 +273,12 @@ class Checkpoints:
     def _arrays(self, step: int, tree: Any, seals: list[int | str]) -> Any:
         args = self._orbax.args
         leaves, structure = jax.tree.flatten(tree)
-        like = [
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_restored_sharding(x, seal))
-            for x, seal in zip(map(_data, leaves), seals, strict=True)
-        ]
+        like = []
+        for x, seal in zip(map(_data, leaves), seals, strict=True):
+            # where an array is restored to, if it is sharded or was when it was saved
+            several = len(x.sharding.device_set) > 1 or isinstance(seal, str)
+            place = x.sharding if several else None
+            like.append(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place))
         parts = args.Composite(leaves=args.StandardRestore(like))
         restored = self._manager.restore(step, args=parts)
         check(restored["leaves"], seals)
@@ -393,12 +395,6 @@ def _copy_for_writing(x: Any) -> Any:
     if isinstance(x, np.ndarray) or x.is_fully_replicated:  # a resumed run has its best in NumPy
         return np.array(x)
     return jnp.copy(x) if next(iter(x.sharding.device_set)).platform == "cpu" else x
-
-
-def _restored_sharding(x: jax.Array, seal: int | str) -> jax.sharding.Sharding | None:
-    """Return the sharding to restore to, if the array is sharded or was when it was saved."""
-    several = len(x.sharding.device_set) > 1 or isinstance(seal, str)
-    return x.sharding if several else None
 
 
 def _like(data: jax.Array, x: jax.Array) -> jax.Array:
