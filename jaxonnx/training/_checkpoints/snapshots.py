@@ -9,10 +9,9 @@ from jaxonnx._data.batches import Source
 from jaxonnx._display import format_count
 from jaxonnx._mesh.processes import Processes
 from jaxonnx.errors import TrainingError
-from jaxonnx.lora import Adaption
 from jaxonnx.model import Model
 from jaxonnx.training._checkpoints import Checkpoints, NotWritten, Position
-from jaxonnx.training._checkpoints.objectives import describe_objective
+from jaxonnx.training._checkpoints.identity import describe_run
 from jaxonnx.training._loop.history import ROLLED_BACK, SKIPPED
 from jaxonnx.training._loop.reporter import Reporter
 from jaxonnx.training._loop.stopping import Interrupted, Monitor, PatienceEnded, Stop
@@ -64,17 +63,7 @@ class Snapshots:
         self.checkpoints: Checkpoints | None = None
         """To be entered, and left at the end of the run."""
         if settings.checkpoint_dir is not None:
-            lora = step.model.program.find(Adaption)
-            same = {**settings.resumable, "batch_size": examples.size}
-            same |= describe_objective(step, settings, state)
-            same |= {
-                "lora": lora and f"LoRA(alpha={lora.alpha:g}, dropout={lora.dropout:g})",
-                "patience": settings.patience,
-                "updates": step.updates,
-                "phases": step.phases,
-                "preprocess": examples.resumable,
-                "data": examples.identity,
-            }
+            same = describe_run(step, examples, settings, state)
             tensors = {**step.model.params, **step.model.state}
             learned = {*state.params, *state.state}
             frozen = {name: x for name, x in tensors.items() if name not in learned}

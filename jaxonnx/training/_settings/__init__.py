@@ -98,23 +98,6 @@ class Settings(_VALUES):
         return tuple(hooks)
 
     @property
-    def resumable(self) -> dict[str, Any]:
-        """The arguments that a run resumed from a checkpoint must share."""
-        arguments = list_arguments("TrainArguments").items()
-        same = {name: getattr(self, name) for name, entry in arguments if entry.argument.resume}
-        padding = Padding.of(self.pad, self.length_buckets)
-        same["pad"] = {name: float(x) for name, x in padding.pad.items()} or None
-        scheme = None if self.quantize is None else Quantization.of(self.quantize)
-        same["fixed"] = self.fixed and {n: np.asarray(x).tolist() for n, x in self.fixed.items()}
-        same["batching"] = sorted(self.batching or ()) or None
-        same["quantize"] = scheme and scheme.as_json
-        for name in ("class_weights", "dropout"):
-            if isinstance(same[name], Mapping):
-                same[name] = _comparable(same[name]) or None
-        same["length_buckets"] = None if padding.buckets is None else [*padding.buckets]
-        return same
-
-    @property
     def of_optimizer(self) -> dict[str, Any]:
         """The settings of an optimizer by name that have a value."""
         values = {name: getattr(self, name) for name in list_arguments(OptimizerArguments)}
@@ -180,13 +163,6 @@ def _describe_values(value: Any, entry: Declaration) -> str:
         number = "a finite number"
     limits = f"of at least {least}" if above is None else f"above {above}"
     return f"{number} {limits}" + ("" if below is None else f", below {below}")
-
-
-def _comparable(value: Any) -> Any:
-    """Return weights or ratios by name as a checkpoint has them."""
-    if isinstance(value, Mapping):
-        return {str(name): _comparable(x) for name, x in value.items()}
-    return value if isinstance(value, str) else float(value)
 
 
 Gradient = Callable[[Any], Any]

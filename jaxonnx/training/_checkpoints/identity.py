@@ -1,4 +1,4 @@
-"""Describe what a run optimizes, so that another run does not continue its checkpoints."""
+"""Describe a run by values of JSON, so that another run does not continue its checkpoints."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ import jax
 import numpy as np
 from optax import InjectStatefulHyperparamsState
 
-from jaxonnx._arguments import RATE
+from jaxonnx._arguments import RATE, list_arguments
 from jaxonnx._arrays import to_host
+from jaxonnx._data.batches import Source
+from jaxonnx._data.ragged import Padding
 from jaxonnx._io.checkpoints import crc
+from jaxonnx.lora import Adaption
 from jaxonnx.losses import FunctionLoss, Loss, find_by_output
+from jaxonnx.quantization import Quantization
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._step import State, Step
 
@@ -27,7 +31,50 @@ _PHASES = ("dense", "dynamic", "products")
 """Options of sparsity that a resumed run may have otherwise."""
 
 
-def describe_objective(step: Step, settings: Settings, state: State) -> dict[str, Any]:
+def describe_run(step: Step, examples: Source, settings: Settings, state: State) -> dict[str, Any]:
+    """List the values that a resumed run must share: arguments, objective, adapters, data.
+
+    Args:
+      settings: as the user gave them.
+      state: of a run at its start.
+    """
+    # 1. The arguments that are declared so.
+    arguments = list_arguments("TrainArguments").items()
+    same = {name: getattr(settings, name) for name, entry in arguments if entry.argument.resume}
+    padding = Padding.of(settings.pad, settings.length_buckets)
+    same["pad"] = {name: float(x) for name, x in padding.pad.items()} or None
+    scheme = None if settings.quantize is None else Quantization.of(settings.quantize)
+    fixed = settings.fixed
+    same["fixed"] = fixed and {name: np.asarray(x).tolist() for name, x in fixed.items()}
+    same["batching"] = sorted(settings.batching or ()) or None
+    same["quantize"] = scheme and scheme.as_json
+    for name in ("class_weights", "dropout"):
+        if isinstance(same[name], Mapping):
+            same[name] = _comparable(same[name]) or None
+    same["length_buckets"] = None if padding.buckets is None else [*padding.buckets]
+    same["batch_size"] = examples.size
+    # 2. What it optimizes, and the rest.
+    lora = step.model.program.find(Adaption)
+    return {
+        **same,
+        **_describe_objective(step, settings, state),
+        "lora": lora and f"LoRA(alpha={lora.alpha:g}, dropout={lora.dropout:g})",
+        "patience": settings.patience,
+        "updates": step.updates,
+        "phases": step.phases,
+        "preprocess": examples.resumable,
+        "data": examples.identity,
+    }
+
+
+def _comparable(value: Any) -> Any:
+    """Return weights or ratios by name as a checkpoint has them."""
+    if isinstance(value, Mapping):
+        return {str(name): _comparable(x) for name, x in value.items()}
+    return value if isinstance(value, str) else float(value)
+
+
+def _describe_objective(step: Step, settings: Settings, state: State) -> dict[str, Any]:
     """Describe loss, optimizer, sparsity and augmentation by values of JSON.
 
     An optimizer of optax is described by the constants that its state has as hyperparameters
@@ -38,13 +85,13 @@ def describe_objective(step: Step, settings: Settings, state: State) -> dict[str
       state: of a run at its start.
     """
     loss, chosen = step.settings.loss, settings.optimizer
-    result: dict[str, Any] = {"loss": None, "augment": describe(settings.augment)}
+    result: dict[str, Any] = {"loss": None, "augment": _describe(settings.augment)}
     if loss is not None:
         shares = {
             output: part[1] if isinstance(part, tuple) else 1.0
             for output, part in (loss.items() if isinstance(loss, Mapping) else ((None, loss),))
         }
-        parts = {output: describe(x) for output, x in find_by_output(loss).items()}
+        parts = {output: _describe(x) for output, x in find_by_output(loss).items()}
         whole = {str(o): [text, shares[o]] for o, text in parts.items()}
         result["loss"] = parts[None] if [*parts] == [None] else whole
         starts = [x.compares_with_start for x in find_by_output(loss).values()]
@@ -83,12 +130,12 @@ def describe_objective(step: Step, settings: Settings, state: State) -> dict[str
     return result | {"sparsity": sparsity}
 
 
-def describe(value: Any) -> str | None:
+def _describe(value: Any) -> str | None:
     """Describe a loss, a function, a name or a list of them by names and the numbers in it."""
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, list | tuple):
-        return ", ".join(str(describe(x)) for x in value)
+        return ", ".join(str(_describe(x)) for x in value)
     inner = value
     while isinstance(inner, partial | FunctionLoss) and not getattr(inner, "name", None):
         inner = inner.func if isinstance(inner, partial) else inner.function
