@@ -21,6 +21,7 @@ from jaxonnx._rewrite.network import Network, enter
 from jaxonnx.errors import TrainingError
 from jaxonnx.llm._images import ImageReader
 from jaxonnx.llm._shapes import (
+    COMPARED,
     LABELS,
     SCORED,
     SHAPES,
@@ -491,11 +492,12 @@ class LabelReader:
                 f"jaxonnx.losses.in_batch_negatives(negatives={count - 2}) compares these"
                 + (other if count > self.group else "")
             )
-        if self.group == 1 and count > 2:
+        if self.group == 1 and shape in COMPARED:
             raise TrainingError(
                 f"{name} has rows with {columns}, and only the loss "
-                f"jaxonnx.losses.in_batch_negatives(negatives={count - 2}) reads so many texts; "
-                'else a row is like {"text": "..."}'
+                f"jaxonnx.losses.in_batch_negatives(negatives={count - 2}) compares these: here a "
+                'row is one text, {"text": "..."}, or a pair that is scored together, '
+                f"{SCORED[0].example}"
             )
 
     def _encode(self, where: str, row: Any, shape: Shape) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -401,6 +401,7 @@ def test_texts_that_a_loss_compares_are_read_apart(tmp_path, columns):
         ),
         (2, losses.in_batch_negatives(negatives=1), r"negatives=0\) compares these$"),
         (3, BINARY, r"only the loss jaxonnx.losses.in_batch_negatives\(negatives=1\)"),
+        (2, BINARY, r"only the loss jaxonnx.losses.in_batch_negatives\(negatives=0\)"),
     ],
 )
 def test_rows_of_another_number_of_texts_are_refused(tmp_path, columns, loss, message):
@@ -408,7 +409,10 @@ def test_rows_of_another_number_of_texts_are_refused(tmp_path, columns, loss, me
     rows = [dict(zip(names, TEXTS, strict=False)) | {"label": 1.0}] * 3
     with pytest.raises(jaxonnx.Error, match=message):
         jaxonnx.train(write(tmp_path, classes=1), rows, loss=loss)
-    if columns == 3 and isinstance(loss, str) and loss != BINARY:
+    if loss == BINARY:
+        with pytest.raises(jaxonnx.Error, match=message):
+            write(tmp_path, classes=6).predict(rows)
+    elif columns == 3:
         jaxonnx.train(write(tmp_path), rows, loss=loss, columns={"negative": "unused"})
 
 
