@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
-from jaxonnx._jaxpr import Program, bind_equation, is_program, live
+from jaxonnx._jaxpr import Program, bind_equation, is_program, live, programs
 
 LEAST = 1024
 """The fewest equations that need not be compiled, for a program to be cut."""
@@ -260,7 +260,10 @@ class _Signs:
         self._programs: dict[int, int] = {}
 
     def of_equation(self, equation: JaxprEqn) -> int:
-        params = self._describe({**equation.params})
+        params = {**equation.params}
+        if equation.primitive.name.startswith("custom_"):  # nothing differentiates a piece
+            params = {"programs": programs(params)}
+        params = self._describe(params)
         atoms = tuple(map(self._describe_atom, equation.invars))
         results = tuple(v.aval for v in equation.outvars)
         return self._number((equation.primitive, equation.ctx, params, atoms, results))

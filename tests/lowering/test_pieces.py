@@ -26,10 +26,18 @@ def compilations():
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
+@jax.custom_jvp
+def halve(x):
+    return x * 0.5
+
+
+halve.defjvp(lambda x, dx: (halve(*x), halve(*dx)))
+
+
 def layer(x, weight, cache, place):
     """Change a row of a cache, and read all of it."""
     for _ in range(4):
-        x = jnp.tanh(x @ weight) * 0.5 + x
+        x = halve(jnp.tanh(x @ weight)) + x
     cache = jax.lax.dynamic_update_slice(cache, x[:1], (place, 0))
     return x + cache.mean(0), cache
 
