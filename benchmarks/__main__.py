@@ -146,7 +146,7 @@ def compare(network: str, phase: str, folder: Path, options) -> dict[str, Worker
                 continue
             workers[system] = worker
             worker.measure(1)
-            counts[system] = max(1, min(1000, round(MEASURE_S / worker.measure(2))))
+            counts[system] = max(3, min(1000, round(MEASURE_S / worker.measure(2))))
         for _ in range(options.rounds):
             for system, worker in workers.items():
                 worker.times.append(worker.measure(counts[system]))

@@ -3,8 +3,8 @@
     python -m benchmarks.worker <network> <system> <train | forward> <file> <clock>
 
 Prints a line of JSON when the first step has ended, with what XLA says that a step costs. Then, for
-each line with a number on standard input, runs one step and so many more, and prints the seconds of
-one of the latter and the peak of memory so far. The clock is "wall" or "cpu".
+each line with a number on standard input, runs two steps and so many more, and prints the seconds
+of one of the latter and the peak of memory so far. The clock is "wall" or "cpu".
 """
 
 import json
@@ -41,7 +41,7 @@ def main() -> None:
     Path("/proc/self/clear_refs").write_text("5")
     for line in sys.stdin:
         count = int(line)
-        run(1)  # the system may have taken pages from a process that waits
+        run(2)  # the system may have taken pages from a process that waits
         start = clock()
         run(count)
         answer(seconds=(clock() - start) / count, memory=resident("VmHWM"))
