@@ -227,7 +227,7 @@ class LossArguments(TypedDict, total=False):
 
     A function `(outputs, targets)` returns a scalar, or one value per example along the first axis.
     Losses are averaged over the examples of the batch. A scalar also includes the examples that
-    fill a short batch.
+    fill a short batch of training.
 
     For a model with several outputs, pass a dict from output name to loss, or to a pair (loss,
     weight). Targets are then a dict by output name as well, and the weighted losses are added.

@@ -459,6 +459,12 @@ def iterate_inputs(batches: Iterable[Batch], values: Sequence[Value]) -> Iterato
       batches: of examples.
       values: the inputs of the model.
     """
+    for batch in batches:
+        yield tuple(drop_fill(batch, values).inputs)
+
+
+def drop_fill(batch: Batch, values: Sequence[Value]) -> Batch:
+    """Return a batch without the examples of weight 0; as it is where the file fixes its size."""
     shapes = {v.name: v.shape or (None,) for v in values if v.shape != () and not v.whole}
     sizes = {shape[0] for shape in shapes.values() if not isinstance(shape[0], int)}
     # the axis of examples may come later: recurrent states are [layers, batch, size]
@@ -466,14 +472,16 @@ def iterate_inputs(batches: Iterable[Batch], values: Sequence[Value]) -> Iterato
         name: next((i for i, size in enumerate(shape) if size in sizes), None)
         for name, shape in shapes.items()
     }
-    for batch in batches:
-        counted = np.flatnonzero(np.asarray(batch.weight))
-        if 0 < len(counted) < len(batch.weight) and None not in axes.values():
-            where = [(slice(None),) * (axes.get(v.name) or 0) for v in values]
-            pairs = zip(batch.inputs, values, where, strict=True)
-            yield tuple(x[(*i, counted)] if v.name in axes else x for x, v, i in pairs)
-        else:
-            yield tuple(batch.inputs)
+    counted = np.flatnonzero(np.asarray(batch.weight))
+    if not axes or None in axes.values() or not 0 < len(counted) < len(batch.weight):
+        return batch
+    where = [(slice(None),) * (axes.get(v.name) or 0) for v in values]
+    pairs = zip(batch.inputs, values, where, strict=True)
+    return Batch(
+        tuple(x[(*i, counted)] if v.name in axes else x for x, v, i in pairs),
+        jax.tree.map(lambda x: x[counted], batch.targets),
+        batch.weight[counted],
+    )
 
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from onnx import ModelProto
 
 from jaxonnx._arguments import DataArguments, check_names, documented
 from jaxonnx._data import images
-from jaxonnx._data.batches import Source, prefetch
+from jaxonnx._data.batches import Source, drop_fill, prefetch
 from jaxonnx._data.inputs_and_targets import is_zero_or_one
 from jaxonnx._data.kinds import open_data
 from jaxonnx._display import track_batches
@@ -117,6 +117,9 @@ def evaluate_objective(
             if sizes not in fitting:
                 goal.fit(shapes, batch.targets, batch.weight)
                 fitting.add(sizes)
+            if not np.all(batch.weight) and goal.counts_fill(shapes, batch.targets):
+                batch = drop_fill(batch, model.inputs)
+                outputs = model(*batch.inputs)
             if sums is None:
                 # numbers in 64 bits
                 sums = jax.tree.map(

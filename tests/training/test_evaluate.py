@@ -140,6 +140,26 @@ def test_yes_and_no():
     assert result["roc_curve"].area == pytest.approx(oracle.roc_auc_score(y[:, 0], x[:, 0]))
 
 
+def test_scalars_do_not_count_what_fills_a_batch():
+    """keras#8421: an own metric of the same data differed with the size of the batches."""
+    model, (x, y) = jaxonnx.load(mlp()), examples(21)
+
+    def accuracy(outputs, targets):
+        return (outputs.argmax(-1) == targets).mean()
+
+    def loss(outputs, targets):
+        return optax.softmax_cross_entropy_with_integer_labels(outputs, targets).mean()
+
+    outputs = model(x)
+    expected = {"loss": float(loss(outputs, y)), "accuracy": float(accuracy(outputs, y))}
+    row = jaxonnx.evaluate(model, (x, y), loss=loss, metrics=[accuracy], batch_size=8)
+    assert row == pytest.approx(expected, rel=1e-6)
+    settings = {"loss": loss, "metrics": [accuracy], "batch_size": 8, "optimizer": optax.sgd(0.0)}
+    history = jaxonnx.train(model, (x, y), validation=(x, y), **settings).history
+    validated = {name: history.epochs[-1][f"validation_{name}"] for name in expected}
+    assert validated == pytest.approx(expected, rel=1e-6)
+
+
 def test_a_mean_over_nothing_is_not_a_number():
     """As PyTorch's: 0 would be the best loss."""
     x, y = examples(8)

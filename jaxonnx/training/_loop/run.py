@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._data.batches import Batch, Source
+from jaxonnx._data.batches import Batch, Source, drop_fill
 from jaxonnx._data.inputs_and_targets import is_zero_or_one
 from jaxonnx._mesh.processes import Processes
 from jaxonnx.errors import Error, TrainingError, warn
@@ -306,7 +306,9 @@ class _Validation:
     ):
         self._step, self._held_out, self._batches = step, held_out, batches
         self._interrupt = interrupt
-        self._sums = None if held_out is None else step.sums(batches.first, batches.checks.shapes)
+        first = batches.first, batches.checks.shapes
+        self._sums = None if held_out is None else step.sums(*first)
+        self._drops_fill = held_out is not None and step.counts_fill(*first)
         self._evaluate: Callable = step.compile(step.evaluate)
 
     def __call__(self, state: State, epoch: int) -> dict[str, float]:
@@ -314,6 +316,7 @@ class _Validation:
             return {}
         sums = self._sums
         for batch in self._interrupt.iterate(self._held_out.batches(epoch)):
+            batch = drop_fill(batch, self._step.model.inputs) if self._drops_fill else batch
             batch = self._batches.put(batch, "a batch of validation", self._held_out)
             sums = self._evaluate(sums, state, batch, self._step.frozen)
         return self._step.row(sums)

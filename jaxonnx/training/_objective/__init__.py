@@ -219,6 +219,19 @@ class Objective:
             pair = self._select_output(measure.output, shapes, targets)
             metrics.check(name, measure.given, measure.reader, *pair, weight)
 
+    def counts_fill(self, shapes: Any, targets: Any) -> bool:
+        """Check whether a loss or metric is a scalar, which includes the fill of a short batch."""
+        values = [
+            jax.eval_shape(term.loss.__call__, *self._loss_arguments(term, shapes, targets))
+            for term in self.terms
+            if term.loss.denominator == "examples"
+        ]
+        for measure in self.measures.values():
+            if callable(measure.given):
+                pair = self._select_output(measure.output, shapes, targets)
+                values.append(jax.eval_shape(measure.given, *pair))
+        return any(not value.shape for value in values)
+
     def check_labels(self, targets: Any, shapes: Any, what: str, classes: Any = None) -> None:
         """Refuse labels that are not classes, and other classes than those of the outputs."""
         for term in self.terms:

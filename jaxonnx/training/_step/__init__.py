@@ -175,6 +175,13 @@ class Step(ABC):
           classes: the names of all classes, where the data have them.
         """
 
+    def counts_fill(self, batch: Any, shapes: Any) -> bool:
+        """Check whether `evaluate` has a scalar loss or metric and takes batches of any size.
+
+        Such a scalar includes the examples that fill a short batch, which are left out for it.
+        """
+        return False
+
     @abstractmethod
     def sums(self, batch: Any, shapes: Any = None) -> Any:
         """Return the zero sums that `evaluate` starts from, for batches like this one.

@@ -294,6 +294,9 @@ class GradientStep(Step):
     def check_labels(self, targets: Any, shapes: Any, what: str, classes: Any = None) -> None:
         self._goal.check_labels(targets, shapes, what, classes)
 
+    def counts_fill(self, batch: Any, shapes: Any) -> bool:
+        return self._goal.counts_fill(shapes, self.as_batch(batch).targets)
+
     def sums(self, batch: Any, shapes: Any = None) -> Any:
         shapes = self.check(batch) if shapes is None else shapes
         return self._goal.start(shapes, self.as_batch(batch))
