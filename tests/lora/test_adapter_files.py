@@ -97,8 +97,8 @@ def test_what_computes_something_else_is_refused(model, tmp_path, monkeypatch):
 
 
 TWICE = ["MatMul", "MatMul, batch", "Gemm", "Gemm, transB", "Gemm, alpha", "Transpose", "Gather"]
-FORMS = "nodes", "inputs"
-TWICE = [(kind, False, form) for kind in (*TWICE, "4 bits", "a scale a row") for form in FORMS]
+TWICE += ["4 bits", "a scale a row"]
+TWICE = [(kind, False, form) for kind in TWICE for form in ("nodes", "inputs")]
 TWICE += [("MatMul", True, "nodes"), ("nf4", True, "nodes")]  # magnitudes are no inputs
 
 
