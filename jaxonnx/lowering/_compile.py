@@ -159,7 +159,7 @@ class jit:
         program = traced.jaxpr
         if id(program) not in self._pieces:
             donated = [info.donated for info in jax.tree.leaves(traced.args_info)]
-            pieces = cut(program, donated, partial(jit, onednn=self._onednn))
+            pieces = cut(program, donated, partial(jit, onednn=self._onednn, units=self._units))
             self._pieces[id(program)] = program, pieces
         _, pieces = self._pieces[id(program)]
         if pieces is None:
