@@ -1,7 +1,7 @@
 """Formulations that are fast on each platform, equal to the plain ones up to rounding."""
 
 from jaxonnx.lowering._attention_layout import separate_heads
-from jaxonnx.lowering._compile import jit
+from jaxonnx.lowering._compile import jit, keep_apart
 from jaxonnx.lowering._contract import (
     contract,
     contract_p,

@@ -23,6 +23,7 @@ from platform import machine
 from typing import Any
 
 import jax
+from jax import lax
 
 from jaxonnx.lowering._pieces import Pieces, cut
 
@@ -65,6 +66,14 @@ _uses_onednn = ContextVar("_uses_onednn", default=False)
 def uses_onednn() -> bool:
     """Check whether the program that is being lowered is compiled with oneDNN."""
     return _uses_onednn.get()
+
+
+def keep_apart(y: Any) -> Any:
+    """Keep the result of a product from what follows, in a program compiled with oneDNN.
+
+    XLA lets oneDNN apply a maximum with zero that follows, which turns NaN into zero.
+    """
+    return lax.optimization_barrier(y) if uses_onednn() and isinstance(y, jax.Array) else y
 
 
 @cache

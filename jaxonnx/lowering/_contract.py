@@ -23,6 +23,8 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from jaxonnx.lowering._compile import keep_apart
+
 
 class Form(Protocol):
     """A hashable description of T(a, b, c), linear in its floating point arguments."""
@@ -284,7 +286,7 @@ def product_rounded(a, b):
 def product(a, b):
     """Multiply matrices (with the same leading axes); half precision gives float32."""
     if not (is_half(a) and is_half(b)) or not isinstance(b, np.ndarray | jax.Array):
-        return a @ b
+        return keep_apart(a @ b)
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
         return a.astype(np.float32) @ b.astype(np.float32)
     return contract(Product(2), 2, a, b)
@@ -301,6 +303,6 @@ def merges() -> bool:
 def rows(x, w):
     """Multiply rows x (..., K) by a matrix w (K, M); half precision gives float32."""
     if not (merges() or is_half(x)):
-        return x @ w
+        return keep_apart(x @ w)
     y = product(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), w)
     return y.reshape(*x.shape[:-1], w.shape[1])

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxonnx.lowering._compile import uses_onednn
+from jaxonnx.lowering._compile import keep_apart, uses_onednn
 from jaxonnx.lowering._contract import Rule, contract, is_half, on_platforms
 from jaxonnx.lowering._stored_array import KernelFirst
 from jaxonnx.lowering._taps import UNROLLED, Taps
@@ -141,8 +141,7 @@ class Conv:
             feature_group_count=self.groups,
             preferred_element_type=dtype,
         )
-        # XLA lets oneDNN apply a Relu that follows, which turns NaN into 0
-        return lax.optimization_barrier(y) if uses_onednn() else y
+        return keep_apart(y)
 
     def plain(self, out, u, v):
         dtype = self._dtype(out, u, v)

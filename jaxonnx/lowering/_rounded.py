@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxonnx.lowering._compile import uses_onednn
+from jaxonnx.lowering._compile import keep_apart, uses_onednn
 from jaxonnx.lowering._contract import Form, Rule, on_platform, on_platforms
 from jaxonnx.lowering._conv import Conv
 from jaxonnx.lowering._taps import UNROLLED
@@ -132,6 +132,9 @@ class RoundedForm:
         Without units both factors are rounded, so that the processor of an accelerator's machine
         shows what training on the accelerator would do.
         """
+        return keep_apart(self._on_cpu(out, u, v, mapped, split))
+
+    def _on_cpu(self, out, u, v, mapped: bool, split: bool):
         contract, form = on_platform("cpu", self.form, mapped, split), self.form
 
         def round_factors():

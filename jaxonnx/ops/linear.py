@@ -28,7 +28,7 @@ def matmul(a, b):
     else:
         y = a @ b
     # NumPy gives a product of bfloat16 matrices in float32.
-    return cast(y, a.dtype)
+    return cast(lowering.keep_apart(y), a.dtype)
 
 
 MATRICES = "a (_, _), b (_, _)"
@@ -50,6 +50,7 @@ def _gemm(a, b, c, alpha, beta, transpose_a, transpose_b):
     else:
         b = b.T if transpose_b else b
         y = cast(a @ b, a.dtype) if single else lowering.product(a, b)
+    y = lowering.keep_apart(y)
     dtype = y.dtype
     if alpha != 1:
         y = (alpha * y).astype(dtype)

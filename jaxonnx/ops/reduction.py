@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxonnx import lowering
 from jaxonnx._weights import einsum as summed
 from jaxonnx.errors import NodeError
 from jaxonnx.lowering import is_half
@@ -180,7 +181,8 @@ def einsum(*xs, equation):
     # what the sum of several factors has in between is not rounded
     first, *others = xs
     wide = np.float32 if len(others) > 1 and is_half(first) else None
-    return jnp.einsum(equation, *xs, preferred_element_type=wide).astype(first.dtype)
+    y = jnp.einsum(equation, *xs, preferred_element_type=wide)
+    return lowering.keep_apart(y).astype(first.dtype)
 
 
 @op("TopK", since=11)

@@ -132,13 +132,15 @@ def test_casts_to_fewer_bits_and_back_round(dtype):
     np.testing.assert_allclose(product, x.T @ rounded, atol=1e-3)
 
 
-def test_an_option_that_a_release_does_not_know_is_left_out(monkeypatch):
-    options = {"cpu": {"xla_cpu_no_such_option": True}}
-    monkeypatch.setattr(_compile, "OPTIONS", options)
+@pytest.mark.parametrize("table", ["OPTIONS", "FOR_UNITS"])
+def test_an_option_that_a_release_does_not_know_is_left_out(table, monkeypatch):
+    rest = {} if table == "OPTIONS" else _compile.compiler_options("cpu")
+    monkeypatch.setattr(_compile, table, {"cpu": {"xla_cpu_no_such_option": True}})
     _compile.compiler_options.cache_clear()
     try:
-        assert _compile.compiler_options("cpu") == {}
-        np.testing.assert_array_equal(jit(lambda x: 2 * x, onednn=True)(np.arange(3)), [0, 2, 4])
+        assert _compile.compiler_options("cpu", units=True) == rest
+        double = jit(lambda x: 2 * x, onednn=True, units=True)
+        np.testing.assert_array_equal(double(np.arange(3)), [0, 2, 4])
     finally:
         _compile.compiler_options.cache_clear()
 

@@ -214,3 +214,42 @@ def test_a_network_that_transposes_a_product(precision, units):
         for p in (None, precision)
     ]
     np.testing.assert_allclose(*losses, rtol=2e-2)
+
+
+@pytest.mark.parametrize("product", ["Gemm", "MatMul", "Einsum"])
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_a_maximum_of_a_product_and_zero_keeps_nan(product, precision):
+    """oneDNN, which takes a product with a transposed factor, would apply it and return zero."""
+    rows, terms, columns = 4096, 301, 64
+    w = np.random.default_rng(0).normal(size=(terms, columns)).astype(np.float32)
+    x = np.random.default_rng(1).normal(size=(terms, rows)).astype(np.float32)
+    x[5, 3] = np.nan
+    attributes = {"Gemm": {"transA": 1}, "MatMul": {}, "Einsum": {"equation": "km,kn->mn"}}
+    nodes = [helper.make_node("Conv", ["image", "kernel"], ["convolved"])]
+    nodes += [helper.make_node("Transpose", ["x"], ["turned"])] * (product == "MatMul")
+    first = "turned" if product == "MatMul" else "x"
+    nodes += [
+        helper.make_node(product, [first, "w"], ["y"], **attributes[product]),
+        helper.make_node("Max", ["y", "zero"], ["z"]),
+    ]
+    ends = [("x", [terms, rows]), ("image", [1, 1, 4, 4]), ("z", [rows, columns])]
+    ends += [("convolved", [1, 1, 2, 2])]
+    values = [helper.make_tensor_value_info(n, TensorProto.FLOAT, shape) for n, shape in ends]
+    tensors = {"w": w, "kernel": np.ones((1, 1, 3, 3)), "zero": np.zeros(())}
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        values[:2],
+        values[2:],
+        [numpy_helper.from_array(v.astype(np.float32), n) for n, v in tensors.items()],
+    )
+    model = jaxonnx.load(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)]))
+
+    def run(params, x, image):
+        return model.apply(params, x, image, state=model.state)[0]
+
+    rounded = None if precision is None else jnp.bfloat16
+    function = run if rounded is None else round_products(run, rounded)
+    compiled = model.program.jit(function, rounded)
+    z = compiled(model.params, x, np.zeros((1, 1, 4, 4), np.float32))
+    np.testing.assert_array_equal(np.isnan(z), np.arange(rows)[:, None] == np.full(columns, 3))

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxonnx import lowering
 from jaxonnx._weights import matrix
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.activation import gelu, relu, softmax
@@ -69,7 +70,7 @@ def gemm_float8(
 ):
     """activation(alpha * A' B' + beta * C), accumulated in float32; scales are factors."""
     a, b = widen(a), widen(b)
-    y = alpha * ((a.T if transA else a) @ (b.T if transB else b))
+    y = alpha * lowering.keep_apart((a.T if transA else a) @ (b.T if transB else b))
     for scale in (scale_a, scale_b):
         y = y if scale is None else y * scale
     y = y if c is None or beta == 0 else y + beta * widen(c)

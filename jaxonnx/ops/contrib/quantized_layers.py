@@ -9,6 +9,7 @@ from typing import Unpack
 import jax.numpy as jnp
 import numpy as np
 
+from jaxonnx import lowering
 from jaxonnx._weights import along, with_scales
 from jaxonnx.errors import NodeError
 from jaxonnx.lowering import KernelFirst, RoundedArray, product
@@ -185,7 +186,7 @@ def qgemm(
         raise NodeError("y_zero_point needs a y_scale")
     a = dequantize_linear(a, a_scale, a_zero_point)
     b = dequantize_linear(b, b_scale, b_zero_point, axis=0 if transB else 1)
-    y = alpha * ((a.T if transA else a) @ (b.T if transB else b))
+    y = alpha * lowering.keep_apart((a.T if transA else a) @ (b.T if transB else b))
     if c is not None:
         y = y + c.astype(y.dtype) * (alpha * a_scale * b_scale)
     if y_zero_point is not None:
