@@ -95,6 +95,13 @@ class Source(ABC):
         """Free the memory of a cache; the batches can be read as before."""
 
 
+class DataEnded(TrainingError):
+    """Raised when an iterator is asked for an epoch after its only one."""
+
+
+SERVES_ONE_EPOCH = "an iterator serves one epoch: pass a list, a loader or a function of the epoch"
+
+
 class DerivedSource(Source):
     """A source of the batches of another one, which it changes or divides otherwise."""
 
@@ -340,12 +347,9 @@ class Stream(Source):
                 weight[:count] = checked_weights(weights, count, what)
             yield Batch(filled[0], filled[1], weight)
         if not latest:
-            hint = (
-                "; an iterator serves one epoch: pass a list, a loader or a function of the epoch"
-            )
-            raise TrainingError(
-                f"{self.what} has no batches in epoch {epoch + 1}{hint if epoch else ''}"
-            )
+            hint = f"; {SERVES_ONE_EPOCH}" if epoch else ""
+            kind = DataEnded if epoch and self.spent else TrainingError
+            raise kind(f"{self.what} has no batches in epoch {epoch + 1}{hint}")
 
     def _batch_as_it_is(self, pair: Any, weights: Any, what: str, latest: dict[Any, Any]) -> Batch:
         """Return a batch whose inputs are passed whole; it cannot be filled up."""

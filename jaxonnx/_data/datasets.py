@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxonnx._data.arrays import iterate_stream, to_columns
-from jaxonnx._data.batches import Batch, Source
+from jaxonnx._data.batches import SERVES_ONE_EPOCH, Batch, DataEnded, Source
 from jaxonnx._data.kinds import (
     Data,
     Reading,
@@ -178,5 +178,7 @@ class RowStream(Source):
                     raise TrainingError(self.explain())
                 break
         if not steps:
-            hint = "; an iterator serves one epoch" if epoch and self.spent else ""
-            raise TrainingError(f"the data has no examples in epoch {epoch + 1}{hint}")
+            what = f"the data has no examples in epoch {epoch + 1}"
+            if epoch and self.spent:
+                raise DataEnded(f"{what}; {SERVES_ONE_EPOCH}")
+            raise TrainingError(what)

@@ -9,10 +9,10 @@ from onnx import ModelProto
 
 from jaxonnx._arguments import check_names, documented
 from jaxonnx._data.augment import augment_examples
-from jaxonnx._data.batches import Examples
+from jaxonnx._data.batches import SERVES_ONE_EPOCH, Examples
 from jaxonnx._display import format_count
 from jaxonnx._mesh.processes import Processes
-from jaxonnx.errors import warn
+from jaxonnx.errors import TrainingError, warn
 from jaxonnx.model import Model, as_model
 from jaxonnx.training._data import DataSources, choose_loss, fit_to_data, open_data, read_data
 from jaxonnx.training._loop.memory import explain_memory_errors
@@ -190,6 +190,9 @@ def prepare_run(
     run_data = read_data(net, settings, opened)
     # 3. The step, for a run whose length is known now.
     settings = settings.with_length(run_data.examples.steps)
+    fixed = settings.max_steps is None and settings.steps_per_epoch is None
+    if fixed and run_data.examples.spent and settings.epochs != 1:
+        raise TrainingError(f"epochs={settings.epochs}: {SERVES_ONE_EPOCH}, or epochs=1")
     settings = replace(settings, samples=opened.data.convert_samples(settings.samples))
     step = build_step(
         run_data.model,

@@ -284,3 +284,32 @@ def test_dropout_drops_in_training_only():
     assert min(losses) > 1e-3
     assert losses == run(0).losses != run(1).losses
     assert all(row["validation_loss"] < 1e-6 for row in run(0).epochs)
+
+
+@pytest.mark.parametrize(
+    ("limits", "rows", "steps"),
+    [({"max_steps": 100}, 1, 3), ({"steps_per_epoch": 2, "epochs": 5}, 1, 3)],
+    ids=["max_steps", "steps_per_epoch"],
+)
+def test_an_iterator_that_ends_before_the_run_leaves_a_trained_model(net, limits, rows, steps):
+    batches = [(X, Y), (X[::-1], Y[::-1]), (X, Y)]
+    with pytest.warns(UserWarning, match="an iterator serves one epoch"):
+        result = train(net, iter(batches), batch_size=None, **limits)
+    assert f"step {steps}" in result.history.stopped
+    assert len(result.history.epochs) == rows
+    expected = train(net, batches, batch_size=None, epochs=1)
+    for name, value in expected.model.params.items():
+        np.testing.assert_array_equal(result.model.params[name], value)
+
+
+def test_an_iterator_for_several_epochs_is_refused_before_it_is_read(net):
+    drawn = []
+
+    def draw():
+        for _ in range(3):
+            drawn.append(1)
+            yield X, Y
+
+    with pytest.raises(jaxonnx.TrainingError, match="epochs=2: an iterator serves one epoch"):
+        train(net, draw(), epochs=2, batch_size=None)
+    assert len(drawn) <= 1

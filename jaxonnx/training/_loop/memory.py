@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from jaxonnx._data.batches import DataEnded
 from jaxonnx._files import memory
 from jaxonnx._limits import format_bytes
 from jaxonnx._run.failures import convert_errors, is_out_of_memory, requested_size
@@ -87,12 +88,19 @@ def _check(size: int, more: int, devices: Any) -> None:
 
 
 def to_stop(error: Any, state: State, several: bool) -> Any:
-    """Convert an out-of-memory error to a `Stop`, if the weights survive; return others as is.
+    """Convert an error that leaves the weights as they are to a `Stop`; return others as is.
+
+    These are the end of an iterator, and an out-of-memory error if the weights survive.
 
     Raises:
       JaxRuntimeError, MemoryError: the weights are lost, no step was taken, or other processes take
         part in the run.
+      DataEnded: other processes take part in the run.
     """
+    if isinstance(error, DataEnded):
+        if several:
+            raise error
+        return Stop(str(error), int(state.count))
     if not isinstance(error, EXHAUSTED):
         return error
     if not is_out_of_memory(error) or isinstance(error, Error) or several or not _survives(state):

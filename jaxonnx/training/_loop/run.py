@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._data.batches import Batch, Source, drop_fill
+from jaxonnx._data.batches import Batch, DataEnded, Source, drop_fill
 from jaxonnx._data.inputs_and_targets import is_zero_or_one
 from jaxonnx._mesh.processes import Processes
 from jaxonnx.errors import Error, TrainingError, warn
@@ -117,8 +117,9 @@ def run(
                     if is_new and (ends or not settings.validate_every):
                         state = close(state, epoch + 1, count, ends)
             snapshots.finish(state)
-        except (Stop, KeyboardInterrupt, *EXHAUSTED) as error:
+        except (Stop, KeyboardInterrupt, DataEnded, *EXHAUSTED) as error:
             # 8. The run ends early, with the best weights that there are.
+            state = snapshots.flush(state) if isinstance(error, DataEnded) else state
             end = to_stop(error, state, processes.several)
             batches.checks.catch_up()  # wrong labels may be why a loss is not finite
             state = snapshots.end_early(end, state)
