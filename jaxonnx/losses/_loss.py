@@ -218,7 +218,7 @@ class Loss:
             if not jnp.issubdtype(targets.dtype, jnp.integer):
                 use = "real targets use loss='squared_error'"
                 if targets.shape == shape:
-                    use = "mixtures of classes use loss='softmax_cross_entropy'"
+                    use = f"mixtures of classes use loss='softmax_cross_entropy', for {use}"
                 raise TrainingError(
                     f"{what} needs integer labels; they are {targets.dtype}: {self.name} is a loss "
                     f"of classes, for {use}"

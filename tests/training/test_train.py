@@ -70,7 +70,7 @@ def test_short_batches_are_not_compiled_again(small):
 
     result = train(small, examples(19), loss=loss, epochs=3, validation=examples(5))
     assert len(result.history.losses) == 9
-    assert traced == [(8, 4)] * 4  # two checks of shapes, the step, the validation
+    assert traced == [(8, 4)] * 5  # three checks of shapes, the step, the validation
 
 
 @pytest.mark.deep
