@@ -11,13 +11,10 @@ to bfloat16 and the processor has units for it, all networks are compiled with o
 them for convolutions and for the gradients of weights.
 """
 
-from __future__ import annotations
-
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from platform import machine
 from typing import Any
@@ -95,21 +92,6 @@ def compiler_options(platform: str, units: bool = False) -> dict[str, Any]:
     return options
 
 
-@dataclass(frozen=True)
-class InPieces:
-    """A function as `jit.in_pieces` returns it."""
-
-    pieces: Pieces
-    structure: Any
-    """The pytree of its results."""
-    static: Sequence[str]
-    """Named arguments that are no arrays."""
-
-    def __call__(self, *args: Any, **named: Any) -> Any:
-        arrays = {name: value for name, value in named.items() if name not in self.static}
-        return self.structure.unflatten(self.pieces(jax.tree.leaves((args, arrays))))
-
-
 class jit:
     """Compile a function as `jax.jit` does, on request with the options for this platform.
 
@@ -155,7 +137,7 @@ class jit:
                 raise
         return self._within(*args, **named)
 
-    def in_pieces(self, *args: Any, **named: Any) -> jit | InPieces:
+    def in_pieces(self, *args: Any, **named: Any) -> Callable[..., Any]:
         """Return the function for arguments like these; that of a deep network runs in pieces.
 
         The first call compiles each kind of piece. On several devices, or other platforms than CPU,
@@ -173,8 +155,14 @@ class jit:
         _, pieces = self._pieces[id(program)]
         if pieces is None:
             return self
+        structure = jax.tree.structure(traced.out_info)
         static = self._settings.get("static_argnames", ())
-        return InPieces(pieces, jax.tree.structure(traced.out_info), static)
+
+        def call(*args: Any, **named: Any) -> Any:
+            dynamic = {name: value for name, value in named.items() if name not in static}
+            return structure.unflatten(pieces(jax.tree.leaves((args, dynamic))))
+
+        return call
 
     @cached_property
     def _pieces(self) -> dict[int, tuple[Any, Pieces | None]]:

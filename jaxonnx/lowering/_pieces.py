@@ -9,14 +9,12 @@ between two pieces are arrays in memory, which XLA cannot fuse away: a cut is wh
 needed.
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
@@ -35,8 +33,7 @@ LAYERS = 4
 class _Call:
     """A call of a compiled function on values of the program, by their places."""
 
-    function: Any
-    """A `jit` of the inputs, in order."""
+    function: Callable[..., Sequence[Any]]
     inputs: Sequence[int]
     outputs: Sequence[int]
     last: Sequence[int]
@@ -51,13 +48,12 @@ class Pieces:
     constants: Sequence[Any]
     results: Sequence[int | Literal]
     """Places of values, or numbers."""
-    types: Sequence[jax.ShapeDtypeStruct]
-    """Of the values by their places: constants, arguments and results of calls."""
+    size: int
 
     def __call__(self, arguments: Sequence[Any]) -> list[Any]:
         """Return the results on arrays, of which those that are donated are deleted."""
         values: list[Any] = [*self.constants, *arguments]
-        values += [None] * (len(self.types) - len(values))
+        values += [None] * (self.size - len(values))
         for call in self.calls:
             results = call.function(*[values[i] for i in call.inputs])
             for place, result in zip(call.outputs, results, strict=True):
@@ -68,24 +64,6 @@ class Pieces:
             jnp.array(i.val, _type_of(i)[1]) if isinstance(i, Literal) else values[i]
             for i in self.results
         ]
-
-    def measure(self) -> int | None:
-        """Compile all calls; return the most bytes that they take beside the arguments.
-
-        None if XLA does not say.
-        """
-        sizes = [math.prod(x.shape) * x.dtype.itemsize for x in self.types]
-        computed = {place for call in self.calls for place in call.outputs}
-        used = most = 0
-        for call in self.calls:
-            traced = call.function.trace(*(self.types[place] for place in call.inputs))
-            memory = call.function.lower(traced).compile().memory_analysis()
-            if memory is None:
-                return None
-            results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-            most = max(most, used + memory.temp_size_in_bytes + results)
-            used += results - sum(sizes[place] for place in computed.intersection(call.last))
-        return most
 
 
 def cut(program: Program, donated: Sequence[bool], jit: Callable[..., Any]) -> Pieces | None:
@@ -160,11 +138,7 @@ def cut(program: Program, donated: Sequence[bool], jit: Callable[..., Any]) -> P
         )
     results = [a if isinstance(a, Literal) else place[a] for a in jaxpr.outvars]
     constants = [*map(jnp.asarray, getattr(program, "consts", ()))]
-    types = [
-        jax.ShapeDtypeStruct(*_type_of(v), weak_type=getattr(v.aval, "weak_type", False))
-        for v in place
-    ]
-    return Pieces(calls, constants, results, types)
+    return Pieces(calls, constants, results, len(place))
 
 
 def _compile(

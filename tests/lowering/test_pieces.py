@@ -5,8 +5,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-import onnx
-import optax
 import pytest
 
 import jaxonnx
@@ -141,48 +139,3 @@ def test_a_decoder_in_pieces_writes_the_same_tokens(monkeypatch, compilations):
     assert "jit(_step)" not in compilations[compilations.index("jit(piece)") :]
     jax.tree.map(np.testing.assert_array_equal, rows, expected[0])
     assert texts == [*expected[1:]]
-
-
-def deep(layers, width=16):
-    """A file of layers with a normalization and a residual each."""
-    generator, lines, tensors = np.random.default_rng(0), [], {}
-    for i in range(layers):
-        lines += [
-            f"n{i} = LayerNormalization(x{i}, scale{i}, shift{i})",
-            f"m{i} = MatMul(n{i}, weight{i})",
-            f"b{i} = Add(m{i}, bias{i})",
-            f"g{i} = Sigmoid(b{i})",
-            f"x{i + 1} = Add(x{i}, g{i})",
-        ]
-        tensors[f"scale{i}"] = np.ones(width, np.float32)
-        tensors[f"weight{i}"] = np.float32(generator.normal(0, 0.3, (width, width)))
-        tensors |= {f"{n}{i}": np.zeros(width, np.float32) for n in ("shift", "bias")}
-    model = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["": 17]>
-        deep (float[n, {width}] x0) => (float[n, {width}] x{layers}) {{
-        {chr(10).join(lines)} }}""")
-    model.graph.initializer.extend(onnx.numpy_helper.from_array(v, n) for n, v in tensors.items())
-    return model
-
-
-@pytest.mark.parametrize(
-    "settings", [{}, {"accumulate": 2}, {"precision": "bf16"}, {"trainable": ["weight*"]}]
-)
-def test_a_training_in_pieces_is_that_in_one(settings, monkeypatch, compilations):
-    generator = np.random.default_rng(1)
-    batches = [tuple(np.float32(generator.normal(size=(2, 4, 16)))) for _ in range(4)]
-    settings = {"loss": "squared_error", "optimizer": optax.adam(0.01), **settings}
-    whole = jaxonnx.train(deep(8), batches, epochs=2, **settings)
-    assert "jit(piece)" not in compilations
-    monkeypatch.setattr(_pieces, "LEAST", 64)
-    result = jaxonnx.train(deep(8), batches, epochs=2, **settings)
-    assert "jit(piece)" in compilations
-    for name, expected in whole.model.params.items():
-        np.testing.assert_allclose(result.model.params[name], expected, rtol=1e-5, atol=1e-6)
-
-
-def test_a_step_in_pieces_that_memory_is_too_small_for_is_not_begun(monkeypatch):
-    monkeypatch.setattr(_pieces, "LEAST", 64)
-    batch = np.ones((4, 16), np.float32), np.zeros((4, 16), np.float32)
-    monkeypatch.setattr("jaxonnx.training._loop.memory.memory", lambda: 20_000)
-    with pytest.raises(jaxonnx.TrainingError, match="memory is not enough"):
-        jaxonnx.train(deep(12), [batch], loss="squared_error", optimizer=optax.sgd(0.1))

@@ -4,6 +4,7 @@ import json
 import re
 import resource
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -375,9 +376,11 @@ def test_a_step_that_memory_is_too_small_for_is_not_begun(monkeypatch):
     settings = {"loss": "squared_error", "optimizer": optax.sgd(0.1), "trainable": ["w"]}
     sizes = []
 
-    def size(arguments, more, devices):
-        sizes.append(arguments + more)
-        check(arguments, more, devices)
+    def size(compiled, devices):
+        used = compiled.memory_analysis()
+        sizes.append(used.argument_size_in_bytes + used.temp_size_in_bytes)
+        sizes[-1] += used.output_size_in_bytes - used.alias_size_in_bytes
+        check(compiled, devices)
 
     check = memory._check
     monkeypatch.setattr(memory, "_check", size)
@@ -403,6 +406,15 @@ def test_what_a_device_has_left_is_what_a_step_may_take(monkeypatch):
         def memory_stats(self):
             return {"bytes_limit": 1000, "bytes_in_use": self.used}
 
-    memory._check(10_000, 400, [Device(600), Device(0)])
+    class Compiled:
+        def memory_analysis(self):
+            return SimpleNamespace(
+                temp_size_in_bytes=300,
+                output_size_in_bytes=150,
+                alias_size_in_bytes=50,
+                argument_size_in_bytes=10_000,
+            )
+
+    memory._check(Compiled(), [Device(600), Device(0)])
     with pytest.raises(MemoryError, match="allocates 400 bytes, of which there are 399 bytes"):
-        memory._check(10_000, 400, [Device(0), Device(601)])
+        memory._check(Compiled(), [Device(0), Device(601)])

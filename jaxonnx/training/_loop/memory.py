@@ -1,6 +1,6 @@
 """Check that a step fits into device memory, before it runs."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,55 +35,38 @@ class FitCheck:
 
     def __init__(self, update: Any):
         self._update = update
-        self._compiled: dict[Any, Callable[..., Any]] = {}
+        self._compiled: set[Any] = set()
 
     def __call__(self, state: State, batch: Any, *others: Any) -> tuple[State, jax.Array]:
         leaves, structure = jax.tree.flatten(batch)
         kind = structure, *((x.shape, x.dtype) for x in leaves)
         if kind not in self._compiled:
-            self._compiled[kind] = self._compile(state, batch, *others)
-        return self._compiled[kind](state, batch, *others)
-
-    def _compile(self, *arguments: Any) -> Callable[..., Any]:
-        """Return the update for arguments like these, in pieces where the network is deep."""
-        update = self._update.in_pieces(*arguments)
-        with convert_errors("the compiled step"):
-            if update is not self._update:
-                more = update.pieces.measure()
-                arrays = [x for x in jax.tree.leaves(arguments) if isinstance(x, jax.Array)]
-                size, devices = sum(x.nbytes for x in arrays), arrays[0].devices()
-            else:
-                # the trace is kept for the call
-                compiled = update.lower(update.trace(*arguments)).compile()
-                devices = jax.tree.leaves(compiled.output_shardings)[0].addressable_devices
-                size = more = None
-                if (used := compiled.memory_analysis()) is not None:
-                    size = used.argument_size_in_bytes
-                    more = used.temp_size_in_bytes + used.output_size_in_bytes
-                    more -= used.alias_size_in_bytes
-        if size is not None and more is not None:
-            _check(size, more, devices)
-            self.planned = size + more
-        return update
+            traced = self._update.trace(state, batch, *others)  # kept for the call
+            with convert_errors("the compiled step"):
+                compiled = self._update.lower(traced).compile()
+            _check(compiled, jax.tree.leaves(compiled.output_shardings)[0].addressable_devices)
+            self._compiled.add(kind)
+            if (used := compiled.memory_analysis()) is not None:
+                self.planned = used.argument_size_in_bytes + used.temp_size_in_bytes
+                self.planned += used.output_size_in_bytes - used.alias_size_in_bytes
+        return self._update(state, batch, *others)
 
 
-def _check(size: int, more: int, devices: Any) -> None:
-    """Raise a MemoryError if a program takes more memory than its devices have left.
-
-    Args:
-      size: the bytes of its arguments.
-      more: the bytes that it allocates.
-      devices: where it runs.
-    """
+def _check(compiled: jax.stages.Compiled, devices: Any) -> None:
+    """Raise a MemoryError if a program takes more memory than its devices have left."""
+    used = compiled.memory_analysis()
+    if used is None:
+        return
+    more = used.temp_size_in_bytes + used.output_size_in_bytes - used.alias_size_in_bytes
     for device in devices:
         stats = device.memory_stats() or {}
         if "bytes_limit" in stats:
-            needed, room = more, stats["bytes_limit"] - stats["bytes_in_use"]
+            size, room = more, stats["bytes_limit"] - stats["bytes_in_use"]
         else:  # the memory of the machine, of which nothing says what is free
-            needed, room = more + size, memory()
-        if room is not None and needed > room:
+            size, room = more + used.argument_size_in_bytes, memory()
+        if room is not None and size > room:
             raise MemoryError(
-                f"a step allocates {needed} bytes, of which there are {format_bytes(room)}"
+                f"a step allocates {size} bytes, of which there are {format_bytes(room)}"
             )
 
 
