@@ -22,6 +22,7 @@ from typing import Any
 import jax
 from jax import lax
 
+from jaxonnx.errors import warn
 from jaxonnx.lowering._pieces import Pieces, cut
 
 ONEDNN = "xla_cpu_experimental_onednn_custom_call"
@@ -86,7 +87,12 @@ def compiler_options(platform: str, units: bool = False) -> dict[str, Any]:
         more = {**options, **table.get(platform, {})}
         try:
             jax.jit(lambda: 0, compiler_options=more or None).lower().compile()
-        except jax.errors.JaxRuntimeError:  # of another release: slower without, not wrong
+        except jax.errors.JaxRuntimeError:  # of another release
+            left_out = ", ".join(name for name in more if name not in options)
+            warn(
+                f"JAX {jax.__version__} does not know these options of XLA, without which programs "
+                f"may be slower: {left_out}; another release of jaxonnx may know its own"
+            )
             return options
         options = more
     return options
