@@ -68,7 +68,7 @@ class Dot:
     def in_units(self, dtype, out, u, v):
         """Contract with both factors in `dtype` where the units are faster, else in float32."""
         if not self.pays(u, v):
-            return self.plain(out, u.astype(jnp.float32), v.astype(jnp.float32))
+            return keep_apart(self.plain(out, u.astype(jnp.float32), v.astype(jnp.float32)))
         if self.is_transposed:
             swapped = replace(self, contracted=self.contracted[::-1], is_transposed=False)
             return swapped.in_units(dtype, out, v, u).T
@@ -132,9 +132,6 @@ class RoundedForm:
         Without units both factors are rounded, so that the processor of an accelerator's machine
         shows what training on the accelerator would do.
         """
-        return keep_apart(self._on_cpu(out, u, v, mapped, split))
-
-    def _on_cpu(self, out, u, v, mapped: bool, split: bool):
         contract, form = on_platform("cpu", self.form, mapped, split), self.form
 
         def round_factors():
@@ -151,7 +148,7 @@ class RoundedForm:
                 return lax.optimization_barrier(y).astype(jnp.float32)
         if isinstance(form, Conv) and not mapped and _is_product(form, out, u, v):
             return round_factors() if split else _convolve(form, self.dtype, out, u, v)
-        return contract(out, u, v)
+        return keep_apart(contract(out, u, v))
 
 
 def _is_product(form: Conv, out: int, u, v) -> bool:
