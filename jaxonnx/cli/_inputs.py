@@ -18,8 +18,7 @@ from jaxonnx._data.inputs_and_targets import KEY
 from jaxonnx._data.kinds import Data, open_data
 from jaxonnx._data.ragged import derived_inputs
 from jaxonnx.errors import Error, InputError, TrainingError
-from jaxonnx.llm import scores_tokens
-from jaxonnx.losses import find
+from jaxonnx.losses import find, scores_tokens
 from jaxonnx.model import Model, load
 from jaxonnx.training import target_names
 

@@ -5,7 +5,7 @@ The room is entered through what it registers, its formats of files and its kind
 modules and tensors have in transformers, by `lora` and `export_safetensors`.
 """
 
-from jaxonnx.llm._caches import hide_caches, without_cache
+from jaxonnx.llm._caches import without_cache
 from jaxonnx.llm._checkpoints import write_checkpoint
 from jaxonnx.llm._folders import ModelFolder
 from jaxonnx.llm._formats import HubFormat
@@ -28,12 +28,11 @@ from jaxonnx.llm._module_names import (
 )
 from jaxonnx.llm._sampling import Sampling
 from jaxonnx.llm._texts import Texts, take_packed_rows
-from jaxonnx.llm._tokenizer import Tokenizer, make_detokenizer
+from jaxonnx.llm._tokenizer import Tokenizer
 from jaxonnx.llm._tokens_and_logits import (
     DECODER_TOKENS,
     find_embeddings,
     label_tokens,
-    scores_tokens,
     take_logits,
     take_next_logits,
     token_input,

@@ -93,21 +93,6 @@ def without_cache(model: N) -> N:
     return model if caches is None else enter(model, *omit_caches(model.graph, caches))
 
 
-def hide_caches(model: N, batch: Any) -> N:
-    """Return a decoder with empty caches, which are no inputs, unless data has values of them.
-
-    Args:
-      model: any model; one without caches is returned as it is.
-      batch: the first batch of the data, a dict or a pair with one, or anything else.
-    """
-    whole = without_cache(model)
-    hidden = {value.name for value in model.inputs} - {value.name for value in whole.inputs}
-    first = batch[0] if isinstance(batch, tuple | list) and batch else batch
-    if isinstance(first, Mapping):
-        return whole if hidden.isdisjoint(first) else model
-    return model if isinstance(first, tuple) and len(first) == len(model.inputs) else whole
-
-
 @dataclass(frozen=True)
 class PaddedCaches(CallView):
     """A decoder of one new token reads caches with room, `VISIBLE` and `SHIFT`."""

@@ -10,7 +10,7 @@ import functools
 import json
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ import numpy as np
 
 from jaxonnx._files import wrap_errors
 from jaxonnx._require import describe
-from jaxonnx._rewrite.network import Network
 from jaxonnx.errors import InputError, TrainingError, warn
 from jaxonnx.llm._chat_templates import MARK, Chat, ChatTemplates, import_package, take_marks
 from jaxonnx.llm._folders import ModelFolder
@@ -435,11 +434,3 @@ def _find_end(text: str, prompt: str) -> int:
     lengths = range(1, len(prompt) + 1)
     longest = bisect_left(lengths, True, key=lambda n: prompt[-n:] not in text)
     return text.rindex(prompt[len(prompt) - longest :]) + longest
-
-
-def make_detokenizer(model: Network) -> Callable[[np.ndarray], str]:
-    """Return a function from tokens to their text; to their numbers if there is no tokenizer."""
-    folder = model.folder
-    if folder is None or not (folder.path / "tokenizer.json").is_file():
-        return lambda ids: f"{ids.tolist()}"
-    return Tokenizer(folder).decode

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._data.ragged import IGNORED, Ragged, derived_inputs, masks_and_positions, token_inputs
+from jaxonnx._data.ragged import IGNORED, Ragged, derived_inputs, masks_and_positions
 from jaxonnx._graph.ancestors import ancestors
 from jaxonnx._graph.bind import Graph, Node
 from jaxonnx._graph.values import Value
@@ -52,13 +52,6 @@ def vocabulary(model: Network) -> int | None:
     shapes = {value.name: value.shape for value in model.outputs}
     shape = shapes.get("logits", model.outputs[0].shape)
     return shape[-1] if shape and isinstance(shape[-1], int) else None
-
-
-def scores_tokens(model: Network) -> bool:
-    """Check whether the first output has a score for each token of the vocabulary at each place."""
-    shape = model.outputs[0].shape
-    tables = {v.rows for v in model.inputs if v.name in token_inputs(model.inputs)} - {None}
-    return shape is not None and len(shape) == 3 and vocabulary(model) in tables
 
 
 def find_embeddings(model: Network) -> dict[str, float]:

@@ -21,7 +21,7 @@ from jaxonnx.losses._preferences import (
     log_likelihoods,
     orpo,
 )
-from jaxonnx.losses._tokens import causal_lm, masked_lm, seq2seq_lm, shift_right
+from jaxonnx.losses._tokens import causal_lm, masked_lm, scores_tokens, seq2seq_lm, shift_right
 
 __all__ = [
     "ClassLoss",

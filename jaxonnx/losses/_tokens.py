@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxonnx._data.batches import Batch
-from jaxonnx._data.ragged import IGNORED, Ragged
+from jaxonnx._data.ragged import IGNORED, Ragged, token_inputs
 from jaxonnx._require import check_arguments, require
 from jaxonnx.errors import TrainingError
 from jaxonnx.llm import (
@@ -287,6 +287,13 @@ def shift_right(labels: Any, start: int, padding: int, ignore_index: int = -100)
         )
     shifted = np.pad(labels[:, :-1], ((0, 0), (1, 0)), constant_values=start)
     return np.where(shifted == ignore_index, padding, shifted)
+
+
+def scores_tokens(model: Model) -> bool:
+    """Check whether the first output has a score for each token of the vocabulary at each place."""
+    shape = model.outputs[0].shape
+    tables = {v.rows for v in model.inputs if v.name in token_inputs(model.inputs)} - {None}
+    return shape is not None and len(shape) == 3 and vocabulary(model) in tables
 
 
 register("causal_lm", causal_lm())

@@ -21,7 +21,6 @@ from jaxonnx._data.batches import Batch, Examples, PaddedExamples, Source
 from jaxonnx._data.ragged import IGNORED, Ragged
 from jaxonnx._display import Rendered
 from jaxonnx._limits import format_bytes
-from jaxonnx.llm import make_detokenizer
 from jaxonnx.losses import Loss
 from jaxonnx.model import Model
 from jaxonnx.training._loop.memory import FitCheck, explain_memory_errors
@@ -267,7 +266,9 @@ def _decode(step: Step, batch: Batch, loss: Loss) -> Iterator[Parts]:
     if tokens is None or np.ndim(tokens) != 2:
         return
     ignored = _find_ignored_label(loss)
-    decode = make_detokenizer(step.model)
+    folder = step.model.folder
+    has_texts = folder is not None and (folder.path / "tokenizer.json").is_file()
+    decode = step.model.tokenizer.decode if has_texts else lambda ids: f"{ids.tolist()}"
     for row in range(min(_SHOWN, len(tokens))):
         ids, labels = np.asarray(tokens[row]), np.asarray(targets[row])
         real = np.ones(len(ids), bool)

@@ -23,8 +23,8 @@ from jaxonnx._data.batches import Batch, Examples, Source
 from jaxonnx._files import write_atomically
 from jaxonnx._graph.uses import uses, weights
 from jaxonnx._io.protos import modules
+from jaxonnx._rewrite.network import enter
 from jaxonnx.errors import Error
-from jaxonnx.llm import ModelFolder, take_packed_rows
 from jaxonnx.lora import Adapters
 from jaxonnx.model import Model
 from jaxonnx.quantization import list_layers, plot_ranges
@@ -33,6 +33,7 @@ from jaxonnx.training._evaluate import evaluate_objective
 from jaxonnx.training._loop.history import History
 from jaxonnx.training._objective import find_objective
 from jaxonnx.training._settings import Settings
+from jaxonnx.views import PackedRows
 
 NAME, ADAPTERS = "README.md", "adapter_config.json"
 _MARK = "<!-- written by jaxonnx -->"
@@ -71,11 +72,13 @@ class Run:
     Attributes:
       held_out: the validation data.
       data: the name of the data, and the number of its examples, as far as they are known.
+      packing: the view with which the model takes rows of several texts, if the data has such.
     """
 
     settings: Settings
     held_out: Source | None
-    data: str = ""
+    data: str
+    packing: PackedRows | None
 
 
 class ReportSource(Protocol):
@@ -242,8 +245,7 @@ def _fit_to_validation(result: ReportSource) -> tuple[Model, Batch | None]:
         return result.model, None
     batch = next(run.held_out.batches(0))
     model = fit_to_evaluation(result.model, run.settings, (batch.inputs, batch.targets))
-    packs = isinstance(run.settings.preprocess, Mapping) and run.settings.preprocess.get("pack")
-    return take_packed_rows(model) if packs else model, batch
+    return model if run.packing is None else enter(model, run.packing), batch
 
 
 def list_changed(settings: Settings) -> dict[str, Any]:
@@ -390,7 +392,8 @@ def _find_base(model: Model, folder: Path) -> str:
     The configuration of adapters names it, the hub's cache, or what transformers exported.
     """
     home = model.folder
-    names = [ModelFolder(folder).read_json(ADAPTERS).get("base_model_name_or_path")]
+    configuration = json.loads(_read_text(folder / ADAPTERS) or "{}")
+    names = [configuration.get("base_model_name_or_path")]
     names += [home.repository, home.origin] if home else []
     return next((name for name in names if name and _REPOSITORY.fullmatch(name)), "")
 

@@ -24,6 +24,7 @@ from jaxonnx.training._loop.history import History
 from jaxonnx.training._quantize import compare_quantized
 from jaxonnx.training._report import NAME, Run, has_other_card, write_card, write_report
 from jaxonnx.training._step import Step
+from jaxonnx.views import PackedRows
 
 _MOST, _LEAST = 6, 2
 """How many tensors are listed, of those that changed most and least."""
@@ -148,7 +149,8 @@ def to_result(
     old, tensors = {**before.state, **before.params}, {**trained.params, **trained.state}
     new = {n: x for n, x in tensors.items() if n in old and (names is None or n in names)}
     adapters = adapters and replace(adapters, model=trained)
-    return Result(trained, history, changes(old, new), adapters, Run(step.settings, held_out, data))
+    run = Run(step.settings, held_out, data, step.model.program.find(PackedRows))
+    return Result(trained, history, changes(old, new), adapters, run)
 
 
 def _record_loss(model: Model, loss: Any) -> Model:

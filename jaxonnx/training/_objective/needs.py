@@ -5,7 +5,7 @@ batches, or makes inputs of labels.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,6 @@ import numpy as np
 from jaxonnx._data.augment import AugmentedSource
 from jaxonnx._data.batches import Batch
 from jaxonnx._data.ragged import IGNORED, Needs
-from jaxonnx.llm import hide_caches
 from jaxonnx.losses import Loss, find_by_output
 from jaxonnx.model import Model
 
@@ -30,10 +29,20 @@ def prepare_model(model: Model, loss: Any, data: Any = None) -> Model:
 
     None stands for no loss, for which only caches are left out.
 
+    Args:
+      data: the first batch, a dict or a pair with one, or anything else.
+
     Raises:
       TrainingError: the loss does not go with the model.
     """
-    return find_only(loss).prepare(hide_caches(model, data))
+    whole = model.without_cache()
+    caches = {value.name for value in model.inputs} - {value.name for value in whole.inputs}
+    inputs = data[0] if isinstance(data, tuple | list) and data else data
+    if isinstance(inputs, Mapping):
+        has_caches = not caches.isdisjoint(inputs)
+    else:
+        has_caches = isinstance(inputs, tuple) and len(inputs) == len(model.inputs)
+    return find_only(loss).prepare(model if has_caches else whole)
 
 
 def find_needs(model: Model, loss: Any) -> tuple[Needs, dict[str, Any]]:

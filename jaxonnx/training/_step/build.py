@@ -20,9 +20,8 @@ from jaxonnx._display import format_count, list_some
 from jaxonnx._graph.types import find_without_gradient
 from jaxonnx._require import takes_steps
 from jaxonnx.errors import InputError, TrainingError, warn
-from jaxonnx.llm import scores_tokens
 from jaxonnx.lora import writes_apart
-from jaxonnx.losses import cross_entropy
+from jaxonnx.losses import cross_entropy, scores_tokens
 from jaxonnx.model import Model, as_model, check_nodes, labels
 from jaxonnx.quantization import describe_integers, record_of
 from jaxonnx.training._data import has_own_algorithm
