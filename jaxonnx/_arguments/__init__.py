@@ -226,8 +226,8 @@ class LossArguments(TypedDict, total=False):
     * "seq2seq_lm": for an encoder-decoder. The decoder's input is made of the labels.
 
     A function `(outputs, targets)` returns a scalar, or one value per example along the first axis.
-    Losses are averaged over the examples of the batch. A scalar also includes the examples that
-    fill a short batch of training.
+    Losses are averaged over the examples of the batch. A scalar is computed without the examples
+    that fill a short batch, at the price of one more program; it takes no weights of examples.
 
     For a model with several outputs, pass a dict from output name to loss, or to a pair (loss,
     weight). Targets are then a dict by output name as well, and the weighted losses are added.

@@ -42,6 +42,13 @@ class Batch(NamedTuple):
     """float32[n], the weight of each example in losses and metrics: 1 by default, 0 for fill."""
 
 
+class ShortBatch(Batch):
+    """A batch whose targets and weights are those of its first examples alone.
+
+    The outputs of the others, which fill it up, are dropped before a loss or metric.
+    """
+
+
 class Source(ABC):
     """Batches of examples, as a run reads them.
 
@@ -464,11 +471,45 @@ def iterate_inputs(batches: Iterable[Batch], values: Sequence[Value]) -> Iterato
       values: the inputs of the model.
     """
     for batch in batches:
-        yield tuple(drop_fill(batch, values).inputs)
+        counted = np.flatnonzero(np.asarray(batch.weight))
+        if 0 < len(counted) < len(batch.weight):
+            inputs = _take_examples(batch.inputs, values, counted)
+            yield tuple(batch.inputs) if inputs is None else inputs
+        else:
+            yield tuple(batch.inputs)
 
 
 def drop_fill(batch: Batch, values: Sequence[Value]) -> Batch:
-    """Return a batch without the examples of weight 0; as it is where the file fixes its size."""
+    """Return a batch of the examples whose weight is not 0, for a loss that is a scalar.
+
+    It is a `ShortBatch` if the file fixes the size of batches.
+
+    Args:
+      values: the inputs of the model; none to keep the size of the batch.
+
+    Raises:
+      TrainingError: the size is fixed, and an example of weight 0 is before others.
+    """
+    counted = np.flatnonzero(np.asarray(batch.weight))
+    if not 0 < len(counted) < len(batch.weight):
+        return batch
+    rest = jax.tree.map(lambda x: x[counted], batch.targets), batch.weight[counted]
+    inputs = _take_examples(batch.inputs, values, counted)
+    if inputs is not None:
+        return Batch(inputs, *rest)
+    if counted[-1] >= len(counted):
+        raise TrainingError(
+            "a scalar loss or metric is computed without the examples of weight 0, and the file or "
+            "a mesh fixes the size of batches: return one value for each example, or leave these "
+            "examples out of the data"
+        )
+    return ShortBatch(batch.inputs, *rest)
+
+
+def _take_examples(
+    inputs: Sequence[Any], values: Sequence[Value], examples: np.ndarray
+) -> tuple[Any, ...] | None:
+    """Return the inputs of some examples of a batch; None if its size is fixed."""
     shapes = {v.name: v.shape or (None,) for v in values if v.shape != () and not v.whole}
     sizes = {shape[0] for shape in shapes.values() if not isinstance(shape[0], int)}
     # the axis of examples may come later: recurrent states are [layers, batch, size]
@@ -476,16 +517,11 @@ def drop_fill(batch: Batch, values: Sequence[Value]) -> Batch:
         name: next((i for i, size in enumerate(shape) if size in sizes), None)
         for name, shape in shapes.items()
     }
-    counted = np.flatnonzero(np.asarray(batch.weight))
-    if not axes or None in axes.values() or not 0 < len(counted) < len(batch.weight):
-        return batch
+    if not axes or None in axes.values():
+        return None
     where = [(slice(None),) * (axes.get(v.name) or 0) for v in values]
-    pairs = zip(batch.inputs, values, where, strict=True)
-    return Batch(
-        tuple(x[(*i, counted)] if v.name in axes else x for x, v, i in pairs),
-        jax.tree.map(lambda x: x[counted], batch.targets),
-        batch.weight[counted],
-    )
+    pairs = zip(inputs, values, where, strict=True)
+    return tuple(x[(*i, examples)] if v.name in axes else x for x, v, i in pairs)
 
 
 T = TypeVar("T")

@@ -101,7 +101,7 @@ class Loss:
     def totals(self, outputs: Any, targets: Any, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return a sum over a batch and its divisor, which add up to the mean of an epoch.
 
-        The sum of a scalar loss sees the examples that fill a batch, whose weight is 0, as well.
+        That of a scalar loss is NaN where the weights of the examples are not all equal.
         """
         return totals(self(outputs, targets), weight)
 
@@ -440,11 +440,12 @@ def check_classes(targets: np.ndarray, classes: int, ignored: int | None, what: 
 def totals(values: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the weighted sum of the values of examples, or of their means, and of the weights.
 
-    Half precision, whose sums end at 65504, is summed in float32.
+    A scalar has no weights: it is NaN where these are not all equal. Half precision, whose sums end
+    at 65504, is summed in float32.
     """
     examples = weight.sum()
     values = values.astype(jnp.promote_types(values.dtype, jnp.float32))
     if not values.ndim:
-        return values * examples, examples
+        return jnp.where((weight == weight[:1]).all(), values, jnp.nan) * examples, examples
     values = values.reshape(values.shape[0], -1).mean(1)
     return jnp.where(weight > 0, values * weight, 0).sum(), examples

@@ -117,9 +117,6 @@ def evaluate_objective(
             if sizes not in fitting:
                 goal.fit(shapes, batch.targets, batch.weight)
                 fitting.add(sizes)
-            if not np.all(batch.weight) and goal.counts_fill(shapes, batch.targets):
-                batch = drop_fill(batch, model.inputs)
-                outputs = model(*batch.inputs)
             if sums is None:
                 # numbers in 64 bits
                 sums = jax.tree.map(
@@ -131,6 +128,9 @@ def evaluate_objective(
                     goal.check_labels(examples.targets, shapes, "data", names)
             if examples.targets is None:
                 goal.check_labels(batch.targets, shapes, f"batch {number + 1} of the data")
+            if not np.all(batch.weight) and goal.counts_fill(shapes, batch.targets):
+                batch = drop_fill(batch, model.inputs)
+                outputs = model(*batch.inputs)
             new = sums_of(outputs, batch)
             with jax.enable_x64(True):  # single precision would stop counting at 2**24
                 sums = merged(sums, {name: new[name] for name in sums})

@@ -103,6 +103,19 @@ def cnn(folder):
     compared(load("lenet_bn"), ("fsdp",))
 
 
+def scalar(folder):
+    """A short batch of examples that the devices cannot share is without its fill there, too."""
+
+    def mean(outputs, targets):
+        return optax.softmax_cross_entropy_with_integer_labels(outputs, targets).mean()
+
+    model = demo.mlp(32)
+    data = tuple(x[:45] for x in batches(model))  # three batches, of which the last has 13
+    alone = train(model, data)
+    close(train(model, data, mesh=mesh(), loss=mean, metrics=["accuracy"]), alone)
+    close(train(model, data, loss=mean, metrics=["accuracy"]), alone)
+
+
 def transformer(folder):
     model = load("transformer")
     specs = model.shardings(mesh(), "tensor").specs
@@ -491,7 +504,7 @@ def wrong(model):
 
 CASES = (
     (apart, resumed),  # the first looks at all arrays that there are
-    (quick, sparse, average),
+    (quick, sparse, average, scalar),
     (cnn, lstm, carried),
     (transformer, lora, few_bits, decoder),
 )

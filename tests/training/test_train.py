@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
@@ -83,6 +84,105 @@ def test_the_fill_of_a_short_batch_does_not_count():
         optax.softmax_cross_entropy_with_integer_labels(net(a), b).mean() for a, b in batches
     ]
     np.testing.assert_allclose(result.history.losses, expected, rtol=1e-5)
+
+
+def fixed(batch: int):
+    """The network of `mlp` for batches of one size."""
+    proto = mlp()
+    for value in (*proto.graph.input, *proto.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_value = batch
+    return proto
+
+
+def scalar(outputs, targets):
+    return optax.softmax_cross_entropy_with_integer_labels(outputs, targets).mean()
+
+
+def in_a_loop(net, data, metrics, **settings):
+    """The weights and the sums of validation of a loop of one's own."""
+    x, y = data
+    one = jaxonnx.training.step(net, optimizer=optax.sgd(0.5), metrics=metrics, **settings)
+    update, evaluate = one.jit()
+    state, sums = one.init(), one.sums((x[:8], y[:8]))
+    for first in (0, 8, 16):
+        rows = np.arange(first, first + 8)
+        batch = jaxonnx.training.Batch((x[rows % 21],), y[rows % 21], np.float32(rows < 21))
+        batch = one.drop_fill(batch)
+        sums = evaluate(sums, state, batch)
+        state, _ = update(state, batch)
+    return one.view(state), one.row(sums)
+
+
+FILLED = {
+    "arrays": (mlp, {}),
+    "a file with a fixed batch": (partial(fixed, 8), {}),
+    "accumulated": (mlp, {"accumulate": 2}),
+    "a stream": (mlp, {"batch_size": None}),
+}
+DEEP = {"examples of weight 0": (mlp, {"weights": np.arange(21) % 3 > 0})}
+
+
+@pytest.mark.parametrize(
+    "case", [*FILLED, *(pytest.param(x, marks=pytest.mark.deep) for x in DEEP)]
+)
+def test_a_scalar_mean_is_that_of_the_examples_that_count(case):
+    """It was the mean of all, with those that fill the last batch."""
+    network, settings = (FILLED | DEEP)[case]
+    settings = {
+        "optimizer": optax.sgd(0.5),
+        "batch_size": 8,
+        "epochs": 2,
+        **settings,
+    }
+    x, y = examples(21)
+    weights = settings.pop("weights", np.ones(21)).astype(np.float32)
+    data = (x, y, weights)
+    if settings["batch_size"] is None:
+        data = [(x[i : i + 8], y[i : i + 8]) for i in range(0, 21, 8)]
+    results = []
+    for loss in (LABELS, scalar):
+        result = jaxonnx.train(network(), data, validation=(x, y, weights), loss=loss, **settings)
+        row = jaxonnx.evaluate(network(), (x, y, weights), loss=loss, batch_size=8)
+        results.append((result.model.params, result.history.losses, result.history.epochs, row))
+    (params, losses, rows, row), (*now, now_row) = results
+    for name, expected in params.items():
+        np.testing.assert_allclose(now[0][name], expected, rtol=1e-5, atol=1e-6, err_msg=name)
+    np.testing.assert_allclose(now[1], losses, rtol=1e-5)
+    for name in ("loss", "validation_loss"):
+        np.testing.assert_allclose([r[name] for r in now[2]], [r[name] for r in rows], rtol=1e-5)
+    assert now_row["loss"] == pytest.approx(row["loss"], rel=1e-5)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("network", [mlp, partial(fixed, 8)], ids=["open", "fixed"])
+def test_a_scalar_in_a_loop_of_ones_own(network):
+    data = examples(21)
+    (params, row), (others, other) = (
+        in_a_loop(network(), data, [accuracy], loss=loss) for loss in (LABELS, scalar)
+    )
+    for name, expected in params.items():
+        np.testing.assert_allclose(others[name], expected, rtol=1e-5, atol=1e-6)
+    assert other == pytest.approx(row, rel=1e-5)
+
+
+def accuracy(outputs, targets):
+    return (outputs.argmax(-1) == targets).mean()
+
+
+def test_a_scalar_of_a_batch_with_fill_is_not_a_number():
+    x, y = examples(8)
+    one = jaxonnx.training.step(mlp(), scalar, optax.sgd(0.5))
+    _, (value, finite) = one.update(one.init(), (x, y, np.float32([1] * 5 + [0] * 3)))
+    assert (np.isnan(value), finite) == (True, 0)
+    _, (_, finite) = one.update(one.init(), (x, y, np.full(8, 2, np.float32)))
+    assert finite
+
+
+def test_examples_of_weight_0_within_a_batch_of_fixed_size_are_refused():
+    x, y = examples(16)
+    weight = np.float32([1, 0] * 8)
+    with pytest.raises(jaxonnx.TrainingError, match="or leave these examples out of the data"):
+        jaxonnx.train(fixed(8), (x, y, weight), loss=scalar, batch_size=8)
 
 
 def test_inputs_by_name_and_targets_in_lists(small):

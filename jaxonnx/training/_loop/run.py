@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._data.batches import Batch, DataEnded, Source, drop_fill
+from jaxonnx._data.batches import Batch, DataEnded, Source
 from jaxonnx._data.inputs_and_targets import is_zero_or_one
 from jaxonnx._mesh.processes import Processes
 from jaxonnx.errors import Error, TrainingError, warn
@@ -208,6 +208,7 @@ class _Batches:
         self._begun = batches if first is None else chain([first], batches)
         self.first = next(source.batches(epoch)) if first is None else first
         self.checks = BatchChecks(step, self.first, source)
+        self._is_scalar = step.counts_fill(self.first, self.checks.shapes, metrics=False)
 
     def of_epoch(self, epoch: int) -> Iterator[Batch]:
         """Iterate an epoch's batches on the host (of a resumed epoch, the rest)."""
@@ -215,16 +216,21 @@ class _Batches:
         batches = self._source.batches(epoch) if begun is None else begun
         return self._interrupt.iterate(batches)
 
-    def put(self, batch: Batch, name: str, source: Source | None = None) -> Batch:
+    def put(
+        self, batch: Batch, name: str, source: Source | None = None, is_scalar: bool | None = None
+    ) -> Batch:
         """Check a batch and put it on the devices that share it.
 
         Args:
           name: of the batch, for errors.
           source: of the batch, if it is not that of the run.
+          is_scalar: whether a scalar is computed of it, if it is not the loss of the run.
         """
         source = self._source if source is None else source
         if is_unchecked(source):
             self.checks(batch, name)
+        if self._is_scalar if is_scalar is None else is_scalar:
+            batch = self._step.drop_fill(batch)
         return self._step.put(batch, source.in_shares)
 
 
@@ -309,7 +315,7 @@ class _Validation:
         self._interrupt = interrupt
         first = batches.first, batches.checks.shapes
         self._sums = None if held_out is None else step.sums(*first)
-        self._drops_fill = held_out is not None and step.counts_fill(*first)
+        self._is_scalar = held_out is not None and step.counts_fill(*first, metrics=True)
         self._evaluate: Callable = step.compile(step.evaluate)
 
     def __call__(self, state: State, epoch: int) -> dict[str, float]:
@@ -317,7 +323,7 @@ class _Validation:
             return {}
         sums = self._sums
         for batch in self._interrupt.iterate(self._held_out.batches(epoch)):
-            batch = drop_fill(batch, self._step.model.inputs) if self._drops_fill else batch
-            batch = self._batches.put(batch, "a batch of validation", self._held_out)
+            name = "a batch of validation"
+            batch = self._batches.put(batch, name, self._held_out, self._is_scalar)
             sums = self._evaluate(sums, state, batch, self._step.frozen)
         return self._step.row(sums)

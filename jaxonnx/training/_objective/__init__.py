@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._data.batches import Batch
+from jaxonnx._data.batches import Batch, ShortBatch
 from jaxonnx._graph.bind import Node
 from jaxonnx._require import require
 from jaxonnx._rewrite.last_layer import ENDINGS
@@ -79,13 +79,14 @@ class Objective:
         """One for all terms that have it in common: that of `Loss`, or the number of a term."""
         return [*dict.fromkeys(term.loss.denominator or i for i, term in enumerate(self.terms))]
 
-    def means(self, outputs: Any, targets: Any, weight: jax.Array) -> list[Any]:
+    def means(self, outputs: Any, batch: Batch) -> list[Any]:
         """Return the loss of a batch by denominator, each with the value of the denominator.
 
         Args:
           outputs: all values that the model computes.
         """
-        targets, pairs = _fill_missing(targets, weight), dict[Any, Any]()
+        outputs, weight = _drop_fill(outputs, batch), batch.weight
+        targets, pairs = _fill_missing(batch.targets, weight), dict[Any, Any]()
         for i, term in enumerate(self.terms):
             total, count = term.loss.totals(*self._loss_arguments(term, outputs, targets), weight)
             loss, key = term.share * (total / jnp.where(count > 0, count, 1)), term.loss.denominator
@@ -95,7 +96,7 @@ class Objective:
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Any]:
         """Return the sums of a batch: losses first, then metrics by name."""
-        weight = jnp.asarray(batch.weight)
+        outputs, weight = _drop_fill(outputs, batch), jnp.asarray(batch.weight)
         targets = _fill_missing(batch.targets, weight)
         sums = {
             f"loss {i}": term.loss.totals(*self._loss_arguments(term, outputs, targets), weight)
@@ -219,14 +220,18 @@ class Objective:
             pair = self._select_output(measure.output, shapes, targets)
             metrics.check(name, measure.given, measure.reader, *pair, weight)
 
-    def counts_fill(self, shapes: Any, targets: Any) -> bool:
-        """Check whether a loss or metric is a scalar, which includes the fill of a short batch."""
+    def counts_fill(self, shapes: Any, targets: Any, metrics: bool = True) -> bool:
+        """Check whether a loss or metric is a scalar, which includes the fill of a short batch.
+
+        Args:
+          metrics: whether metrics are computed as well.
+        """
         values = [
             jax.eval_shape(term.loss.__call__, *self._loss_arguments(term, shapes, targets))
             for term in self.terms
             if term.loss.denominator == "examples"
         ]
-        for measure in self.measures.values():
+        for measure in self.measures.values() if metrics else ():
             if callable(measure.given):
                 pair = self._select_output(measure.output, shapes, targets)
                 values.append(jax.eval_shape(measure.given, *pair))
@@ -258,6 +263,28 @@ class Objective:
             return values[self.names.index(output)], _select_targets(targets, output)
         count = len(self.names)
         return values[0] if count == 1 else values[:count], targets
+
+
+def _drop_fill(outputs: Any, batch: Batch) -> Any:
+    """Return the outputs of the examples that have targets.
+
+    Raises:
+      TrainingError: an output does not have the examples along its first axis.
+    """
+    if not isinstance(batch, ShortBatch):
+        return outputs
+    size, count = len(batch.inputs[0]), len(batch.weight)
+
+    def take(x: Any) -> Any:
+        if x.shape[:1] != (size,):
+            raise TrainingError(
+                f"an output has the shape {x.shape} for a batch of {size} examples, of which "
+                f"{count} count, and the loss or a metric is a scalar: pass a batch_size that "
+                "divides the number of examples"
+            )
+        return x[:count]
+
+    return jax.tree.map(take, outputs)
 
 
 def _fill_missing(targets: Any, weight: jax.Array) -> Any:

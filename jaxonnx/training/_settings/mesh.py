@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxonnx._arguments import Argument
 from jaxonnx._arrays import put
-from jaxonnx._data.batches import Batch
+from jaxonnx._data.batches import Batch, ShortBatch, drop_fill
 from jaxonnx._mesh.rules import DATA, Sharding, axes_of, mesh_of, specs
 from jaxonnx._mesh.shardings import Placement, inherit_shardings
 from jaxonnx.errors import TrainingError
@@ -123,10 +123,16 @@ class MeshStep(Step):
 
     def put(self, batch: Batch, shared: bool = False) -> Batch:
         if self._rows.is_fully_addressable:
-            return jax.device_put(batch, self._rows)
+            return jax.device_put(batch, jax.tree.map(self._lie, batch))
         if not shared:
             self._check_size(batch)
-            return jax.tree.map(lambda x: put(x, self._rows), batch)
+            return jax.tree.map(lambda x: put(x, self._lie(x)), batch)
+        if isinstance(batch, ShortBatch):
+            raise TrainingError(
+                "a batch of the share of a process has fewer examples than those before it, and "
+                "the loss or a metric is a scalar of the examples of all processes: return one "
+                "value for each example, or leave the last batch out"
+            )
         place_share = partial(jax.make_array_from_process_local_data, self._rows)
         return jax.tree.map(lambda x: place_share(np.asarray(x)), batch)
 
@@ -163,6 +169,12 @@ class MeshStep(Step):
 
     def check_labels(self, targets: Any, shapes: Any, what: str, classes: Any = None) -> None:
         self._step.check_labels(targets, shapes, what, classes)
+
+    def counts_fill(self, batch: Any, shapes: Any, metrics: bool) -> bool:
+        return self._step.counts_fill(batch, shapes, metrics)
+
+    def drop_fill(self, batch: Batch) -> Batch:
+        return drop_fill(batch, ())  # the devices share whole batches
 
     def sums(self, batch: Any, shapes: Any = None) -> Any:
         return jax.tree.map(lambda x: put(x, self._whole), self._step.sums(batch, shapes))
@@ -235,7 +247,11 @@ class MeshStep(Step):
         """Convert a batch to `Batch` and split its arrays over the devices, within a step."""
         batch = self.as_batch(batch)
         self._check_size(batch)
-        return _constrain(jax.tree.map(_enter_auto, batch), self._rows)
+        return jax.tree.map(lambda x: _constrain(_enter_auto(x), self._lie(x)), batch)
+
+    def _lie(self, x: Any) -> NamedSharding:
+        """Return the sharding of an array of a batch; short ones are whole on each device."""
+        return self._whole if len(x) % self._mesh.shape.get(DATA, 1) else self._rows
 
     def _check_size(self, batch: Batch) -> None:
         """Refuse a batch that the devices cannot share."""

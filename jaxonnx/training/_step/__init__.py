@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jaxonnx._data.batches import Batch
+from jaxonnx._data.batches import Batch, drop_fill
 from jaxonnx._data.inputs_and_targets import count_examples, split_inputs, split_weights
 from jaxonnx._data.ragged import derived_inputs, with_derived
 from jaxonnx.errors import TrainingError
@@ -175,12 +175,27 @@ class Step(ABC):
           classes: the names of all classes, where the data have them.
         """
 
-    def counts_fill(self, batch: Any, shapes: Any) -> bool:
-        """Check whether `evaluate` has a scalar loss or metric and takes batches of any size.
+    def counts_fill(self, batch: Any, shapes: Any, metrics: bool) -> bool:
+        """Check whether the loss is a scalar, which includes the examples that fill a batch.
 
-        Such a scalar includes the examples that fill a short batch, which are left out for it.
+        `train` then leaves them out, by `drop_fill`.
+
+        Args:
+          shapes: what `check` returned.
+          metrics: whether to look at metrics as well, for `evaluate`.
         """
         return False
+
+    def drop_fill(self, batch: Batch) -> Batch:
+        """Return a batch on the host of the examples whose weight is not 0.
+
+        Inputs whose size is fixed keep all examples; the loss then takes as many outputs as there
+        are weights.
+
+        Raises:
+          TrainingError: the size is fixed, and an example of weight 0 is before others.
+        """
+        return drop_fill(batch, self.model.inputs)
 
     @abstractmethod
     def sums(self, batch: Any, shapes: Any = None) -> Any:

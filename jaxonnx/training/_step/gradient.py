@@ -90,7 +90,7 @@ class GradientStep(Step):
             tensors = {**self._read(frozen), **state.state}
             outputs, new = self._run(params, tensors, key, *batch.inputs)
             renewed = {name: new[name] for name in state.state}
-            means = self._goal.means(outputs, batch.targets, batch.weight)
+            means = self._goal.means(outputs, batch)
             first, *others = (mean for mean, _ in means)
             value: Any = sum(others, first)
             parts = jnp.stack([first, *others]) if accumulates else value
@@ -294,8 +294,8 @@ class GradientStep(Step):
     def check_labels(self, targets: Any, shapes: Any, what: str, classes: Any = None) -> None:
         self._goal.check_labels(targets, shapes, what, classes)
 
-    def counts_fill(self, batch: Any, shapes: Any) -> bool:
-        return self._goal.counts_fill(shapes, self.as_batch(batch).targets)
+    def counts_fill(self, batch: Any, shapes: Any, metrics: bool) -> bool:
+        return self._goal.counts_fill(shapes, self.as_batch(batch).targets, metrics)
 
     def sums(self, batch: Any, shapes: Any = None) -> Any:
         shapes = self.check(batch) if shapes is None else shapes
