@@ -114,10 +114,11 @@ class DatasetSplits(Data):
 
 
 def _find_classes(data: Any, names: Mapping[str, str]) -> dict[str, Any]:
-    """Return the names of the classes of columns that have such (ClassLabel)."""
+    """Return the names of the classes of columns that have such (ClassLabel), or lists of these."""
     features = getattr(data, "features", None)
     features = features if isinstance(features, Mapping) else {}
-    return {names.get(n, n): f.names for n, f in features.items() if hasattr(f, "names")}
+    features = {names.get(n, n): getattr(f, "feature", f) for n, f in features.items()}
+    return {n: f.names for n, f in features.items() if hasattr(f, "names")}
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from jaxonnx._data.padding import CLOSE
 from jaxonnx._data.ragged import Padding, masks_and_positions, segment_input
 from jaxonnx._rewrite.network import Network, enter
 from jaxonnx.errors import TrainingError
+from jaxonnx.llm._folders import list_modules
 from jaxonnx.llm._images import ImageReader
 from jaxonnx.llm._shapes import (
     COMPARED,
@@ -100,6 +101,15 @@ class Texts(RowData):
             needs = reading.padding.needs
             group = needs.group if any(loss.apart for loss in needs.losses) else 1
             shapes = [find_shape(each, scores=True) for each in rows.values()]
+            if not reading.labels and not needs.losses and embeds_texts(model):
+                group = max(len(shape.columns) for shape in shapes if shape)
+            if reading.per_row and group > 1:
+                raise TrainingError(
+                    "the data has rows of several texts, and the model computes an embedding of "
+                    "each text, as modules.json says: pass a row for each, like "
+                    '[{"text": "..."}]; of a model that was trained to score pairs, delete '
+                    "modules.json"
+                )
             whole = group > 1 and all(shape and len(shape.columns) > 1 for shape in shapes)
             if needs.group > 1 and settings.long == "skip" and not whole:
                 raise TrainingError(
@@ -161,9 +171,12 @@ class Texts(RowData):
             return None
         if scores_texts(model):
             row = self.rows.rename(self.rows.first)
-            if not any(isinstance(row.get(name), list | tuple | np.ndarray) for name in LABELS):
+            lists = {n: row[n] for n in LABELS if isinstance(row.get(n), list | tuple | np.ndarray)}
+            if not lists:
                 return None
-            if model.folder.read_json("config.json").get("problem_type") != _SEVERAL:
+            named = all(n in self.rows.classes or _are_names(x) for n, x in lists.items())
+            problem = model.folder.read_json("config.json").get("problem_type")
+            if problem != _SEVERAL and not named:
                 raise TrainingError(
                     "pass loss=: a text with a list of numbers has several labels, as "
                     "'sigmoid_binary_cross_entropy' learns them, or shares of classes, as "
@@ -401,6 +414,17 @@ def class_names(model: Network) -> tuple[str, ...]:
     return tuple(map(str, named.values())) if [*named] == [*map(str, range(len(named)))] else ()
 
 
+def _are_names(labels: Any) -> bool:
+    """Check whether a list has names of classes; of none of them it is empty."""
+    return all(isinstance(label, str) for label in labels)
+
+
+def embeds_texts(model: Network) -> bool:
+    """Check whether a model of sentence-transformers computes embeddings, without a new head."""
+    folder = None if model.heads else model.folder
+    return folder is not None and any("pooling" in x.lower() for x in list_modules(folder.path))
+
+
 @dataclass
 class LabelReader:
     """Converts rows to tokens, segments and labels; the tokens are those of transformers.
@@ -460,6 +484,7 @@ class LabelReader:
         used = LABELS if self.group == 1 else ()  # texts that are compared have none
         label = next((column for column in used if column in first), None)
         order = self._match_classes(data.classes.get(label or ""), name)
+        indices = label in data.classes
         ids, segments, labels, weights = [], [], [], []
         for where, row in rows:
             for encoded in self._encode(where, row, shape):
@@ -467,7 +492,12 @@ class LabelReader:
                 segments.append(encoded[1])
                 weights.append(read_weight(where, row))
                 if label is not None:
-                    labels.append(self._read_label(f"{where}: {label}", row.get(label), order))
+                    what, value = f"{where}: {label}", row.get(label)
+                    several = isinstance(value, list | tuple | np.ndarray)
+                    if several and (indices or _are_names(value)):
+                        labels.append(self._read_labels(what, value, order))
+                    else:
+                        labels.append(self._read_label(what, value, order))
             columns_read = {*shape.columns, KEY, label}
             unread = (n for n in row if n not in columns_read and row[n] is not None)
             self.unread |= dict.fromkeys(unread)
@@ -568,7 +598,8 @@ class LabelReader:
         if array.ndim:
             if array.shape != (self._count,) and self._count is not None:
                 raise TrainingError(
-                    f"{where} has {array.shape} numbers, and the model has ({self._count},) outputs"
+                    f"{where} has {array.shape} numbers, and the model has ({self._count},) "
+                    "outputs: pass 0 or 1 for each, or the names of the classes"
                 )
             return array.astype(np.float32)
         number = float(array)
@@ -581,6 +612,14 @@ class LabelReader:
             number = int(number)
             return order[number] if order is not None and 0 <= number < len(order) else number
         return self._fit(number)
+
+    def _read_labels(self, where: str, values: Any, order: Sequence[int] | None) -> np.ndarray:
+        """Return 1 for each of some classes, by name or number, and 0 for the others; float32."""
+        count = self._count or len(self._names)
+        numbers = [int(self._read_label(where, value, order)) for value in values]
+        if wrong := [n for n in numbers if not 0 <= n < count]:
+            raise TrainingError(f"{where} has {wrong[0]}; the model has {count} classes")
+        return np.isin(np.arange(count), numbers).astype(np.float32)
 
     def _fit(self, number: Any) -> Any:
         """Return a class, or a number in the shape of the only output."""

@@ -170,6 +170,36 @@ def test_labels_of_several_at_once_are_lists(tmp_path):
     np.testing.assert_array_equal(found["label"], [[1, 0, 1], [0, 0.5, 0.5]])
 
 
+GOLD = np.float32([[1, 0, 1], [0, 0, 0], [0, 1, 0]])
+
+
+def test_several_labels_of_a_text_are_names_of_classes(tmp_path):
+    """As in go_emotions, whose labels are lists of ClassLabel."""
+    model = write(tmp_path, config=NAMES)
+    lists = [["contradiction", "ENTAILMENT"], [], ("Neutral",)]
+    rows = [{"text": WHO, "labels": x} for x in lists]
+    named, _ = read(model, rows)
+    np.testing.assert_array_equal(named["label"], GOLD)
+    names = ["neutral", "contradiction", "entailment"]
+    classes = datasets.List(datasets.ClassLabel(names=names))
+    features = datasets.Features({"text": datasets.Value("string"), "labels": classes})
+    numbers = [[1, 2], [], [0]]
+    columns = {"text": [WHO] * 3, "labels": numbers}
+    indexed, notes = read(model, datasets.Dataset.from_dict(columns, features=features))
+    np.testing.assert_array_equal(indexed["label"], GOLD)
+    assert any("classes by name" in note for note in notes)
+    settings = {"optimizer": optax.sgd(0.0), "batch_size": 3, "progress": False}
+    result = jaxonnx.train(model, rows, **settings)
+    assert "loss: sigmoid_binary_cross_entropy (default for several labels)" in (
+        result.history.notes
+    )
+    numbers = [{"text": WHO, "labels": x.tolist()} for x in GOLD]
+    other = jaxonnx.train(model, numbers, loss=BINARY, **settings)
+    assert result.history.losses == other.history.losses
+    with pytest.raises(jaxonnx.TrainingError, match="'bad' is no class of the model, whose 3"):
+        read(model, [{"text": WHO, "label": ["neutral", "bad"]}])
+
+
 @pytest.mark.parametrize(
     ("label", "message"),
     [
@@ -457,3 +487,23 @@ def test_a_reward_model_learns_from_pairs_of_texts(share, tmp_path):
     held_out = run.history.epochs[0]["validation_loss"]
     halves = [np.mean(half) for half in itertools.combinations(losses, 2)]
     assert np.abs(np.array(halves) - held_out).min() < 1e-4
+
+
+def test_a_model_of_embeddings_reads_each_text_alone_without_a_loss_too(tmp_path):
+    """Pairs were joined to one text by `predict` and `quantize`, and read apart in training."""
+    write(tmp_path, classes=6)
+    kinds = {"": "Transformer", "1_Pooling": "Pooling"}
+    listed = [{"path": p, "type": f"sentence_transformers.models.{t}"} for p, t in kinds.items()]
+    (tmp_path / "modules.json").write_text(json.dumps(listed))
+    model = jaxonnx.load(tmp_path)
+    pairs = [{"sentence1": a, "sentence2": b, "score": 0.5} for a, b in itertools.pairwise(TEXTS)]
+    texts = [{"text": row[name]} for row in pairs for name in ("sentence1", "sentence2")]
+    found, expected = (
+        jaxonnx.quantize(model, rows, batch_size=16, check=False) for rows in (pairs, texts)
+    )
+    assert found.to_onnx().graph == expected.to_onnx().graph
+    with pytest.raises(jaxonnx.Error, match=r"an embedding of each text, .*pass a row for each"):
+        model.predict(pairs)
+    assert model.predict(texts[:3]).shape == (3, 6)
+    scored = model.with_head(2)  # which scores pairs
+    assert scored.predict(pairs).shape == (len(pairs), 2)
