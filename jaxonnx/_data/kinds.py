@@ -71,13 +71,32 @@ class Rows:
         return replace(self, iterate=lambda epoch: compress(self.iterate(epoch), chosen))
 
     def rename(self, row: Any) -> Any:
-        """Give the columns of a row their new names, and drop nulls that Arrow has filled in."""
-        if not (isinstance(row, Mapping) and (self.names or self.fills_gaps)):
+        """Give columns their new names and Python's values, and drop nulls that Arrow fills in."""
+        if not isinstance(row, Mapping):
             return row
-        columns = {self.names.get(name, name): value for name, value in row.items()}
+        columns = {self.names.get(name, name): to_python(value) for name, value in row.items()}
         if not self.fills_gaps:
             return columns
         return {name: drop_nones(value, exempt=()) for name, value in columns.items()}
+
+
+def to_python(value: Any, inside: bool = False) -> Any:
+    """Convert values of NumPy in a row: arrays of objects, and all within objects.
+
+    Arrays with axes, and numbers, that are no part of an object stay.
+
+    Args:
+      inside: whether the value is a part of an object.
+    """
+    if isinstance(value, Mapping):
+        return {name: to_python(x, True) for name, x in value.items()}
+    if isinstance(value, np.ndarray) and (inside or value.dtype == object or not value.ndim):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        if inside or (value and isinstance(value[0], Mapping | list | tuple | np.ndarray)):
+            return [to_python(x, inside) for x in value]
+        return value
+    return value.item() if inside and isinstance(value, np.generic) else value
 
 
 def drop_nones(value: Any, exempt: Collection[str] = ("arguments",)) -> Any:

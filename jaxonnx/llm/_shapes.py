@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxonnx._data.inputs_and_targets import JUDGEMENT
-from jaxonnx._data.kinds import Names, Row, Rows, drop_nones
+from jaxonnx._data.kinds import Names, Row, Rows, drop_nones, to_python
 from jaxonnx.errors import TrainingError
 
 VARIABLES = "tools", "documents", "chat_template_kwargs"
@@ -92,11 +92,12 @@ def read_judgement(value: Any) -> float | None:
     """
     if isinstance(value, str):
         value = {"true": 1, "1": 1, "false": 0, "0": 0}.get(value.strip().lower())
-    return float(value) if isinstance(value, bool | int | np.bool_) else None
+    return float(value) if isinstance(value, bool | int | np.bool_ | np.integer) else None
 
 
 def _is_list_of_objects(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(isinstance(x, Mapping) for x in value)
+    is_list = isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.ndim == 1)
+    return is_list and all(isinstance(x, Mapping) for x in value)
 
 
 def is_chat(value: Any) -> bool:
@@ -168,7 +169,7 @@ def _begin_with_system(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def to_messages(value: Any, names: Names) -> list[dict[str, Any]]:
     """Convert a list of messages, or its JSON text, to messages with a role and content."""
-    messages = json.loads(value) if isinstance(value, str) else value
+    messages = json.loads(value) if isinstance(value, str) else to_python(value)
     if not _is_list_of_objects(messages):
         raise TrainingError("messages must be a list of objects with a role and its content")
     return [_to_message(message, names) for message in messages]

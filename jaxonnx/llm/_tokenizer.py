@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxonnx._data.kinds import to_python
 from jaxonnx._files import wrap_errors
 from jaxonnx._require import describe
 from jaxonnx.errors import InputError, TrainingError, warn
@@ -130,6 +131,7 @@ class Tokenizer:
                 "messages must be a list of dicts with a role and content, of at least one, got "
                 f"{describe(messages)}"
             )
+        variables = to_python(variables)
         chat = Chat(to_messages(messages, {}), variables, "the chat")
         unread = self.templates.find_unread(variables)
         if refused := [name for name in unread if name in _TRANSFORMERS and variables[name]]:

@@ -115,6 +115,31 @@ def test_every_shape_has_an_example_that_fits_it():
         assert shape.fits(json.loads(text)), shape.example
 
 
+def to_numpy(value):
+    """Convert lists of objects and numbers as pandas reads them from a .parquet file."""
+    if isinstance(value, dict):
+        return {name: to_numpy(x) for name, x in value.items()}
+    if isinstance(value, list):
+        array = np.empty(len(value), object)
+        array[:] = [to_numpy(x) for x in value]
+        return array
+    return value if isinstance(value, str) else np.asarray(value)[()]
+
+
+def test_values_of_numpy_are_read_as_those_of_python(model):
+    """As `to_dict("records")` of pandas and `with_format("numpy")` of a Dataset have them."""
+    row = {"messages": CALLED, "tools": TOOLS, "weight": 0.5}
+    numpy = to_numpy(row)
+    assert isinstance(numpy["messages"], np.ndarray)
+    assert isinstance(numpy["messages"][1]["tool_calls"][0]["function"]["arguments"]["x"], np.int64)
+    assert read(model, [numpy]) == read(model, [row])
+    judged = [{"prompt": "a", "completion": c, "label": c == "b"} for c in "bc"]
+    pairs = [[{**r, "label": kind(r["label"])} for r in judged] for kind in (np.int64, np.array)]
+    assert [len(read_texts(model, rows, {}, None, 2).data["input_ids"]) for rows in pairs] == [4, 4]
+    write = model.tokenizer.apply_chat_template
+    assert (write(to_numpy(chat("a", "b"))) == write(chat("a", "b"))).all()
+
+
 def test_pairs_of_answers_follow_one_another(model):
     """For a loss of groups of two; whole conversations share what they begin with."""
     expected = read(model, [{"messages": chat("a", "yes")}, {"messages": chat("a", "no")}])[0]
