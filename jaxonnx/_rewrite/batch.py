@@ -75,21 +75,28 @@ def free_batch(
       InputError: a node fixes the batch in a way that cannot be rewritten (the message names it),
         or the two files give different results.
     """
-    inputs = [to_value(v) for v in proto.graph.input if v.name in program.graph.inputs]
+    values = [to_value(v) for v in proto.graph.input if v.name in program.graph.inputs]
     # inputs that the program fixes to one value are not among the weights of the graph
     views = (view for view in program.views if isinstance(view, FixedInputs))
     fixed = {n: x.array for v in views for n, x in v.values.items() if x.axis is None}
     tensors = {**program.constants, **fixed, **state, **params}
-    sizes = {v.name: v.shape[0] for v in inputs if v.shape and isinstance(v.shape[0], int)}
+    sizes = {v.name: v.shape[0] for v in values if v.shape and isinstance(v.shape[0], int)}
+    samples = _close_other_axes(program.graph, values, tensors)
+    inputs = samples[0]
     if not sizes:
-        if not _takes_one_alone(program.graph, inputs, tensors):
+        batches = {v.shape[0] for v in inputs if v.shape}
+        ends = [v for v in map(to_value, proto.graph.output) if v.shape and v.shape[0] in batches]
+        if not _takes_one_alone(program.graph, inputs, tensors, [v.name for v in ends]):
             return proto, {}
-        inputs = [*map(_as_one, inputs)]
+        samples = [[*map(_as_one, inputs)] for inputs in samples]
+        inputs = samples[0]
         sizes = {v.name: 1 for v in inputs if v.shape}
     if len({*sizes.values()}) > 1:
         raise InputError(f"the first axes of the inputs are not one batch: {sizes}; {_WAY_OUT}")
     (size,) = {*sizes.values()}
-    changes = _find_changes(program.graph, inputs, tensors, size)
+    changes, *others = (_find_changes(program.graph, x, tensors, size) for x in samples)
+    for other in others:
+        changes.check_same(other)
     nodes, outputs = program.graph.nodes, program.graph.outputs
     needed = ancestors([*map(changes.apply, nodes)], outputs)
     if lost := {*fixed} & ancestors(nodes, outputs) - needed:  # states that are zeros
@@ -114,28 +121,78 @@ def free_batch(
     return result, added
 
 
+_SAMPLES = (((7, 64), (11, 96)), ((64, 128), (96, 160)), ((4096, 256), (6144, 384)))
+"""Sizes of open axes, and of open sides of pictures, to try: two of each, to find changes with."""
+
+
+def _close_other_axes(
+    graph: Graph, inputs: list[Value], tensors: Mapping[str, Any]
+) -> list[list[Value]]:
+    """Return inputs with two samples of sizes for open axes behind the first, if there are any.
+
+    Raises:
+      InputError: the file fixes the batch, and the network takes none of the samples.
+    """
+    first = {v.shape[0] for v in inputs if v.shape}
+    names: dict[Any, int] = {}
+
+    def close(value: Value, length: int, side: int) -> Value:
+        shape = [*(value.shape or ())]
+        is_picture = len(shape) == 4 and value.dtype is not None and value.dtype.kind == "f"
+        for axis, size in enumerate(shape[1:], 1):
+            if not isinstance(size, int) and (size is None or size not in first):
+                number = names.setdefault(size or (value.name, axis), len(names))
+                shape[axis] = side + 32 * number if is_picture and axis > 1 else length + number
+        return value if value.shape is None else replace(value, shape=tuple(shape))
+
+    for pair in _SAMPLES:
+        samples = [[close(value, *sizes) for value in inputs] for sizes in pair]
+        if not names:
+            return [inputs]
+        alone = [[*map(_as_one, sample)] for sample in samples]
+        try:
+            for sample, single in zip(samples, alone, strict=True):
+                fixed = all(isinstance(v.shape[0], int) for v in sample if v.shape)
+                _trace(graph, sample if fixed else single, tensors, 0, 0, lambda node, _: node)
+        except InputError:
+            continue
+        return samples
+    if all(isinstance(size, int) for size in first):
+        raise InputError(
+            f"{', '.join(map(str, inputs))}: other axes are open than the batch, and none of the "
+            f"sizes that were tried fits; {_WAY_OUT}"
+        )
+    return [inputs]
+
+
 def _as_one(value: Value) -> Value:
     """Return an input that is declared for any batch as one for a single example."""
     return replace(value, shape=(1, *value.shape[1:])) if value.shape else value
 
 
-def _takes_one_alone(graph: Graph, inputs: list[Value], tensors: Mapping[str, Any]) -> bool:
+def _takes_one_alone(
+    graph: Graph, inputs: list[Value], tensors: Mapping[str, Any], outputs: list[str]
+) -> bool:
     """Check whether inputs that are declared for any batch are taken for one example alone.
 
     So they are where an exporter was given names of dynamic axes, but wrote the batch of its
-    example into the nodes.
+    example into the nodes. Several examples are then refused, or become one.
+
+    Args:
+      outputs: those that are declared to have the batch.
     """
     if any(v.shape is None or not all(isinstance(d, int) for d in v.shape[1:]) for v in inputs):
         return False  # shapes cannot be followed
-    runs = []
-    for size in (1, 3):
-        try:
-            _trace(graph, [*map(_as_one, inputs)], tensors, 1, size, lambda node, _: node)
-        except InputError:
-            runs.append(False)
-        else:
-            runs.append(True)
-    return runs == [True, False]
+    ones = [*map(_as_one, inputs)]
+    try:
+        single = _trace(graph, ones, tensors, 1, 1, lambda node, _: node)
+    except InputError:
+        return False
+    try:
+        several = _trace(graph, ones, tensors, 1, 3, lambda node, _: node)
+    except InputError:
+        return True
+    return any(single[name][:1] == several[name][:1] == (1,) for name in outputs)
 
 
 @dataclass
@@ -151,6 +208,18 @@ class _Changes:
     absent initial state is zero for any batch size."""
     shapes: dict[str, tuple[Shape, Shape]] = field(default_factory=dict)
     """The shapes of each value for the file's batch size and for the other one."""
+
+    def check_same(self, other: _Changes) -> None:
+        """Refuse changes that differ with the sizes of other axes that are open."""
+        if self.rows != other.rows or self.stateless != other.stateless:
+            raise InputError(f"what fixes the batch depends on other open axes; {_WAY_OUT}")
+        for at in self.inputs.keys() | other.inputs.keys():
+            a, b = self.inputs.get(at), other.inputs.get(at)
+            if a is None or b is None or not np.array_equal(a, b):
+                raise InputError(
+                    f"input {at[1]} of the node of '{at[0]}' fixes the batch, and depends on other "
+                    f"open axes; {_WAY_OUT}"
+                )
 
     def apply(self, node: Node) -> Node:
         """Return the node with its new input names, for the evaluation of the changed graph."""
@@ -204,8 +273,13 @@ def _find_changes(
                 # a target with 0 or -1 in the right places gives this shape as it is; any other
                 # holds the file's size as a number, in place of which -1 is written
                 if new != resolve_target(targets[first], now):
-                    new[axes[0]] = -1
-                    replace_input(first, 1, np.array(new, np.int64), scope)
+                    # the rest of the target stays, as other axes may be open
+                    target, rest = targets[first].copy(), np.delete(targets[first], axes[0])
+                    target[axes[0]] = 0 if -1 in rest else -1
+                    if new != resolve_target(target, now):
+                        new[axes[0]] = -1
+                        target = np.array(new, np.int64)
+                    replace_input(first, 1, target, scope)
         elif node.op.name in _RECURRENT and _starts_at_zero(node, scope):
             changes.stateless.add(first)  # zeros of the file's size are left out
         elif node.op.name == "Expand" and isinstance(data := scope[node.inputs[0]], np.ndarray):

@@ -713,8 +713,9 @@ class Model(Network, Rendered):
         """Return a model for batches of any size, from a file that was exported for one size.
 
         A file may also declare any batch and run with one example alone, because the exporter wrote
-        the batch of its example into nodes. The size is replaced in the targets of Reshape and in
-        zero initial states, also in the saved file. Unless the network draws random numbers, the
+        the batch of its example into nodes. Heights, widths and lengths may be open as well. The
+        size is replaced in the targets of Reshape and in zero initial states, also in the saved
+        file. Unless the network draws random numbers, the
         result is verified on random inputs: two batches in one must give what each gives alone, up
         to rounding (with dynamic quantization, a tenth).
 

@@ -245,3 +245,47 @@ def test_the_channels_of_one_image_are_no_batch():
     # data with one axis more say the same, and are mapped
     assert jaxonnx.load(proto).predict(x, batch_size=5).shape == (8, 1, 2, 14, 14)
     assert jax.vmap(jaxonnx.load(proto))(x).shape == (8, 1, 2, 14, 14)
+
+
+KERNEL = ", ".join(f"{x:.2f}" for x in np.random.default_rng(1).normal(size=108))
+
+
+@pytest.mark.parametrize("batch", ["1", "n"])
+@pytest.mark.parametrize(
+    ("shape", "nodes", "out"),
+    [
+        (
+            "3,h,w",
+            f"""<float[4,3,3,3] k = {{{KERNEL}}},
+            int64[5] s = {{1,2,2,-1,1}}, int64[3] t = {{1,4,-1}}> {{
+                a = Conv <strides = [2,2]> (x, k) b = Reshape(a, s)
+                c = Transpose <perm = [0,2,1,3,4]> (b) y = Reshape(c, t) }}""",
+            "4,p",
+        ),
+        ("t,4", "<int64[4] s = {1,-1,2,2}> { y = Reshape(x, s) }", "t,2,2"),
+        ("1,t", "<int64[2] s = {1,-1}> { y = Reshape(x, s) }", "t"),
+    ],
+    ids=["picture", "text", "wave"],
+)
+def test_other_axes_may_be_open_too(batch, shape, nodes, out):
+    """They were refused, or left as they are where the batch is open in name alone."""
+    proto = onnx.parser.parse_model(f"""<ir_version: 9, opset_import: ["": 17]>
+        g (float[{batch},{shape}] x) => (float[{batch},{out}] y) {nodes}""")
+    random = np.random.default_rng(0)
+    model, closed = jaxonnx.load(proto, batch="any"), jaxonnx.load(proto)
+    session = onnxruntime.InferenceSession(model.to_onnx().SerializeToString())
+    for sizes in ({"h": 19, "w": 24, "t": 5}, {"h": 40, "w": 33, "t": 8}):
+        rest = [int(sizes.get(size, size)) for size in shape.split(",")]
+        x = random.standard_normal((3, *rest)).astype(np.float32)
+        expected = np.concatenate([closed(row[None]) for row in x])
+        np.testing.assert_allclose(model(x), expected, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(session.run(None, {"x": x})[0], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_mixes_the_batch_with_open_axes_is_refused():
+    """The target of Reshape has the batch as a number, and the length of the input."""
+    nodes = """<int64[2] b = {1,2}, int64[1] one = {1}, int64[1] two = {2}> {
+        s = Shape(x) t = Slice(s, one, two) u = Concat <axis = 0> (b, t)
+        y = Reshape(x, u) }"""
+    with pytest.raises(jaxonnx.InputError, match="of 'y' fixes the batch, and depends on other"):
+        load(nodes, size="1,t,2", out="1,2,t")
