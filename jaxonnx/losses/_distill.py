@@ -1,16 +1,18 @@
 """Knowledge distillation: the loss against the outputs of another model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxonnx._data.batches import Batch
 from jaxonnx._require import check_arguments, require, require_integer
 from jaxonnx.errors import TrainingError
-from jaxonnx.losses._loss import Loss, load_second, take_inputs
+from jaxonnx.losses._loss import Loss, check_classes, load_second, take_inputs
 from jaxonnx.model import Model
 
 
@@ -24,6 +26,7 @@ class Distillation(Loss):
     teacher: Any
     top: int | None
     next_token: bool
+    class_axis: int | None
     of_tokens = True
 
     def second(self, model: Model) -> Callable[[Batch], Any] | None:
@@ -42,31 +45,69 @@ class Distillation(Loss):
                 "logits, with model.with_outputs(NAME)"
             )
 
-        sizes = [(value.shape or (None,))[-1] for value in (*teacher.outputs, *model.outputs)]
-        classes = [size for size in sizes if isinstance(size, int)]
+        shapes = [value.shape for value in (*teacher.outputs, *model.outputs)]
 
-        @jax.jit
-        def compute(params, state, inputs):
-            return self.shorten(teacher.apply(params, *inputs, state=state))
+        @partial(jax.jit, static_argnums=3)
+        def compute(params, state, inputs, labels):
+            logits = teacher.apply(params, *inputs, state=state)
+            axis = self.find_axis(logits.shape, labels)
+            classes = [shape[axis] for shape in shapes if shape and len(shape) == logits.ndim]
+            sizes = [size for size in classes if isinstance(size, int)]
+            if len(sizes) == len(shapes) == 2:  # the shapes of the greatest logits do not tell
+                _check_classes(*sizes)
+            return self.shorten(logits, axis)
 
         def add(batch: Batch) -> Any:
             inputs = take_inputs(batch.inputs, model, teacher, what)
-            if len(classes) == len(sizes) == 2:  # the shapes of the greatest logits do not tell
-                _check_classes(*classes)
-            logits = compute(teacher.params, teacher.state, inputs)
-            return logits, batch.targets
+            labels = batch.targets.shape if hasattr(batch.targets, "shape") else None
+            return compute(teacher.params, teacher.state, inputs, labels), batch.targets
 
         return add
 
-    def shorten(self, logits: jax.Array) -> Any:
+    def find_labels(self, targets: Any) -> Any:
+        return targets[1] if isinstance(targets, tuple | list) else targets
+
+    def check_labels(
+        self, targets: Any, outputs: Any, what: str, names: Sequence[str] | None = None
+    ) -> None:
+        if self.soft == 1 or not (isinstance(targets, tuple | list) or self.teacher is not None):
+            return
+        labels = self.find_labels(targets)
+        axis = self.find_axis(outputs.shape, labels.shape)
+        check_classes(np.asarray(labels), outputs.shape[axis], self.ignore_index, what)
+
+    def find_axis(self, logits: tuple[int, ...], labels: tuple[int, ...] | None) -> int:
+        """Return the axis of the classes, 1 or -1, from the shapes of logits and of labels.
+
+        Raises:
+          TrainingError: these shapes do not fit, or leave it open.
+        """
+        axes = (-1, 1) if self.class_axis is None else (self.class_axis,)
+        places = {a: (*logits[:a], *logits[a:][1:])[1:] for a in axes if len(logits) > 1}
+        fitting = [a for a, shape in places.items() if labels is None or labels[1:] == shape]
+        if not fitting:
+            named = " or ".join(map(str, axes))
+            raise TrainingError(
+                f"distill needs logits with the classes on axis {named}, and labels with their "
+                f"other axes; logits are {list(logits)}"
+                + (f", and labels {list(labels)}" if labels is not None else "")
+            )
+        if len(fitting) > 1 and len(logits) > 3 and not self.next_token:
+            raise TrainingError(
+                f"distill: the classes of logits {list(logits)} may lie on axis 1 or on the last "
+                "one: pass axis=1, as in images of ONNX, or axis=-1"
+            )
+        return fitting[0]
+
+    def shorten(self, logits: jax.Array, axis: int) -> Any:
         """Select all logits of the teacher, or the greatest ones.
 
         Those are the logarithms of their probabilities, and their classes, both (N, ..., top).
         """
-        if self.top is None or self.top >= logits.shape[-1]:
+        if self.top is None or self.top >= logits.shape[axis]:
             return logits
-        scores = jax.nn.log_softmax(logits.astype(jnp.float32) / self.temperature)
-        return jax.lax.top_k(scores, self.top)
+        scores = jnp.moveaxis(logits, axis, -1).astype(jnp.float32) / self.temperature
+        return jax.lax.top_k(jax.nn.log_softmax(scores), self.top)
 
     @property
     def denominator(self) -> str | None:
@@ -88,6 +129,15 @@ class Distillation(Loss):
                 "distill: targets must be the teacher's logits, or a pair of these and labels, got "
                 f"{type(teacher).__name__}"
             )
+        axis = self.find_axis(outputs.shape, None if labels is None else labels.shape)
+        if not isinstance(teacher, tuple | list):
+            if teacher.ndim != outputs.ndim:
+                raise TrainingError(
+                    f"distill: the teacher's logits are {list(teacher.shape)}, and the student's "
+                    f"{list(outputs.shape)}"
+                )
+            teacher = jnp.moveaxis(teacher, axis, -1)
+        outputs = jnp.moveaxis(outputs, axis, -1)
         values = self.temperature**2 * self._diverge(outputs, teacher)
         if labels is None:
             values = values.reshape(len(values), -1)
@@ -96,9 +146,17 @@ class Distillation(Loss):
             last = jnp.full_like(labels[:, :1], self.ignore_index)
             labels = jnp.concatenate([labels[:, 1:], last], axis=1)
         counts = labels != self.ignore_index
-        scores = jax.nn.log_softmax(outputs.astype(jnp.float32))
-        chosen = jnp.take_along_axis(scores, jnp.where(counts, labels, 0)[..., None], -1)[..., 0]
-        values = jnp.where(counts, self.soft * values - (1 - self.soft) * chosen, 0)
+        if self.soft < 1:
+            if not jnp.issubdtype(labels.dtype, jnp.integer):
+                raise TrainingError(
+                    f"distill(soft={self.soft}) learns integer labels beside the teacher's logits; "
+                    f"they are {labels.dtype}"
+                )
+            scores = jax.nn.log_softmax(outputs.astype(jnp.float32))
+            chosen = jnp.where(counts, labels, 0)[..., None]
+            learned = -jnp.take_along_axis(scores, chosen, -1)[..., 0]
+            values = self.soft * values + (1 - self.soft) * learned
+        values = jnp.where(counts, values, 0)
         values, counts = (x.reshape(len(x), -1).sum(1) for x in (values, counts))
         return values, counts
 
@@ -134,11 +192,13 @@ def distill(
     teacher: Any = None,
     top: int | None = None,
     next_token: bool = False,
+    axis: int | None = None,
 ) -> Distillation:
     """Return the loss of a model that learns the outputs of another one.
 
     It is `temperature ** 2` times the divergence KL(teacher || student) of the softmaxes of logits
-    (N, ..., classes) divided by the temperature, called one mean for each example. `train` and
+    (N, ..., classes) or (N, classes, ...) divided by the temperature, called one mean for each
+    example. `train` and
     `evaluate` take the mean over all places that count, as of `causal_lm`. Hinton, Vinyals and
     Dean, "Distilling the Knowledge in a Neural Network", 2015 (arXiv:1503.02531).
 
@@ -163,6 +223,9 @@ def distill(
         lower bound of that of all classes.
       next_token: labels are tokens, and those at each place are scored by the logits at the place
         before it, as in `causal_lm`. Otherwise labels of tokens are those of the next place.
+      axis: of the classes: 1, as images have it in ONNX, or -1. By default the shape of the labels
+        tells, and where both fit, or without labels, it is the last one; for logits of more than
+        three axes it must be passed then.
 
     Raises:
       TrainingError: an argument is out of its range.
@@ -177,6 +240,7 @@ def distill(
         require(
             "distill: top", top, teacher is not None, "left out without teacher=", TrainingError
         )
+    require("distill: axis", axis, axis in (None, 1, -1), "1, -1 or None", TrainingError)
     return Distillation(
         temperature=temperature,
         soft=soft,
@@ -184,4 +248,5 @@ def distill(
         teacher=teacher,
         top=top,
         next_token=next_token,
+        class_axis=axis,
     )

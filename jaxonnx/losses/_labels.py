@@ -56,10 +56,6 @@ class ClassLoss(WeighedLoss):
         outputs, targets = self.align(jnp.asarray(outputs), targets)
         return self._apply(self.operator, outputs, targets, self.ignore_index, self.reduction)
 
-    def align(self, outputs: Any, targets: Any) -> tuple[Any, Any]:
-        """Return the scores that have labels, and the labels that have scores, place by place."""
-        return (outputs[:, :-1], targets[:, 1:]) if self.next_token else (outputs, targets)
-
     @property
     def denominator(self) -> str | None:
         if self.reduction == "none":

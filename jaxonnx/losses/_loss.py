@@ -110,9 +110,16 @@ class Loss:
         """The divisor of `totals`: "examples" (their weights), "none", or None for its own."""
         return "examples"
 
+    def find_labels(self, targets: Any) -> Any:
+        """Return the part of the targets that metrics compare with the outputs."""
+        return targets
+
     def align(self, outputs: Any, targets: Any) -> tuple[Any, Any]:
-        """Return outputs and targets aligned by position, for metrics."""
-        return outputs, targets
+        """Return outputs and targets aligned by position, for metrics.
+
+        For `next_token` they are the scores that have labels, and the labels that have scores.
+        """
+        return (outputs[:, :-1], targets[:, 1:]) if self.next_token else (outputs, targets)
 
     def prepare(self, model: Model) -> Model:
         """Return the model that is trained, of one without caches, unless the data has values.

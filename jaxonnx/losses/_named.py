@@ -111,6 +111,8 @@ _OPTAX: Mapping[str, Mapping[str, Any]] = {
     "poly_loss_cross_entropy": _MIXTURES,
     "dice_loss": _MASKS,
     "multiclass_generalized_dice_loss": _MASKS,
+    "kl_divergence": {"classes_last": True},
+    "convex_kl_divergence": {"classes_last": True},
     "binary_dice_loss": _BINARY,
     "sigmoid_binary_cross_entropy": _BINARY,
     "sigmoid_focal_loss": _BINARY,

@@ -91,3 +91,60 @@ def test_arguments_that_do_not_fit():
         losses.dpo()(STUDENT, LABELS)
     with pytest.raises(jaxonnx.TrainingError, match="pairs of rows, and a batch has 3 rows"):
         losses.dpo()(STUDENT[:3], {"labels": LABELS[:3], "reference": REFERENCE[:3]})
+
+
+SCORES, OTHERS = (RNG.normal(size=(4, 5, 6, 7)).astype(np.float32) for _ in range(2))
+PIXELS = RNG.integers(0, 5, (4, 6, 7))
+
+
+def test_distill_has_the_classes_of_images_on_axis_1():
+    """As pytorch's kl_div and cross_entropy along dim=1; the labels tell the axis."""
+    student, teacher = (jnp.moveaxis(x, 1, -1) for x in (SCORES, OTHERS))
+    expected = losses.distill(soft=0.7)(student, (teacher, PIXELS))
+    np.testing.assert_allclose(
+        losses.distill(soft=0.7)(SCORES, (OTHERS, PIXELS)), expected, rtol=1e-5
+    )
+    soft = losses.distill()(np.asarray(student).reshape(4, -1, 5), teacher.reshape(4, -1, 5))
+    np.testing.assert_allclose(losses.distill(axis=1)(SCORES, OTHERS), soft, rtol=1e-5)
+    with pytest.raises(jaxonnx.TrainingError, match=r"pass axis=1, as in images of ONNX"):
+        losses.distill()(SCORES, OTHERS)
+    with pytest.raises(jaxonnx.TrainingError, match=r"axis -1, and labels with their other axes"):
+        losses.distill(axis=-1)(SCORES, (OTHERS, PIXELS))
+    with pytest.raises(jaxonnx.TrainingError, match=r"learns integer labels .* float64"):
+        losses.distill(soft=0.5)(SCORES, (OTHERS, PIXELS * 0.5))
+
+
+def make_network(seed, axis=1):
+    w = np.random.default_rng(seed).normal(size=(5, 3, 3, 3)).astype(np.float32)
+
+    def function(x):
+        return jnp.moveaxis(jax.lax.conv(x, w, (1, 1), "SAME"), 1, axis)
+
+    proto = jaxonnx.to_onnx(function, np.zeros((2, 3, 6, 7), np.float32))
+    return jaxonnx.load(proto, batch="any")
+
+
+def test_a_teacher_of_images_and_the_metrics_of_their_labels():
+    x = RNG.normal(size=(4, 3, 6, 7)).astype(np.float32)
+    student, teacher = make_network(0), make_network(1)
+    values = losses.distill(soft=0.7)(student(x), (teacher(x), PIXELS))
+    last = make_network(0, -1), losses.distill(teacher=make_network(1, -1), soft=0.7, top=2)
+    greatest = jaxonnx.evaluate(last[0], (x, PIXELS), loss=last[1])["loss"]
+    for top, expected in ((None, values.mean()), (2, greatest)):
+        row = jaxonnx.evaluate(
+            student,
+            (x, PIXELS),
+            loss=losses.distill(teacher=teacher, soft=0.7, top=top),
+            metrics=["accuracy", "iou"],
+            batch_size=2,
+        )
+        np.testing.assert_allclose(row["loss"], expected, rtol=1e-5)
+        hard = jaxonnx.evaluate(
+            student, (x, PIXELS), loss=losses.cross_entropy(), metrics=["accuracy", "iou"]
+        )
+        assert (row["accuracy"], row["iou"]) == (hard["accuracy"], hard["iou"])
+    wrong = PIXELS.copy()
+    wrong[0, 0] = 255
+    loss = losses.distill(teacher=teacher, soft=0.7)
+    with pytest.raises(jaxonnx.TrainingError, match=r"7 labels outside of 0 ... 4, .* is 255"):
+        jaxonnx.train(student, (x, wrong), loss=loss, epochs=1, batch_size=2)

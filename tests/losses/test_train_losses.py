@@ -329,7 +329,7 @@ def test_labels_that_are_neither_0_nor_1(loss, label):
     assert np.isfinite(jaxonnx.evaluate(network(ONE), (X, targets, weight), loss=loss)["loss"])
 
 
-@pytest.mark.parametrize("loss", ["softmax_cross_entropy", "dice_loss"])
+@pytest.mark.parametrize("loss", ["softmax_cross_entropy", "dice_loss", "kl_divergence"])
 def test_classes_of_images_are_on_axis_1(loss):
     """optax has them on the last axis, which of images is the width."""
     labels = np.random.default_rng(0).integers(0, 3, (12, 4, 5))

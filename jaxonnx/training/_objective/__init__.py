@@ -103,8 +103,9 @@ class Objective:
             for i, term in enumerate(self.terms)
         }
         for name, measure in self.measures.items():
-            pair = self._select_output(measure.output, outputs, targets)
-            sums[name] = measure.metric.sums(*pair, weight)
+            sums[name] = measure.metric.sums(
+                *self._metric_arguments(measure, outputs, targets), weight
+            )
         return jax.tree.map(jnp.asarray, sums)
 
     def start(self, shapes: Any, batch: Batch) -> dict[str, Any]:
@@ -217,7 +218,7 @@ class Objective:
             what = "the loss" if term.output is None else f"the loss of '{term.output}',"
             term.loss.check(*self._loss_arguments(term, shapes, targets), what, weight)
         for name, measure in self.measures.items():
-            pair = self._select_output(measure.output, shapes, targets)
+            pair = self._metric_arguments(measure, shapes, targets)
             metrics.check(name, measure.given, measure.reader, *pair, weight)
 
     def counts_fill(self, shapes: Any, targets: Any, metrics: bool = True) -> bool:
@@ -233,7 +234,7 @@ class Objective:
         ]
         for measure in self.measures.values() if metrics else ():
             if callable(measure.given):
-                pair = self._select_output(measure.output, shapes, targets)
+                pair = self._metric_arguments(measure, shapes, targets)
                 values.append(jax.eval_shape(measure.given, *pair))
         return any(not value.shape for value in values)
 
@@ -255,6 +256,12 @@ class Objective:
             return self._select_output(None, outputs, targets)
         values = outputs if isinstance(outputs, tuple) else (outputs,)
         return values[term.value], _select_targets(targets, term.output)
+
+    def _metric_arguments(self, measure: Measure, outputs: Any, targets: Any) -> tuple[Any, Any]:
+        """Select the outputs of a metric, and the targets that it compares with them."""
+        outputs, targets = self._select_output(measure.output, outputs, targets)
+        loss = measure.reader.loss
+        return outputs, targets if loss is None else loss.find_labels(targets)
 
     def _select_output(self, output: str | None, outputs: Any, targets: Any) -> tuple[Any, Any]:
         """Return outputs as the file has them, one or all, and their targets."""
