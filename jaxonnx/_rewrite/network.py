@@ -52,7 +52,7 @@ class Network:
     heads: tuple[Head, ...] = ()
     """The layers that `with_head` put in the place of others."""
     new_rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """The rows of tokens that `with_tokens` added, by the embedding or output layer."""
+    """The rows of the tokens of `with_tokens`, by the embedding or output layer."""
     companion: Companion = ALONE
     """The companion of the file, saved with it."""
     source: ModelProto | None = field(default=None, repr=False)

@@ -352,9 +352,10 @@ def add_tokens(model: M, tokenizer: Tokenizer, tokens: Sequence[str], special: b
     tokenizer, new, old = tokenizer.add_tokens(tokens, special)
     if old:
         listed = [f"{text!r} ({token})" for text, token in old.items()]
-        warn(f"{list_some(listed, '')}: tokens already, which stay as they are")
-    if not new:
-        return model
+        warn(
+            f"{list_some(listed, '')}: tokens already, which stay as they are until train(lora=) "
+            "trains their rows"
+        )
     vocabulary = Vocabulary.find(model.graph, model.tensors, token_inputs(model.inputs))
     if unnamed := find_unnamed_outputs(model.proto, vocabulary):
         raise InputError(
@@ -362,17 +363,21 @@ def add_tokens(model: M, tokenizer: Tokenizer, tokens: Sequence[str], special: b
             "and the layer that computes them was not found: add the tokens in transformers "
             "(add_tokens, resize_token_embeddings), and export again"
         )
-    rows = [*new.values()]
-    grown = add_rows(vocabulary, model._file_values, present, rows)
-    net = _replace_tensors(model, vocabulary, grown, rows)
-    few = [n for n in vocabulary.matrices if not jnp.issubdtype(net.tensors[n].dtype, jnp.floating)]
-    if few:
-        net = _start_at_mean(net, few, present, rows)
-    before, after = vocabulary.rows, max(vocabulary.rows, max(rows) + 1)
-    folder = _resize_settings(tokenizer.folder, before, after)
-    earlier = model.new_rows
-    new_rows = {name: (*earlier.get(name, ()), *rows) for name in vocabulary.matrices}
-    return dataclasses.replace(net, companion=folder, new_rows={**earlier, **new_rows})
+    net = model
+    if rows := [*new.values()]:
+        grown = add_rows(vocabulary, model._file_values, present, rows)
+        net = _replace_tensors(model, vocabulary, grown, rows)
+        floats = jnp.floating
+        few = [n for n in vocabulary.matrices if not jnp.issubdtype(net.tensors[n].dtype, floats)]
+        net = _start_at_mean(net, few, present, rows) if few else net
+        before, after = vocabulary.rows, max(vocabulary.rows, max(rows) + 1)
+        folder = _resize_settings(tokenizer.folder, before, after)
+        net = dataclasses.replace(net, companion=folder)
+    chosen = {
+        name: tuple(dict.fromkeys((*model.new_rows.get(name, ()), *old.values(), *rows)))
+        for name in vocabulary.matrices
+    }
+    return dataclasses.replace(net, new_rows={**model.new_rows, **chosen})
 
 
 def _replace_tensors(

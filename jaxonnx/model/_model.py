@@ -614,8 +614,9 @@ class Model(Network, Rendered):
         rounded; what is trained of them is saved beside them, like an adapter.
 
         Args:
-          tokens: their texts. Texts that are tokens already stay as they are, and a warning names
-            them.
+          tokens: their texts. The rows of texts that are tokens already stay as they are, and
+            `lora=` trains them with the others: so do those that an earlier call added to a folder
+            that was saved and loaded again. A warning names them.
           special_tokens: whether they are no text, as end tokens are, so that
             `decode(..., skip_special_tokens=True)` of other tokenizers leaves them out.
 

@@ -395,7 +395,25 @@ def test_existing_tokens_are_named_and_stay(tmp_path):
         net = model.with_tokens(["w1", "x", "w4"])
     assert net.tokenizer.encode("x w4").tolist() == [7, 4]
     with pytest.warns(UserWarning, match=r"'x' \(7\): tokens already"):
-        assert net.with_tokens("x") is net
+        again = net.with_tokens("x")
+    assert again.to_onnx() == net.to_onnx()
+    assert again.new_rows == net.new_rows == {"table": (1, 4, 7), "head": (1, 4, 7)}
+
+
+@pytest.mark.parametrize("head", ["MatMul", "tied"])
+def test_rows_of_tokens_of_a_saved_folder_are_trained_when_they_are_named(tmp_path, head):
+    """They were not after a folder was loaded again, whatever one called."""
+    net = write_folder(tmp_path / "old", decoder(head), 7).with_tokens(["x", "y"])
+    net.save(f"{tmp_path}/new/")
+    with pytest.warns(UserWarning, match=r"'x' \(7\), 'y' \(8\): tokens already"):
+        loaded = jaxonnx.load(f"{tmp_path}/new/").with_tokens(["x", "y"])
+    lora = jaxonnx.LoRA(rank=2, where=["layer"])
+    results = [fit(model, TOKENS, lora=lora) for model in (net, loaded)]
+    values, others = (result.lora.values for result in results)
+    assert values.keys() == others.keys()
+    assert "table.lora_A" in values
+    for name, value in values.items():
+        np.testing.assert_array_equal(others[name], value)
 
 
 def test_tokens_that_cannot_be_added(tmp_path):
