@@ -79,7 +79,7 @@ def write_checkpoint(
             + ", ".join(net.folder.files)
         )
     meanings = weights(net.graph, net.tensors)
-    settings = _describe_network(net, _read_config(net, original))
+    settings = _read_config(net, original)
     family = find_family(net, settings)
     blocks = name_weights(net, meanings, family, names)
     sources = dict.fromkeys(block.source for parts in blocks.values() for block in parts)
@@ -273,25 +273,21 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 def _read_config(model: Network, original: str | os.PathLike[str] | None) -> dict[str, Any]:
     """Read the settings of `config.json`; empty without the file.
 
+    Where that is of a model of images too, and the file is the decoder alone, these are its own:
+    transformers would look for its weights by other names, find none, and draw new ones.
+
     Raises:
       InputError: `original` has no such file.
       ModelError: it is damaged.
     """
-    if original is None:
-        return model.folder.read_json("config.json") if model.folder else {}
-    path = Path(original, "config.json") if Path(original).is_dir() else Path(original)
-    require("original", os.fspath(original), path.is_file(), "a folder with config.json, or it")
-    return ModelFolder(path.parent).read_json(path.name)
-
-
-def _describe_network(model: Network, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of the decoder alone where a `config.json` is of a model of images too.
-
-    transformers would look for the decoder's weights by other names, find none, and draw new ones.
-    """
+    if original is not None:
+        path = Path(original, "config.json") if Path(original).is_dir() else Path(original)
+        require("original", os.fspath(original), path.is_file(), "a folder with config.json, or it")
+        settings = ModelFolder(path.parent).read_json(path.name)
+    else:
+        settings = model.folder.read_json("config.json") if model.folder else {}
     text = settings.get("text_config")
-    names = {value.name for value in model.inputs}
-    if not isinstance(text, dict) or not _NO_TEXT.isdisjoint(names):
+    if not isinstance(text, dict) or not _NO_TEXT.isdisjoint(value.name for value in model.inputs):
         return settings
     shared = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
     return {**{key: settings[key] for key in shared if key in settings}, **text}

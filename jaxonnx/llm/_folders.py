@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
@@ -365,7 +365,9 @@ def list_modules(folder: Path) -> list[str]:
 
 def _sort_files(home: ModelFolder) -> tuple[list[str], list[str]]:
     """Return the files of a folder that go along, and other forms of the model, which do not."""
-    names = sorted(_walk(home.path))
+    files = (path.relative_to(home.path) for path in home.path.rglob("*") if path.is_file())
+    visible = (file for file in files if not any(part.startswith(".") for part in file.parts))
+    names = sorted(file.as_posix() for file in visible)
     stems = {split_variant(n)[0] for n in home.files}
     family = stems if stems.isdisjoint(DECODERS) else {*stems, *DECODERS}
     models = [n for n in names if n.endswith(".onnx")]
@@ -381,14 +383,6 @@ def _sort_files(home: ModelFolder) -> tuple[list[str], list[str]]:
     copied = [n for n in copied if n not in dropped]
     left = [n for n in models if n not in others and n not in home.files]
     return sorted({*copied, *others}), left
-
-
-def _walk(folder: Path) -> Iterator[str]:
-    """Yield the files of a folder and of those below it, without hidden ones."""
-    for path in folder.rglob("*"):
-        name = path.relative_to(folder)
-        if path.is_file() and not any(part.startswith(".") for part in name.parts):
-            yield name.as_posix()
 
 
 # Parts of a graph that are files of their own.

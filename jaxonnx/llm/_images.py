@@ -207,8 +207,9 @@ class RowImages:
     @property
     def checksum(self) -> int:
         """A number that identifies the images, without reading files."""
-        parts = (f if isinstance(f, bytes) else _bytes_of(f) for f in self.files)
-        return zlib.crc32(b"\0".join(parts))
+        parts = (f.tobytes() if hasattr(f, "convert") else f for f in self.files)  # of Pillow
+        encoded = (part if isinstance(part, bytes) else str(part).encode() for part in parts)
+        return zlib.crc32(b"\0".join(encoded))
 
     def read(self) -> np.ndarray:
         """Return the pixels; zeros if there is no image.
@@ -300,10 +301,6 @@ def _read_source(where: str, source: Any, folder: Path) -> Any:
             "download it, and name its file"
         )
     return folder / (unquote(rest.removeprefix("//")) if kind == "file" else source)
-
-
-def _bytes_of(file: Any) -> bytes:
-    return file.tobytes() if hasattr(file, "convert") else str(file).encode()
 
 
 def _count_features(model: Network, shape: tuple[int, ...]) -> int:

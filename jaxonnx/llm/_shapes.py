@@ -105,11 +105,6 @@ def is_chat(value: Any) -> bool:
     return _is_list_of_objects(value) and len(value) > 0
 
 
-def _read_conversations(row: Mapping[str, Any], names: Names) -> Texts:
-    messages = to_messages(row["conversations"], names)
-    return Texts([], (_begin_with_system(row) + messages,))
-
-
 def _read_instruction(row: Mapping[str, Any], names: Names) -> Texts:
     text = "\n\n".join(filter(None, (row["instruction"], row.get("input"))))
     prompt = [*_begin_with_system(row), {"role": "user", "content": text}]
@@ -222,7 +217,9 @@ SHAPES = (
     Shape(
         ("conversations",),
         ("system", *VARIABLES),
-        _read_conversations,
+        lambda row, names: Texts(
+            [], (_begin_with_system(row) + to_messages(row["conversations"], names),)
+        ),
         '{"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}',
     ),
     Shape(
@@ -330,19 +327,17 @@ def check_shape(rows: Rows, what: str, inputs: Sequence[str]) -> None:
 
 
 def unknown_shape(what: str, row: Mapping[str, Any]) -> TrainingError:
-    """Return the error for rows whose shape the model does not take."""
-    return TrainingError(f"{what} has rows of an unknown shape: {_describe_shapes(row)}")
-
-
-def _describe_shapes(row: Mapping[str, Any]) -> str:
-    """Describe, for an error, the shapes of rows and how a row gets one of them."""
+    """Return the error for rows whose shape the model does not take, with the shapes to choose."""
     shapes = "".join(
         f"\n  {shape.example}" for shape in (*SHAPES, SCORED[0], COMPARED[0], SCORED[-2])
     )
     names = _guess_names(row)
     shown = {new: _shorten(row[name]) for name, new in names.items() if name in row}
     way = f"\ncolumns={names} reads this row as {shown}" if names else ""
-    return f"it has the columns {', '.join(row)}, and rows of texts are one of{shapes}{way}"
+    return TrainingError(
+        f"{what} has rows of an unknown shape: it has the columns {', '.join(row)}, and rows of "
+        f"texts are one of{shapes}{way}"
+    )
 
 
 def _guess_names(row: Mapping[str, Any]) -> dict[str, str]:

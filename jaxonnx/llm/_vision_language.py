@@ -87,7 +87,9 @@ class VisionLanguage(ModelFolder):
             part = 0 if name.startswith(VISION) else 1 if name.startswith(EMBEDDING) else 2
             owned[part].add(name)
         new = {v.name: v for v in proto.graph.input}
-        computed = {name for node in nodes for name in node.output} | _tensors(proto.graph)
+        computed = {name for node in nodes for name in node.output}
+        computed |= {tensor.name for tensor in proto.graph.initializer}
+        computed |= {tensor.values.name for tensor in proto.graph.sparse_initializer}
         parts = []
         for prefix, header, names in zip((VISION, EMBEDDING, ""), headers, owned, strict=True):
             hidden = {VISION + features} if prefix == VISION else {EMBEDS}
@@ -275,11 +277,6 @@ def _restore(part: ModelProto, header: ModelProto, folder: Path) -> None:
 def _adder(prefix: str, names: set[str] | None = None) -> Callable[[str], str]:
     """Return a function that adds a prefix to names, or to some of them."""
     return lambda name: prefix + name if name and (names is None or name in names) else name
-
-
-def _tensors(graph: GraphProto) -> set[str]:
-    sparse = {tensor.values.name for tensor in graph.sparse_initializer}
-    return {tensor.name for tensor in graph.initializer} | sparse
 
 
 def _take_opsets(result: ModelProto, front: ModelProto, what: str) -> None:
