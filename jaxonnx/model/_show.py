@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, TrainingInfoProto, ValueInfoProto
+from onnx import GraphProto, NodeProto, TensorProto, TrainingInfoProto, ValueInfoProto
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -220,34 +220,23 @@ def describe_file(model: Network) -> Iterator[str]:
     drops = any(node.op.name == "Dropout" for node in program.train(program.graph).nodes)
     yield from exporter_hints.notes(model.proto.graph, drops)
     yield from describe_integers(program.graph, model.tensors)
-    yield from filter(None, (_gradient_warning(model), _record_warning(model.proto)))
+    frozen = find_without_gradient(program.graph, () if program.adapts else model.params)
+    if frozen:
+        named = [f"'{name}'" for name in frozen]
+        trained = [f"'{name}'" for name in model.params if name not in frozen]
+        yield (
+            f"no output has a gradient with respect to {list_some(named)}, as none has behind "
+            "operators on integers: training leaves them as they are, and trains "
+            f"{list_some(trained) or 'nothing'}"
+        )
+    if records.has(model.proto, records.SPARSITY):
+        from jaxonnx._io import packed  # only a file with a record imports `jaxonnx.sparse`
 
-
-def _gradient_warning(model: Network) -> str:
-    """Return a warning of parameters that no gradient reaches, or ""."""
-    names = () if model.program.adapts else model.params
-    frozen = [f"'{name}'" for name in find_without_gradient(model.graph, names)]
-    trained = [f"'{name}'" for name in model.params if f"'{name}'" not in frozen]
-    if not frozen:
-        return ""
-    return (
-        f"no output has a gradient with respect to {list_some(frozen)}, as none has behind "
-        "operators on integers: training leaves them as they are, and trains "
-        f"{list_some(trained) or 'nothing'}"
-    )
-
-
-def _record_warning(proto: ModelProto) -> str:
-    """Return a warning that the record of sparse weights is malformed; "" if it is not."""
-    if not records.has(proto, records.SPARSITY):
-        return ""
-    from jaxonnx._io import packed  # only a file with a record imports `jaxonnx.sparse`
-
-    why = packed.damage(proto)
-    return why and (
-        f"{why}: no weight counts as sparse, and files keep the record as it is; "
-        "model.with_sparsity(None) drops it, jaxonnx.sparse.record(model) writes a new one"
-    )
+        if why := packed.damage(model.proto):
+            yield (
+                f"{why}: no weight counts as sparse, and files keep the record as it is; "
+                "model.with_sparsity(None) drops it, jaxonnx.sparse.record(model) writes a new one"
+            )
 
 
 _HEADS = ("layer", "operator", "output", "parameters", "trained")
@@ -379,7 +368,10 @@ def summary(model: Network, reasons: Mapping[str, str]) -> Summary:
         if not node.op.view and node.index not in views and first not in constants:
             origin, value = origins.get(first), values.get(first)
             weights_of = list(dict.fromkeys(tensor_names))
-            places.append(_origin(model, node, origin, weights_of))
+            path = [] if origin is None else modules(origin)
+            learned = tuple(w for w in weights_of if w in model.params or w in model.state)
+            called = (origin and origin.name) or first or operator_name(node)
+            places.append(Origin(path[-1] if path else "", called, learned))
             names = origin, places[-1]
             layer = _layer(model, tensors, stored, node, names, value, weights_of, counted)
             constant = [f"{w}: {reasons[w]}" for w in weights_of if w in reasons]
@@ -451,15 +443,6 @@ def _layer(
         trained=sum(tensors[w].size for w in trained),
         notes="; ".join(notes),
     )
-
-
-def _origin(
-    model: Network, node: Node, origin: NodeProto | None, weights: Collection[str]
-) -> Origin:
-    path = [] if origin is None else modules(origin)
-    learned = tuple(w for w in weights if w in model.params or w in model.state)
-    name = (origin and origin.name) or next(iter(node.outputs), operator_name(node))
-    return Origin(path[-1] if path else "", name, learned)
 
 
 def _ratio(model: Network, node: Node) -> float:

@@ -93,7 +93,12 @@ def stack(models: Sequence[Model | str | os.PathLike[str] | bytes | ModelProto])
         _check_same_graph(first, net, nodes, i)
     values = {name: [net.tensors[name] for net in nets] for name in first.tensors}
     for name, tensors in values.items():
-        _check_same_types(name, tensors)
+        types = [f"{x.dtype}{list(x.shape)}" for x in tensors]
+        if other := next((kind for kind in types if kind != types[0]), ""):
+            raise InputError(
+                f"tensor '{name}' is {types[0]} in models[0] and {other} in "
+                f"models[{types.index(other)}]: it must have one shape and dtype in all"
+            )
     differing = {
         name: x
         for name, x in first.program.constants.items()
@@ -154,13 +159,3 @@ def _check_same_graph(first: Model, net: Model, nodes: Sequence[NodeProto], inde
         raise differ("nodes:", len(nodes), len(other_nodes))
     if unmatched := sorted(first.tensors.keys() ^ net.tensors.keys()):
         raise InputError(f"models[0] and models[{index}] have not both {list_some(unmatched)}")
-
-
-def _check_same_types(name: str, tensors: Sequence[Any]) -> None:
-    """Raise an InputError unless a tensor has one shape and dtype in all models."""
-    kinds = [f"{x.dtype}{list(x.shape)}" for x in tensors]
-    if other := next((kind for kind in kinds if kind != kinds[0]), ""):
-        raise InputError(
-            f"tensor '{name}' is {kinds[0]} in models[0] and {other} in "
-            f"models[{kinds.index(other)}]: it must have one shape and dtype in all"
-        )
