@@ -3,7 +3,6 @@
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,21 +27,14 @@ OPSET = 12
 # name.
 
 
-def _classes(g: Writer, y: str, t: str) -> str:
-    return g.node("SoftmaxCrossEntropyLoss", y, t, name="loss")
-
-
-def _likelihood(g: Writer, y: str, t: str) -> str:
-    return g.node("NegativeLogLikelihoodLoss", y, t, name="loss")
+def _operator(name: str) -> Callable[[Writer, str, str], str]:
+    """Return a function that writes a loss which is an operator."""
+    return lambda g, y, t: g.node(name, y, t, name="loss")
 
 
 def _squared_error(g: Writer, y: str, t: str) -> str:
     error = g.node("Sub", y, t)
     return g.node("ReduceMean", g.node("Mul", error, error), name="loss", keepdims=0)
-
-
-def _absolute(g: Writer, y: str, t: str) -> str:
-    return g.node("ReduceMean", g.node("Abs", g.node("Sub", y, t)), name="loss", keepdims=0)
 
 
 def _binary(g: Writer, y: str, t: str) -> str:
@@ -53,11 +45,16 @@ def _binary(g: Writer, y: str, t: str) -> str:
 
 
 _LOSSES: dict[str, tuple[Callable[[Writer, str, str], str], bool]] = {
-    "softmax_cross_entropy_with_integer_labels": (_classes, True),
-    "SoftmaxCrossEntropyLoss": (_classes, True),
-    "NegativeLogLikelihoodLoss": (_likelihood, True),
+    "softmax_cross_entropy_with_integer_labels": (_operator("SoftmaxCrossEntropyLoss"), True),
+    "SoftmaxCrossEntropyLoss": (_operator("SoftmaxCrossEntropyLoss"), True),
+    "NegativeLogLikelihoodLoss": (_operator("NegativeLogLikelihoodLoss"), True),
     "squared_error": (_squared_error, False),
-    "absolute_error": (_absolute, False),
+    "absolute_error": (
+        lambda g, y, t: g.node(
+            "ReduceMean", g.node("Abs", g.node("Sub", y, t)), name="loss", keepdims=0
+        ),
+        False,
+    ),
     "sigmoid_binary_cross_entropy": (_binary, False),
 }
 """The mean losses by name, and whether their targets are labels."""
@@ -231,35 +228,25 @@ _SLOTS = {"Adam": "VH", "Adagrad": "H", "Momentum": "V"}
 def _learning_rate(
     g: Writer, optimizer: OnnxTransformation, count: str, dtype: np.dtype, opset: int
 ) -> str:
-    """Write the learning rate, a constant or a schedule of the count of updates."""
+    """Write the learning rate, a constant or a schedule of the count of updates.
+
+    Args:
+      count: the name of an int64 scalar.
+      dtype: of the rate, float32 or float64.
+
+    Raises:
+      UnsupportedError: naming the JAX primitive of a schedule that has no operator.
+    """
     if not callable(optimizer.learning_rate):
         return g.constant("learning_rate", optimizer.learning_rate, dtype)
     if optimizer.first:  # a schedule counts the updates made, from 0 on
         count = g.node("Sub", count, g.constant("first", optimizer.first, np.int64))
-    return _append_schedule(g, optimizer.learning_rate, count, dtype, opset)
-
-
-def _append_schedule(
-    writer: Writer, schedule: Callable[[jax.Array], Any], count: str, dtype: np.dtype, opset: int
-) -> str:
-    """Append nodes that compute schedule(count); return their output's name.
-
-    Args:
-      writer: receives nodes and the initializers that they need.
-      schedule: a function of an int32 scalar that returns a scalar.
-      count: the name of an int64 scalar.
-      dtype: float32 or float64, the type of the result and of the arithmetic.
-      opset: that of the model.
-
-    Raises:
-      UnsupportedError: naming the JAX primitive that has no operator.
-    """
-    argument = writer.node("Cast", count, name="schedule", to=onnx_type(np.int32))
-    with jax.enable_x64(dtype == np.float64):
-        closed = jax.make_jaxpr(schedule)(jax.ShapeDtypeStruct((), jnp.int32))
-        g = Nodes(writer, opset)
-        (value,) = g.program(closed, [Tensor(argument, (), np.int32)])
-    return writer.node("Cast", g.name(value), name="learning_rate", to=onnx_type(dtype))
+    argument = g.node("Cast", count, name="schedule", to=onnx_type(np.int32))
+    with jax.enable_x64(dtype == np.float64):  # it is computed in the type of its result
+        schedule = jax.make_jaxpr(optimizer.learning_rate)(jax.ShapeDtypeStruct((), jnp.int32))
+        nodes = Nodes(g, opset)
+        (value,) = nodes.program(schedule, [Tensor(argument, (), np.int32)])
+    return g.node("Cast", nodes.name(value), name="learning_rate", to=onnx_type(dtype))
 
 
 _NUMBERS = {"zeros": 0.0, "ones": 1.0}

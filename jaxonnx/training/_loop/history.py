@@ -62,7 +62,62 @@ class History:
         Metrics have axes of their own at the right, and so have masks: the share of their bits that
         changed in the epochs of the dynamic phase, and the share of sum |w| that they keep.
         """
-        return _draw(self, new_axes(axes))
+        axes = new_axes(axes)
+        rows = self.epochs
+        steps = [row["step"] for row in rows]
+        names = list(dict.fromkeys(n for row in rows for n in row if n.startswith("validation_")))
+        losses = [name for name in names if name.endswith("loss")]
+        number = iter(range(1, len(names) + len(_MASKS) + 1))
+
+        def curve(axes: Any, name: str) -> None:
+            values = [row.get(name, float("nan")) for row in rows]
+            if name == "flip_rate":  # a mask that is fixed keeps that of its last change
+                pairs = zip(values, self.phases, strict=True)
+                values = [value if phase == 2 else float("nan") for value, phase in pairs]
+            label = _MASKS.get(name) or name.replace("validation_", "validation ")
+            axes.plot(steps, values, f"C{next(number) % 10}", label=label, **_markers(rows))
+
+        each, count = self.losses, len(self.losses)
+        axes.plot(
+            range(1, count + 1), each, "C0", lw=0.6, alpha=0.5, label="loss", **_markers(each)
+        )
+        if rows:
+            means = [row.get("loss", float("nan")) for row in rows]
+            axes.plot(steps, means, "C0", label="loss, mean of an epoch", **_markers(rows))
+        for name in losses:
+            curve(axes, name)
+        axes.set_xlabel("step")
+        axes.set_ylabel("loss")
+        shade(axes, [0, *steps], self.phases)
+        for row in rows:
+            if names and row["step"] == self.best_step:
+                label = f"best epoch ({rows.index(row) + 1} of {len(rows)})"
+                axes.axvline(row["step"], color="0.4", ls=":", lw=1.2, label=label)
+        lines = axes.get_lines()
+        shares, *others = _scales(rows, [name for name in names if name not in losses])
+        groups = [shares, *others] if shares else others
+        masks = [name for name in _MASKS if any(name in row for row in rows)]
+        for place, group in enumerate([*groups, masks] if masks else groups):
+            right = axes.twinx()
+            right.spines["right"].set_position(("outward", _APART * place))
+            for name in group:
+                curve(right, name)
+            titles = [name.removeprefix("validation_") for name in group]
+            title = f"validation {', '.join(titles)}" if len(group) < 4 else "metrics"
+            if group is shares:  # else a run that learns nothing looks like one that does
+                right.set_ylim(0, 1)
+            right.set_ylabel("mask" if group is masks else title)
+            lines += right.get_lines()
+        axes.legend(
+            handles=lines,
+            loc="lower left",
+            bbox_to_anchor=(0, 1.02),
+            borderaxespad=0,
+            ncols=min(len(lines), 3),
+            fontsize=8,
+            frameon=False,
+        )
+        return axes
 
     @property
     def phases(self) -> list[int]:
@@ -110,63 +165,6 @@ def _change(name: str, first: float, last: float) -> str:
     """Return both numbers, or one where they are the same."""
     before, after = f"{first:.4g}", f"{last:.4g}"
     return f"{name} {after}" if before == after else f"{name} {before} -> {after}"
-
-
-def _draw(history: History, axes: Any) -> Any:
-    """Draw losses, phases and the best epoch; metrics and masks on axes at the right."""
-    rows = history.epochs
-    steps = [row["step"] for row in rows]
-    names = list(dict.fromkeys(n for row in rows for n in row if n.startswith("validation_")))
-    losses = [name for name in names if name.endswith("loss")]
-    number = iter(range(1, len(names) + len(_MASKS) + 1))
-
-    def curve(axes: Any, name: str) -> None:
-        values = [row.get(name, float("nan")) for row in rows]
-        if name == "flip_rate":  # a mask that is fixed keeps that of its last change
-            pairs = zip(values, history.phases, strict=True)
-            values = [value if phase == 2 else float("nan") for value, phase in pairs]
-        label = _MASKS.get(name) or name.replace("validation_", "validation ")
-        axes.plot(steps, values, f"C{next(number) % 10}", label=label, **_markers(rows))
-
-    each, count = history.losses, len(history.losses)
-    axes.plot(range(1, count + 1), each, "C0", lw=0.6, alpha=0.5, label="loss", **_markers(each))
-    if rows:
-        means = [row.get("loss", float("nan")) for row in rows]
-        axes.plot(steps, means, "C0", label="loss, mean of an epoch", **_markers(rows))
-    for name in losses:
-        curve(axes, name)
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss")
-    shade(axes, [0, *steps], history.phases)
-    for row in rows:
-        if names and row["step"] == history.best_step:
-            label = f"best epoch ({rows.index(row) + 1} of {len(rows)})"
-            axes.axvline(row["step"], color="0.4", ls=":", lw=1.2, label=label)
-    lines = axes.get_lines()
-    shares, *others = _scales(rows, [name for name in names if name not in losses])
-    groups = [shares, *others] if shares else others
-    masks = [name for name in _MASKS if any(name in row for row in rows)]
-    for place, group in enumerate([*groups, masks] if masks else groups):
-        right = axes.twinx()
-        right.spines["right"].set_position(("outward", _APART * place))
-        for name in group:
-            curve(right, name)
-        titles = [name.removeprefix("validation_") for name in group]
-        title = f"validation {', '.join(titles)}" if len(group) < 4 else "metrics"
-        if group is shares:  # else a run that learns nothing looks like one that does
-            right.set_ylim(0, 1)
-        right.set_ylabel("mask" if group is masks else title)
-        lines += right.get_lines()
-    axes.legend(
-        handles=lines,
-        loc="lower left",
-        bbox_to_anchor=(0, 1.02),
-        borderaxespad=0,
-        ncols=min(len(lines), 3),
-        fontsize=8,
-        frameon=False,
-    )
-    return axes
 
 
 def shade(axes: Any, edges: Sequence[float], phases: Sequence[int]) -> None:

@@ -264,7 +264,13 @@ class Bar:
         epoch = -(-self._done // self._steps) if self._steps else int(self._done > 0)
         limited = self._steps is None and self._last is not None  # by steps, in unknown epochs
         description = f"epoch {epoch}" if limited else f"epoch {epoch}/{self._epochs}"
-        parts = [*_numbers(history, row), *self._describe_speed()]
+        parts = [f"loss {value:.4g}" for value in history.losses[-1:]]
+        parts += [f"rate {value:.3g}" for value in history.rates[-1:]]
+        if "validation_accuracy" in row:
+            parts.append(f"accuracy {row['validation_accuracy']:.2%}")
+        elif (name := next((n for n in row if n.startswith("validation_")), None)) is not None:
+            parts.append(f"{name.replace('_', ' ')} {row[name]:.4g}")
+        parts += self._describe_speed()
         line = ", ".join([description, *parts])
         if self._in_notebook:
             self._cell.draw(self._done, self._total, line)
@@ -292,15 +298,6 @@ class Bar:
         parts = [f"{rate:.3g} steps/s" if rate >= 1 else f"{1 / rate:.3g} s/step"]
         left = None if self._total is None else self._total - self._done
         return parts if not left or left < 0 else [*parts, f"{_clock(left / rate)} left"]
-
-
-def _numbers(history: History, row: dict[str, Any]) -> list[str]:
-    parts = [f"loss {value:.4g}" for value in history.losses[-1:]]
-    parts += [f"rate {value:.3g}" for value in history.rates[-1:]]
-    metrics = [name for name in row if name.startswith("validation_")]
-    if "validation_accuracy" in row:
-        return [*parts, f"accuracy {row['validation_accuracy']:.2%}"]
-    return parts + [f"{name.replace('_', ' ')} {row[name]:.4g}" for name in metrics[:1]]
 
 
 def _clock(seconds: float) -> str:

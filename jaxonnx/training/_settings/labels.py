@@ -91,7 +91,10 @@ def class_weights_by_index(
     """
     if is_one_of(weights, ("balanced",)):
         return _balance(data, term)
-    fits = isinstance(weights, Mapping) and all(map(_is_weight, weights.values()))
+    fits = isinstance(weights, Mapping) and all(
+        isinstance(x, int | float | np.number) and not isinstance(x, bool) and 0 <= x < np.inf
+        for x in weights.values()
+    )
     expected = (
         "'balanced', or a dict from classes (their names, or numbers from 0 on) to finite weights "
         "of at least 0"
@@ -143,11 +146,6 @@ def _balance(data: Any, term: Term) -> dict[int, float]:
     classes, counts = np.unique(chosen[~np.isin(chosen, ignored)], return_counts=True)
     weights = counts.sum() / (len(classes) * counts)
     return dict(zip(classes.tolist(), weights.tolist(), strict=True))
-
-
-def _is_weight(value: Any) -> bool:
-    number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-    return bool(number and np.isfinite(value) and value >= 0)
 
 
 class LabelSmoothingArguments(TypedDict, total=False):

@@ -106,7 +106,9 @@ class MeshStep(Step):
         # under FSDP the step gathers each weight explicitly (see `_gather`)
         lies = {**jax.tree.map(lambda x: x.sharding, self.frozen), **self._state.params}
         self._read = {
-            n: jax.tree.map(_without_batch_axis, x) for n, x in lies.items() if _over_batch(x)
+            name: jax.tree.map(_without_batch_axis, x)
+            for name, x in lies.items()
+            if any(DATA in axes_of(part) for laid in jax.tree.leaves(x) for part in laid.spec)
         }
         step.gather = self._gather
         self.updates, self.phases = step.updates, step.phases
@@ -288,11 +290,6 @@ def _leave_auto(x: Any) -> Any:
     mesh = jax.sharding.get_abstract_mesh()
     typed = AxisType.Explicit in mesh.axis_types
     return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec())) if typed else x
-
-
-def _over_batch(tree: Any) -> bool:
-    """Check whether an array, or its form in storage, is split over the axis of the batch."""
-    return any(DATA in axes_of(part) for laid in jax.tree.leaves(tree) for part in laid.spec)
 
 
 def _without_batch_axis(laid: NamedSharding) -> NamedSharding:
