@@ -84,26 +84,18 @@ def specs(
     """
     shown = entries(model, tensors)
     result = entry_specs(model, mesh, sharding, shown)
-    for name, tensor in shown.items():
-        if isinstance(tensor, StoredMatrix):
-            result |= _member_specs(tensor, result[name], mesh, tensors)
+    matrices = {name: x for name, x in shown.items() if isinstance(x, StoredMatrix)}
+    for name, matrix in matrices.items():
+        spec = result[name]
+        for member, axes in matrix.axes.items():  # codes, scales and zero points
+            parts = [spec[a] if a is not None and a < len(spec) else None for a in axes]
+            sizes = [math.prod(mesh.shape[axis] for axis in axes_of(part)) for part in parts]
+            even = [n % size == 0 for n, size in zip(tensors[member].shape, sizes, strict=True)]
+            parts = [part if fits else None for part, fits in zip(parts, even, strict=True)]
+            while parts and parts[-1] is None:
+                parts.pop()
+            result[member] = PartitionSpec(*parts)
     return {name: result[name] for name in tensors}
-
-
-def _member_specs(
-    matrix: StoredMatrix, spec: PartitionSpec, mesh: Mesh, tensors: Mapping[str, Any]
-) -> dict[str, PartitionSpec]:
-    """Return the specs of codes, scales and zero points, by that of their matrix."""
-    result = {}
-    for name, axes in matrix.axes.items():
-        parts = [spec[a] if a is not None and a < len(spec) else None for a in axes]
-        sizes = [math.prod(mesh.shape[axis] for axis in axes_of(part)) for part in parts]
-        even = [n % size == 0 for n, size in zip(tensors[name].shape, sizes, strict=True)]
-        parts = [part if fits else None for part, fits in zip(parts, even, strict=True)]
-        while parts and parts[-1] is None:
-            parts.pop()
-        result[name] = PartitionSpec(*parts)
-    return result
 
 
 def entry_specs(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
-from onnx import ModelProto, TensorShapeProto
+from onnx import ModelProto
 
 from jaxonnx._display import list_some
 from jaxonnx._graph.values import Value, list_values
@@ -91,8 +91,11 @@ def join(model: N, following: Network, consumed: Sequence[str], outputs: Sequenc
     }
     for value in (*second.graph.output, *second.graph.value_info):
         for dim in value.type.tensor_type.shape.dim:
-            if dim.dim_param in sizes:
-                dim.CopyFrom(_dimension(sizes[dim.dim_param]))
+            size = sizes.get(dim.dim_param)
+            if isinstance(size, int):
+                dim.dim_value = size
+            elif size is not None:
+                dim.dim_param = size
     # 3. write one file
     result = ModelProto()
     result.CopyFrom(model.proto)
@@ -116,12 +119,6 @@ def join(model: N, following: Network, consumed: Sequence[str], outputs: Sequenc
     result.opset_import.extend(e for e in second.opset_import if e.domain not in imports[0])
     result.ir_version = max(result.ir_version, second.ir_version)
     return with_file(model, result, *groups)
-
-
-def _dimension(size: int | str) -> TensorShapeProto.Dimension:
-    if isinstance(size, int):
-        return TensorShapeProto.Dimension(dim_value=size)
-    return TensorShapeProto.Dimension(dim_param=size)
 
 
 def _check_values(outputs: Sequence[Value], inputs: Sequence[Value]) -> None:

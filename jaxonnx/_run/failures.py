@@ -75,7 +75,9 @@ def translate_error(node: Node, arguments: Sequence[Any], error: Exception) -> N
     text = explain_jet(error) or str(error).strip().partition("\n")[0]
     if clashes := "; ".join(_clashes(node, arguments)):
         text = clashes
-    elif not text or (not explain_jet(error) and _is_internal(error, text)):
+    elif not text or (
+        not explain_jet(error) and (isinstance(error, KeyError) or _INTERNAL.search(text))
+    ):
         values = {
             name: _kind(value) if isinstance(value, np.ndarray) else repr(value)
             for name, value in node.attributes.items()
@@ -86,10 +88,6 @@ def translate_error(node: Node, arguments: Sequence[Any], error: Exception) -> N
     if node.op.name in _HOLD_BATCH and not clashes:
         text = f"{text.rstrip(' :.')}; jaxonnx.load(path, batch='any') may open the batch"
     return NodeError(message(node, arguments, text))
-
-
-def _is_internal(error: Exception, text: str) -> bool:
-    return isinstance(error, KeyError) or _INTERNAL.search(text) is not None
 
 
 def explain_jet(error: Exception) -> str:

@@ -53,24 +53,23 @@ def reference() -> str:
 
 
 def public_names() -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yield each module of the interface and its values by their full names, each value once."""
+    """Yield each module of the interface and its values by their full names, each value once.
+
+    These are the functions and classes of `__all__`, or else those that the module defines.
+    """
     shown: list[Any] = []
     for name in MODULES:
         module = importlib.import_module(name)
-        values = {f"{name}.{key}": value for key, value in _public(module) if value not in shown}
+        listed = getattr(module, "__all__", None)
+        members = {key: getattr(module, key) for key in listed or vars(module)}
+        values = {
+            f"{name}.{key}": value
+            for key, value in members.items()
+            if not key.startswith("_") and (inspect.isclass(value) or inspect.isfunction(value))
+            if (listed or value.__module__ == name) and value not in shown
+        }
         shown += values.values()
         yield module, values
-
-
-def _public(module: Any) -> Iterator[tuple[str, Any]]:
-    """Yield functions and classes: those of `__all__`, or else those that the module defines."""
-    names = getattr(module, "__all__", None)
-    for name in names or vars(module):
-        value = getattr(module, name)
-        if not (inspect.isclass(value) or inspect.isfunction(value)) or name.startswith("_"):
-            continue
-        if names or value.__module__ == module.__name__:
-            yield name, value
 
 
 def entry(name: str, value: Any) -> list[str]:

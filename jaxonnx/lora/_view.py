@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, TypeVar
@@ -348,7 +349,7 @@ class _Writer:
         self.graph = graph
         self.first: list[NodeProto] = []
         """Nodes that only read weights."""
-        self.nodes = [*map(_copy, graph.node)]
+        self.nodes = [*map(deepcopy, graph.node)]
         self.by_output = {name: node for node in self.nodes for name in node.output if name}
         self.taken = {*defined_names(graph)}
 
@@ -484,12 +485,6 @@ class _Writer:
         place = next(i for i, other in enumerate(self.nodes) if other is node)
         self.nodes[place + 1 : place + 1] = nodes
         self.by_output |= {name: new for new in nodes for name in new.output}
-
-
-def _copy(node: NodeProto) -> NodeProto:
-    result = NodeProto()
-    result.CopyFrom(node)
-    return result
 
 
 def _takes_product(use: Use, change: Factors) -> bool:

@@ -91,10 +91,6 @@ def _has_instruction(taps: Taps) -> bool:
     return max(taps.dilations) == 1 and min(map(min, taps.pads)) >= 0
 
 
-def _maximum_on_tpu(x, taps: Taps):
-    return _reduce_max(x, taps) if _has_instruction(taps) else _plain_maximum(x, taps)
-
-
 def _window_arguments(taps: Taps, rank: int) -> tuple:
     """Return the arguments of `lax.reduce_window` after the function, for arrays of a rank."""
     ones, none = (1,) * rank, ((0, 0),) * rank
@@ -104,9 +100,11 @@ def _window_arguments(taps: Taps, rank: int) -> tuple:
 
 maximum_p = named_primitive("window_maximum", _plain_maximum, "taps")
 winner_p = named_primitive("window_winner", _winner, "taps")
-mlir.register_lowering(
-    maximum_p, mlir.lower_fun(_maximum_on_tpu, multiple_results=False), platform="tpu"
+_maximum_on_tpu = mlir.lower_fun(
+    lambda x, taps: _reduce_max(x, taps) if _has_instruction(taps) else _plain_maximum(x, taps),
+    multiple_results=False,
 )
+mlir.register_lowering(maximum_p, _maximum_on_tpu, platform="tpu")
 
 
 @_maximum.defjvp

@@ -5,6 +5,7 @@ A value is an array of integers that say which weight element stands where, or N
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import repeat
 from typing import Any, Protocol
 
 import jax
@@ -25,7 +26,9 @@ _MOVES: dict[str, Callable[[np.ndarray, Mapping[str, Any]], Any]] = {
     "copy_p": lambda x, p: x,
     "reshape": lambda x, p: x.reshape(p["new_sizes"]),
     "rev": lambda x, p: np.flip(x, p["dimensions"]),
-    "slice": lambda x, p: x[_slices(p["start_indices"], p["limit_indices"], p["strides"])],
+    "slice": lambda x, p: x[
+        tuple(map(slice, p["start_indices"], p["limit_indices"], p["strides"] or repeat(None)))
+    ],
     "split": lambda x, p: np.split(x, np.cumsum(p["sizes"])[:-1], p["axis"]),
     "squeeze": lambda x, p: x.squeeze(p["dimensions"]),
     "tile": lambda x, p: np.tile(x, p["reps"]),
@@ -206,10 +209,6 @@ def _broadcast(x: np.ndarray, shape: tuple[int, ...], axes: tuple[int, ...]) -> 
     alone = np.ones(len(shape), int)
     alone[[*axes]] = x.shape
     return np.broadcast_to(x.reshape(alone), shape)
-
-
-def _slices(begin, end, steps) -> tuple[slice, ...]:
-    return tuple(map(slice, begin, end, steps or [1] * len(begin)))
 
 
 def _shape(variable: Any) -> tuple[int, ...]:
