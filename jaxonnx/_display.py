@@ -36,7 +36,7 @@ def list_some(texts: Iterable[str], rest: str = "jaxonnx info --json") -> str:
     return ", ".join(texts[:3]) + more
 
 
-class Rendered(ABC):
+class Printable(ABC):
     """Something that rich renders (`__rich__`), as text in terminals and HTML in notebooks."""
 
     @abstractmethod

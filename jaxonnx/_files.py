@@ -38,7 +38,7 @@ _RAISED = (
     zipfile.BadZipFile,
     zlib.error,
 )
-"""What zipfile, zlib, json, struct, tokenize and NumPy raise for bytes that are not theirs."""
+"""Errors of zipfile, zlib, json, struct, tokenize and NumPy for bytes of another format."""
 
 _COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2)
 

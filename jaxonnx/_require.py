@@ -66,7 +66,7 @@ _KINDS: dict[str, _Kind] = {
     name: (f"a {name}", lambda x, name=name: name in (c.__name__ for c in type(x).__mro__))
     for name in ("Adapters", "Layer", "LoRA", "Model", "ModelProto", "Packed", "Rngs")
 }
-"""What the types of annotations are called, and the values that they allow."""
+"""The names of types of annotations, for errors, and the values that they allow."""
 _KINDS |= dict.fromkeys(("Iterable", "Sequence", "Collection"), _LIST)
 _KINDS |= {
     "Hook": _KINDS["Callable"],

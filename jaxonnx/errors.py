@@ -40,7 +40,7 @@ class StaticError(Error, TypeError):
     inputs: tuple[str, ...] = ()
     """The inputs of the main graph that it is computed from, if from nothing else."""
     why: str = ""
-    """What needs the value: the message up to the names of inputs."""
+    """The reader of the value: the message up to the names of inputs."""
 
 
 class InputError(Error, TypeError, ValueError):
@@ -55,7 +55,7 @@ class SparsityError(Error, ValueError):
     """Raised when weights, masks or schedules do not fit the sparsity pattern."""
 
 
-def warn(message: str, category: type[Warning] = UserWarning) -> None:
+def warn(message: str) -> None:
     """Warn at the line that called the package, however deep in it the warning arises.
 
     The frames in between may be those of JAX or of a user's function, and the stack of a thread has
@@ -69,7 +69,7 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     place = entered.f_globals
     warnings.warn_explicit(
         message,
-        category,
+        UserWarning,
         entered.f_code.co_filename,
         entered.f_lineno,
         place.get("__name__", "<unknown>"),

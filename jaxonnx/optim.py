@@ -130,7 +130,7 @@ class OnnxTransformation(optax.GradientTransformation):
     Attributes:
       operator: "Adam", "Adagrad" or "Momentum".
       attributes: the operator's attributes.
-      learning_rate: what was passed: a number, an array or a schedule.
+      learning_rate: a number, an array or a schedule, as passed.
       first: the update count T of the first update.
     """
 

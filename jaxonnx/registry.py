@@ -158,7 +158,7 @@ class Op:
     defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """The values of optional attributes that a node omits."""
     constraints: Constraints = field(default_factory=Constraints, hash=False)
-    """What the specification demands of inputs and attributes; checked before each call."""
+    """The specification's demands on inputs and attributes; checked before each call."""
     like: str = ""
     """The operator of ONNX that computes the same of operands in floating point; else its name."""
     quantized: Mapping[int, Quantized] = field(default_factory=dict, hash=False)

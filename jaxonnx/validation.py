@@ -41,7 +41,7 @@ from jaxonnx._compare.written import (
 )
 from jaxonnx._data.kinds import open_data
 from jaxonnx._data.random_inputs import draw_inputs, find_sizes
-from jaxonnx._display import Rendered, format_count, list_some
+from jaxonnx._display import Printable, format_count, list_some
 from jaxonnx._io.formats import read
 from jaxonnx._io.protos import all_nodes, tensor_of_constant
 from jaxonnx._io.save import training_nodes
@@ -102,11 +102,11 @@ class Check:
     ok: bool | None
     """Whether it holds; None if it does not apply to the model, or only informs."""
     text: str
-    """What was found, with the largest difference and its tolerance."""
+    """The finding, with the largest difference and its tolerance."""
 
 
 @dataclass(frozen=True)
-class Validation(Rendered):
+class Validation(Printable):
     """The result of `validate`; it prints as a table.
 
     Attributes:

@@ -34,14 +34,14 @@ class Argument(NamedTuple):
     """The values that it may have, for errors, where the type does not say it well; "{choices}" are
     the choices of the type."""
     hint: str = ""
-    """What an error about its value adds."""
+    """An addition to errors about its value."""
     needs: tuple[str, ...] = ()
     """Other arguments of which one must be given with it: "name", or "name: type" if that must have
     a value of the type."""
     excludes: tuple[str, ...] = ()
     """Arguments, in the same form, of which none may be given with it."""
     reason: str = ""
-    """What an error says of `needs` and `excludes`, after the name of the argument."""
+    """The text of errors about `needs` and `excludes`, behind the name of the argument."""
     form: str = ""
     """The value of its flag as the help writes it: a key of `jaxonnx.cli._flags.VALUES`, or choices
     like "a|b", with "..." if it may be repeated; "choice" for the choices of its type, "switch" if

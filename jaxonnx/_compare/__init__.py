@@ -119,7 +119,7 @@ class Difference(NamedTuple):
     """Relative to the largest number; infinite if shapes, types or finiteness differ."""
     tolerance: float
     text: str = ""
-    """What differs, if it is not a number."""
+    """The difference, if it is not a number."""
 
     @property
     def ok(self) -> bool:

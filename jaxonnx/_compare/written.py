@@ -320,7 +320,7 @@ def find_fault(proto: ModelProto) -> str:
 def _open_session(
     what: str, proto: ModelProto, original: _Write, *, optimized: bool = True
 ) -> Run | str:
-    """Open a session of onnxruntime; say why there is none, if it is no fault of the file."""
+    """Open a session of onnxruntime, or return why it failed, if by no fault of the file."""
     if not has_onnxruntime():
         return "onnxruntime, which would run it, is not installed"
     try:

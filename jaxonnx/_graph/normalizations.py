@@ -37,7 +37,7 @@ class Normalizations:
     learned: dict[str, int] = field(default_factory=dict)
     """Scales and biases, with the number of axes over which the mean goes."""
     statistics: set[str] = field(default_factory=set)
-    """Stored means and variances, and what is added to a variance."""
+    """Stored means and variances, and the epsilon that is added to a variance."""
     values: set[str] = field(default_factory=set)
     """The values from the input up to its multiplication with a scale."""
 

@@ -67,7 +67,7 @@ class Use:
 
     @property
     def matrix(self) -> Matrix | None:
-        """The meaning of the tensor's own axes in this product; None if there is none, or they are
+        """The meaning of the tensor's own axes in this product; None if it has none, or they are
         not known behind a Reshape."""
         form, axes = self.node.op.form(self.position), self.view.axes
         if form is not None and self._is_repacked and self.view.in_rows:

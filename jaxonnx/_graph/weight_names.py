@@ -29,13 +29,13 @@ _NUMBERED = re.compile(
     r"((?:onnx::|_)?[A-Za-z]+(?:::[A-Za-z]+)?_\d+|\d+|/.*Constant(?:_\d+)?_output_0)"
     r"((?:_(?:quantized|scales?|zero_points?|zp|transposed|Q\d\w*|DQ_Q\d\w*|qzeros|merged_\d+))*)"
 )
-"""A name that an exporter made of a number, and what a quantizer appended to it."""
+"""A name that an exporter made of a number, and a quantizer's suffix."""
 
 _OPERATOR = re.compile(r"[./](MatMul|Gemm|Conv)$")
 """A scope that onnxruntime makes of the name of a node that it fuses."""
 
 _SUFFIX = re.compile(r"(\.MatMul)?[./](weight|kernel|qweight)(_\w+)?$")
-"""What the name of a weight has behind that of its module."""
+"""The part of a weight's name behind that of its module."""
 
 _GATES = {"RNN": "WRB", "GRU": "WRB", "LSTM": "WRBP", "DynamicQuantizeLSTM": "WRBP"}
 """The names of the weights of recurrent operators in the specification."""

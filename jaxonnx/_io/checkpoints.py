@@ -43,7 +43,7 @@ from jaxonnx.errors import ModelError, warn
 
 MODEL = "model.onnx"
 FORMAT = 2
-"""The number of the layout of a checkpoint: a change of what is stored raises it."""
+"""The version of the layout of a checkpoint: a change of the stored arrays raises it."""
 UNREADABLE = (
     AssertionError,
     AttributeError,
@@ -53,7 +53,7 @@ UNREADABLE = (
     TypeError,
     ValueError,
 )
-"""What Orbax raises for files that are truncated, altered or missing."""
+"""Orbax's errors for files that are truncated, altered or missing."""
 
 
 class RunFormat(Format):
@@ -259,12 +259,12 @@ class TrainingCheckpoint:
     """A checkpoint of onnxruntime-training.
 
     Attributes:
-      params: what is trained, by name.
+      params: the trained tensors, by name.
       frozen: its other tensors, by name.
       moments: the averages of the gradient and of its square, by name, if they were saved.
       count: the number of updates until then.
       learning_rate: that of the optimizer.
-      properties: what the user's loop put into it.
+      properties: entries of the user's loop.
     """
 
     params: Mapping[str, np.ndarray]

@@ -50,7 +50,7 @@ class Companion:
         """Return the companion of a network after a training.
 
         Args:
-          function: what the outputs are read through: "Softmax", "Sigmoid", or "" for numbers.
+          function: the function of the outputs: "Softmax", "Sigmoid", or "" for numbers.
           classes: as of `save`.
         """
         return self
@@ -84,7 +84,7 @@ class File(NamedTuple):
       proto: the graph. Its named tensors hold no data.
       tensors: every initializer, every tensor of a Constant node and every Identity over one of
         these, by the name of the value.
-      companion: what lies beside it.
+      companion: the files beside it.
     """
 
     proto: ModelProto

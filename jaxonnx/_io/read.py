@@ -70,7 +70,7 @@ def read_proto(
       proto: the model, which is changed.
       what: its name in errors and warnings.
       path: its file, beside which external data may lie; None if it has no such data.
-      companion: what lies beside it.
+      companion: the files beside it.
 
     Raises:
       ModelError: not an ONNX model, or its (external) data is missing, short or inconsistent.

@@ -13,13 +13,13 @@ SPARSITY = "jaxonnx.sparsity"
 """Which weights are sparse, and how (`jaxonnx._io.packed`)."""
 
 QUANTIZATION = "jaxonnx.quantization"
-"""Which tensors are rounded, and what is written as integers (`jaxonnx.quantization`)."""
+"""The tensors that are rounded, and those written as integers (`jaxonnx.quantization`)."""
 
 ADAPTERS = "jaxonnx.adapters"
 """The names of tensors that are factors of adapters (`jaxonnx.lora`)."""
 
 IMAGE = "jaxonnx.image"
-"""What the network's inputs are as pictures, and the names of its classes."""
+"""The preprocessing of the network's pictures, and the names of its classes."""
 
 T = TypeVar("T")
 

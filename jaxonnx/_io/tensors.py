@@ -29,7 +29,7 @@ _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 _FILE = os.O_RDONLY | _NO_LINK | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
 _IS_LINK = (errno.ELOOP, errno.EMLINK)
-"""What opening a link fails with, in Linux and macOS and in FreeBSD."""
+"""Error numbers of opening a link, in Linux and macOS and in FreeBSD."""
 _LINKS = 40
 """Links on the way to one file, as in Linux."""
 _OUTSIDE = "outside the model's folder; external data must lie beside or below the model"

@@ -45,7 +45,7 @@ def identity_pairs(graph: GraphProto) -> Iterator[tuple[str, str]]:
 
 
 _PLACE = "place of the initializer"
-"""What a node is marked by that stands for an initializer, with that one's place."""
+"""The key that marks a node in place of an initializer; the value is that one's place."""
 
 
 def find_duplicates(graph: GraphProto, tensors: Mapping[str, Any]) -> dict[str, str]:
@@ -197,7 +197,7 @@ def _is_marked(node: NodeProto, key: str) -> bool:
 
 
 _SHARED = "share of an initializer"
-"""What an Identity is marked by that stands for an initializer which several modules read."""
+"""The key that marks an Identity that stands for an initializer of several modules."""
 _STATISTICS = {3: "running_mean", 4: "running_var"}
 """PyTorch's names of the inputs of BatchNormalization that are state."""
 

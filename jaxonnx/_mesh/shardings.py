@@ -16,7 +16,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from jaxonnx._display import Rendered
+from jaxonnx._display import Printable
 from jaxonnx._graph.stored import StoredMatrix
 from jaxonnx._mesh.rules import DATA, axes_of, describe_mesh, entries, entry_specs, mesh_of, specs
 from jaxonnx._rewrite.network import Network
@@ -98,7 +98,7 @@ class ShardedTensor(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class Shardings(Rendered):
+class Shardings(Printable):
     """The shardings of a model and the bytes on each device; it prints as a table."""
 
     mesh: Mesh

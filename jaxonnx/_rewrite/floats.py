@@ -174,7 +174,7 @@ def _replace_declared(kind: TypeProto, target: int, old: Collection[int]) -> Non
 
 
 def _default_type(node: NodeProto, name: str) -> int:
-    """Return the default of an attribute that names a type; 0 where there is none."""
+    """Return the default of an attribute that names a type; 0 without a default."""
     if node.domain not in ("", "ai.onnx") or not onnx.defs.has(node.op_type):
         return 0
     attribute = onnx.defs.get_schema(node.op_type).attributes.get(name)

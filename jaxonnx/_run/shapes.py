@@ -28,8 +28,8 @@ _SIZES = {True: (3, 7), False: (32, 48)}
 of the other."""
 
 _APART = 16
-"""What each named dimension that is not the first adds to its second size, so that the ratios of
-different names differ."""
+"""The number that each named dimension after the first adds to its second size, so that the ratios
+of different names differ."""
 
 
 @dataclass(frozen=True)

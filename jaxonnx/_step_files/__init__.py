@@ -14,7 +14,7 @@ from jaxonnx._io.protos import all_graphs, defined_names, unused_name
 MODEL = "model.onnx"
 """The network itself, whose weights the graphs refer to."""
 REST = "shared.data"
-"""What the network lacks: weights in another order, the values that a state starts from."""
+"""Tensors that the network lacks: weights in another order, the initial values of a state."""
 
 _LEAST = 1024
 """The bytes of a tensor from which on it is referred to."""

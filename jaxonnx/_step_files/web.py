@@ -45,7 +45,7 @@ FILES = "index.html", "train.js", "examples.bin"
 _HELD_OUT = 0.2
 """The fraction of the examples that the page evaluates on."""
 KINDS = ("image", "audio", "table")
-"""What the inputs of a page may be."""
+"""The kinds of inputs of a page."""
 _SIDES = range(8, 65)
 """The sides of images that can be drawn by hand."""
 
@@ -59,7 +59,7 @@ def runtime(path: str | os.PathLike[str] | None) -> Iterator[Path]:
         download by npm.
 
     Raises:
-      InputError: there is none.
+      InputError: the package is not found, or npm fails.
     """
     places = [Path(path), Path(path) / "dist"] if path else [Path("node_modules", PACKAGE, "dist")]
     for place in places:

@@ -99,7 +99,7 @@ class Columns(NamedTuple):
     """Their names in the file by those of the model, in order."""
     targets: Sequence[str]
     weight: Sequence[str]
-    """What says how much each example weighs, if one does."""
+    """The column of example weights, if there is one."""
 
 
 def data(path: Path, model: Model, options: argparse.Namespace) -> tuple[Any, bool]:

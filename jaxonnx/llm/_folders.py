@@ -58,7 +58,7 @@ _PROBLEMS = {
     "Sigmoid": ("multi_label_classification",),
     "": ("regression",),
 }
-"""The `problem_type` of transformers for what outputs are read through; None is found by labels."""
+"""The `problem_type` of transformers by the function of outputs; None is found by labels."""
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ _COMPARISONS = {"Greater": 1, "LessOrEqual": 1, "GreaterOrEqual": 0, "Less": 0}
 _SAME_LENGTH = ("Cast", "Gather", "Identity", "Slice", "Squeeze", "Unsqueeze")
 """Operators between the shape of an input and one of its sizes."""
 _INCOMPLETE = "\ufffd"
-"""What tokenizers write for a part of a character."""
+"""The replacement of tokenizers for a part of a character."""
 
 
 @dataclass
@@ -734,7 +734,7 @@ class Continuations:
         for none.
 
     Raises:
-      TrainingError: the prompts are none, or there is no tokenizer for them.
+      TrainingError: `prompts` is not a list of prompts, or texts lack a tokenizer.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ from jaxonnx.errors import InputError, warn
 from jaxonnx.llm._folders import GENAI, ModelFolder
 
 _USUAL_TOP_K = 50
-"""What transformers and onnxruntime-genai take if a folder that samples does not say."""
+"""The default of transformers and onnxruntime-genai for a folder that samples."""
 _UNREAD = {
     **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), 1),
     **dict.fromkeys(("min_length", "min_new_tokens"), 0),

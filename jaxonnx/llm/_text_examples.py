@@ -140,7 +140,7 @@ class Reader:
         """Convert rows to columns of tokens, labels and weights; {} if no token counts.
 
         Args:
-          data: what the rows are of.
+          data: the data of the rows.
           rows: all of them, or some.
           name: of the data, for the notes.
         """

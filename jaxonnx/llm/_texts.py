@@ -473,7 +473,7 @@ class LabelReader:
         """Convert rows to columns of tokens, segments, labels and weights, where there are such.
 
         Args:
-          data: what the rows are of.
+          data: the data of the rows.
           rows: all of them, or some.
           name: of the data, for the notes.
         """

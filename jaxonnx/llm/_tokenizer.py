@@ -29,7 +29,7 @@ _TRANSFORMERS = {"max_length", "padding", "return_assistant_tokens_mask", "retur
 _TRANSFORMERS |= {"return_tensors", "sanitize_control_tokens", "tokenizer_kwargs", "truncation"}
 """Arguments of transformers' `apply_chat_template` that say what becomes of the tokens."""
 _SPACES = "\u0120", "\u2581", "\u010a", "\u0109", "\u010d"
-"""What byte-level BPE and SentencePiece write for a space, and the former for line breaks, tabs."""
+"""Spaces of byte-level BPE and SentencePiece, and line breaks and tabs of the former."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -315,7 +315,7 @@ class Tokenizer:
         return next((i for i in ids if i is not None), None)
 
     def find_tokens(self, roles: Sequence[str]) -> tuple[list[int], ...]:
-        """Return the token of each role that `special` has, in lists; empty where there is none."""
+        """Return the token of each role that `special` has, in lists, which may be empty."""
         ids = (self._tokens.token_to_id(self.special.get(role, "")) for role in roles)
         return tuple([] if i is None else [i] for i in ids)
 

@@ -31,7 +31,7 @@ _APPLIED = (
     *("init_lora_weights", "fan_in_fan_out", "trainable_token_indices", "modules_to_save"),
     "lora_bias",
 )
-"""What is read here, or tells how the tensors are read."""
+"""Settings that are read here, or that say how the tensors are read."""
 
 _WITHOUT_EFFECT = (
     # about the folder
@@ -66,7 +66,7 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
 _NEUTRAL_STARTS = ("true", "false", "gaussian", "eva", "orthogonal", "mica")
 """Of `init_lora_weights`: the base stays as it is."""
 _SUBTRACTED_STARTS = ("pissa", "olora")
-"""What the adapter starts as is subtracted from the base, and follows from the base alone."""
+"""Of `init_lora_weights`: the initial adapter is subtracted from the base, and computed from it."""
 _CHANGED_STARTS: Mapping[str, str] = MappingProxyType(
     {
         "pissa_niter_": "random singular vectors were subtracted from the base",
@@ -132,7 +132,7 @@ _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 Change = tuple[np.ndarray, np.ndarray, np.ndarray | None]
 """A (rank, inputs), B (outputs, rank) and with DoRA the norms of the outputs."""
 _PREFIX = "base_model.model."
-"""What PEFT puts before the names of modules."""
+"""The prefix of names of modules in PEFT."""
 _NORMS = "magnitude_vector"
 _TOKENS = ".token_adapter.trainable_tokens_delta"
 _BASE = "base"
@@ -157,7 +157,7 @@ class Contents(NamedTuple):
     tokens: dict[str, tuple[list[int], np.ndarray]]
     """By module, the rows of its matrix that were trained, and their values."""
     biases: dict[str, np.ndarray]
-    """By module, what `lora_bias` adds to its bias."""
+    """By module, the addition of `lora_bias` to its bias."""
     settings: Settings
 
 
@@ -173,11 +173,11 @@ def read(
 
     Args:
       path: an .onnx_adapter or a folder of PEFT.
-      modules: the modules that there are.
+      modules: the known modules.
       tied: weights that are both an embedding and an output layer.
 
     Raises:
-      InputError: a module that there is not, or what is not LoRA.
+      InputError: an unknown module, or an adapter that is not LoRA.
       ModelError: the file is damaged.
     """
     where, config, settings = f"'{os.fspath(path)}'", {}, Settings(lambda module, rank: 1.0)

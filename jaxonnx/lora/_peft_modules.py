@@ -50,8 +50,8 @@ from jaxonnx.model import Model
 from jaxonnx.quantization import dequantize
 
 
-class Trained(Protocol):
-    """What a folder of PEFT has of `Adapters`."""
+class AdapterFields(Protocol):
+    """The fields of `Adapters` that a folder of PEFT has."""
 
     @property
     def rank(self) -> int: ...
@@ -404,7 +404,7 @@ def _place_weights(
 
 def write(
     path: str | os.PathLike[str],
-    adapters: Trained,
+    adapters: AdapterFields,
     model: Model | None,
     names: Callable[[str], str] | None,
     base_model: str | None,
@@ -507,7 +507,7 @@ def write(
 
 
 def _read_tokens(
-    adapters: Trained, model: Model | None, blocks: Sequence[Block]
+    adapters: AdapterFields, model: Model | None, blocks: Sequence[Block]
 ) -> dict[str, tuple[list[int], np.ndarray]]:
     """Return the rows that were trained, and their values, by module, as PEFT has them."""
     tokens: dict[str, tuple[list[int], np.ndarray]] = {}

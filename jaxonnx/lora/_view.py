@@ -231,7 +231,7 @@ class Factors:
     a: np.ndarray
     b: np.ndarray
     scale: np.ndarray | None = None
-    """What the sum of matrix and change is multiplied by (DoRA): a factor for each output."""
+    """The factors of the sum of matrix and change (DoRA), one for each output."""
 
     @property
     def is_plain(self) -> bool:

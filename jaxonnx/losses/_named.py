@@ -120,7 +120,7 @@ _OPTAX: Mapping[str, Mapping[str, Any]] = {
     "hinge_loss": _SIGNED,
     "perceptron_loss": _SIGNED,
 }
-"""What losses of optax take, apart from those of numbers; the logits are those of the operator that
+"""The properties of optax's losses, apart from those of numbers; `logits_of` is the operator that
 each contains."""
 
 _ALSO_CALLED = {

@@ -125,7 +125,7 @@ class Taps:
 
         Args:
           arrays: images of one spatial size.
-          fills: what each has in the padding.
+          fills: the value of each in the padding.
           step: a function of the carry, the number of the tap, and for each array its elements at
             this tap, one per window.
           carry: the first carry.

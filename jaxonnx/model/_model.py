@@ -20,7 +20,7 @@ from jaxonnx._data.batches import iterate_inputs
 from jaxonnx._data.inputs_and_targets import lacks_batch_axis
 from jaxonnx._data.kinds import open_data
 from jaxonnx._data.ragged import Padding
-from jaxonnx._display import Rendered, format_count
+from jaxonnx._display import Printable, format_count
 from jaxonnx._graph.select import Select
 from jaxonnx._graph.values import arguments, data, list_values
 from jaxonnx._mesh.rules import Sharding
@@ -59,7 +59,7 @@ Trainable = Select
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Model(Network, Rendered):
+class Model(Network, Printable):
     """An ONNX graph as pure functions of its parameters. A Model is immutable.
 
     >>> from jaxonnx import demo

@@ -130,7 +130,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _INPUT = " (input)"
-"""What follows the name of an input while an argument of the method has the same name."""
+"""The suffix of an input's name while an argument of the method has the same name."""
 
 
 def inputs_first(method: Callable[P, R]) -> Callable[P, R]:

@@ -16,7 +16,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from jaxonnx._display import WIDTH, Rendered, format_count, list_some
+from jaxonnx._display import WIDTH, Printable, format_count, list_some
 from jaxonnx._graph import exporter_hints
 from jaxonnx._graph.bind import Node
 from jaxonnx._graph.exporter_hints import is_folded
@@ -269,7 +269,7 @@ class Origin(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Summary(Rendered):
+class Summary(Printable):
     """A table of layers, for terminals (`print`) and notebooks, and the names of their weights."""
 
     layers: tuple[Layer, ...]

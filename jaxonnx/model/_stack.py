@@ -134,7 +134,7 @@ def _list_nodes(proto: ModelProto) -> list[NodeProto]:
 
 
 def _check_same_graph(first: Model, net: Model, nodes: Sequence[NodeProto], index: int) -> None:
-    """Raise an InputError, with what differs, unless two models have the same graph."""
+    """Raise an InputError with the difference unless two models have the same graph."""
 
     def differ(what: str, expected: Any, actual: Any) -> InputError:
         return InputError(f"models[{index}] has {what} {actual}, and models[0] {expected}")

@@ -362,7 +362,7 @@ def start_at_zeros(model: M, batch: Any) -> tuple[M, list[str]]:
     The outputs that continue the states are left out.
 
     Args:
-      batch: the data or a batch of it with targets, or what `inputs_alone` returns.
+      batch: the data or a batch of it with targets, or the result of `inputs_alone`.
 
     Raises:
       TrainingError: the first axis of the sequences is not the batch, which the states have; or a
@@ -415,7 +415,7 @@ def add_states(model: Network, started: Network, source: Source) -> Source:
     """Return batches of all inputs of a model, of batches that lack the states.
 
     Args:
-      started: what `start_at_zeros` returned for the model.
+      started: the result of `start_at_zeros` for the model.
     """
     fixed = started.program.find(FixedInputs)
     if started is model or fixed is None:

@@ -109,7 +109,7 @@ def replaces_jax(function: Rule) -> Rule:
 def restated_as(source: str) -> Rule | None:
     """Return the replacement of a function of JAX, given as "NAME at FILE" (see `_jaxpr.source`).
 
-    None if there is none, or if the file is not one of JAX.
+    None if the function has no replacement, or if the file is not one of JAX.
     """
     name, _, path = source.partition(" at ")
     return _RESTATED.get(name) if "jax/_src/" in path.replace("\\", "/") else None

@@ -13,7 +13,7 @@ from jaxonnx.quantization._layer_inputs import as_rows, find_products, from_rows
 from jaxonnx.quantization._scheme import TYPES, Parameters, Quantization, WeightSite, spread_scale
 
 _DAMPING = 0.01
-"""What is added to the diagonal of a Hessian, as a share of its mean (section 3.3 of the paper)."""
+"""The addition to the diagonal of a Hessian, as a share of its mean (section 3.3 of the paper)."""
 _COLUMNS = 128
 """The columns after whose rounding all later columns are corrected at once."""
 

@@ -57,7 +57,7 @@ def insert(
     Args:
       unfolded: a network in floating point. If its caches are empty, they are so for the
         calibration, and inputs and outputs of the result.
-      scheme: what is quantized, and how.
+      scheme: the types and methods of quantization.
       examples: calibration data, batches of inputs in the order of the model's.
       method: as in `jaxonnx.quantize`.
       keep_norms: keep a BatchNormalization, for training, if the weight of the convolution before

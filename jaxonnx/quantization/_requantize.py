@@ -122,7 +122,7 @@ def _round(
 
     Args:
       grid: the matrix without the change.
-      change: what to add, with the axes of the matrix.
+      change: the addition, with the axes of the matrix.
       free_scale, free_zero: whether scales and zero points may change.
 
     Returns:

@@ -337,7 +337,7 @@ def weight_parameters(
       site: its output and input axes.
       scheme: its type, and whether there is a scale for the tensor, for each output channel or for
         each block of inputs.
-      importance: what the errors of each input are multiplied by, [inputs]; None: 1.
+      importance: the factors of the errors of each input, [inputs]; None: 1.
       shares: the fractions of the full range that are tried, with `scheme.scale_signs`. At equal
         errors the first is kept.
 

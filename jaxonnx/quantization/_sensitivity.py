@@ -38,7 +38,7 @@ class Trial(NamedTuple):
     """A choice of types that `jaxonnx.quantize(max_loss=)` evaluated."""
 
     loss: float
-    """What it loses relative to floating point, in units of the metric."""
+    """The loss relative to floating point, in units of the metric."""
     size: int
     """The bytes of the weights, and of the activations of one example."""
     wider_types: Mapping[str, str | None]
@@ -294,7 +294,7 @@ def make_trials(
 
     Args:
       model: a network in floating point. If its caches are empty, they are so in the result.
-      scheme: what is rounded, and how ranges are found.
+      scheme: the types to round to, and the method of ranges.
       schemes: the scheme of each type of weights; None for sparsity patterns.
       activations: the types of activations.
       examples: calibration data, batches of inputs in the order of the model's.

@@ -261,7 +261,7 @@ _CURES = {
     "bfloat16": "export it in float32",
     "float64": "quantize the file in float32 that it was made of, or export it again in float32",
 }
-"""What to do with a network whose weights are of another type than float32."""
+"""Remedies for networks whose weights are of another type than float32."""
 
 
 def _explain_type(name: str, kind: str) -> str:

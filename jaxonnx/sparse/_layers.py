@@ -32,7 +32,7 @@ class Layer:
     axes: Axes | None
     reason: str
     pattern: SparsityPattern | None = None
-    """What it becomes; None if it stays dense."""
+    """The pattern that it is given; None if it stays dense."""
 
 
 class Goal(NamedTuple):

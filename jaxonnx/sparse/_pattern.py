@@ -123,7 +123,7 @@ def register(
     """Register a kind of pattern, so that `pattern="..."` and files can name it.
 
     Args:
-      form: what the names look like, for the error about a name that nothing matches.
+      form: the form of the names, for the error about a name that nothing matches.
       expression: a regular expression that matches the names in full.
       make: a function of the match and `transposable` that returns the pattern, or None if the name
         is not valid.

@@ -45,9 +45,9 @@ class Product:
     part: str
     """`"forward"` or `"backward"`."""
     sums: str
-    """What the product sums the weight over: `"axis 1"`, or why this is not a proof."""
+    """The axis of the weight that the product sums over, `"axis 1"`, or why this is not a proof."""
     ok: bool
-    """Whether the weight has its pattern along what the product sums over."""
+    """Whether the weight has its pattern along the axis that the product sums over."""
     count: int
     """The number of such products in the program."""
 

@@ -134,7 +134,7 @@ def evaluate_objective(
             new = sums_of(outputs, batch)
             with jax.enable_x64(True):  # single precision would stop counting at 2**24
                 sums = merged(sums, {name: new[name] for name in sums})
-            yield sums, {name: new[name] for name in goal.gathered}
+            yield sums, {name: new[name] for name in goal.prediction_metrics}
 
     sums: Any = {}
     gathered: list[Any] = []

@@ -19,7 +19,7 @@ from jaxonnx._arguments import check_names, documented
 from jaxonnx._data.augment import AugmentedSource
 from jaxonnx._data.batches import Batch, Examples, PaddedExamples, Source
 from jaxonnx._data.ragged import IGNORED, Ragged
-from jaxonnx._display import Rendered
+from jaxonnx._display import Printable
 from jaxonnx._limits import format_bytes
 from jaxonnx.losses import Loss
 from jaxonnx.model import Model
@@ -40,7 +40,7 @@ Parts = tuple[tuple[str, bool], ...]
 
 
 @dataclass(frozen=True, repr=False)
-class Preview(Rendered):
+class Preview(Printable):
     """The data and the cost of a run; printing it shows a table."""
 
     rows: int | None

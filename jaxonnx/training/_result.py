@@ -43,7 +43,7 @@ class Result:
     changes: dict[str, float] = field(default_factory=dict)
     """|new - old| / |old| (Euclidean norms) of each parameter and statistic; infinite from zero."""
     lora: Adapters | None = None
-    """What a run with `lora=` trained, apart from the weights of the model."""
+    """The adapters that a run with `lora=` trained, apart from the weights of the model."""
     run: Run | None = None
     """Settings and validation data, for `report`."""
 

@@ -58,7 +58,7 @@ class Training:
     Attributes:
       variables: the names of the state variables.
       inputs: for each algorithm, the names of the values that a batch must hold.
-      outputs: for each algorithm, the names of what `step` returns.
+      outputs: for each algorithm, the names of the results of `step`.
       metrics: the outputs of the algorithms that are bound to no variable, such as a loss.
     """
 

@@ -188,8 +188,8 @@ class PackedRows(CallView):
 
     Attributes:
       input: the one input that callers pass, integers of shape (batch, tokens).
-      form: what its numbers mean. "texts": 1 for tokens of the first text of a row, 2 for the next,
-        0 for padding. "positions": the position of a token in its text, 0 for padding.
+      form: the meaning of its numbers. "texts": 1 for tokens of the first text of a row, 2 for the
+        next, 0 for padding. "positions": the position of a token in its text, 0 for padding.
       positions: further inputs that get the positions, shape (batch, tokens).
       masks: the dtypes of inputs of shape (batch, 1, queries, keys) that get the mask, by name.
     """

@@ -37,7 +37,7 @@ def _padding_bias(mask, batch, keys, filter_value, dtype):
       mask: the number of valid keys of each sample (b,), the ends and starts of valid keys (2b,),
         or 1 at valid keys (b, keys) or (b, queries, keys); or None.
       batch, keys: sizes.
-      filter_value: what is added to the scores of invalid keys.
+      filter_value: the addition to the scores of invalid keys.
       dtype: of the result.
     """
     if mask is None:

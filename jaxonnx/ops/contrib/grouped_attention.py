@@ -342,7 +342,7 @@ def causal_conv_with_state(
     y = (y if activation == "none" else jax.nn.silu(y)).astype(x.dtype)
 
     def state(count):
-        """Return the state after `count` steps, zeros if there are none."""
+        """Return the state after `count` steps; zeros after no step."""
         last = whole[:, :, count : count + length] if count > 0 else jnp.zeros_like(before)
         if channels_last:
             last = jnp.moveaxis(last, 1, 2).reshape(batch, length, *shape[2:])

@@ -43,7 +43,7 @@ from jaxonnx.views import View
 _LOGGER = logging.getLogger("absl")
 _KEPT = 3
 _UNWRITABLE = (OSError, RuntimeError, ValueError)
-"""What Orbax raises when it cannot write; errors of the system come as ValueError, too."""
+"""Orbax's errors when it cannot write; errors of the system come as ValueError, too."""
 
 
 class Position(NamedTuple):
@@ -191,7 +191,7 @@ class Checkpoints:
 
         Args:
           tree: a `State` in the order of the file, the best weights, and the parameters of the
-            model if they are not those of the state; None where there are none.
+            model if they are not those of the state; None for missing ones.
           score: greater is better; None does not compete for the best.
 
         Raises:

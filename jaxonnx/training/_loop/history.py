@@ -15,7 +15,7 @@ _FEW = 20
 _TITLES = {1: "dense", 2: "dynamic mask", 3: "fixed mask"}
 _SHADES = {1: "0.97", 2: "0.91", 3: "0.94"}
 _MASKS = {"flip_rate": "mask bits that changed", "kept": "kept share of |w|"}
-"""What an epoch has of its last new mask, and what that is called."""
+"""Numbers of an epoch's last new mask, and their titles."""
 _ERRORS = ("mae", "mse")
 _APART = 52
 """Points from one axis at the right to the next."""
@@ -39,7 +39,7 @@ class History:
     `validation_<output>_<metric>`; with sparsity `phase` (of the step to come), `sparsity`, and of
     the last refresh `flip_rate`, `flip_rate/<weight>` and `kept`, the share of sum |W|."""
     notes: list[str] = field(default_factory=list)
-    """What was trained otherwise than the file says: a loss of logits before its last node."""
+    """Differences from the file, like a loss of the logits before its last node."""
     events: list[dict[str, Any]] = field(default_factory=list)
     """Steps that were not finite and did not end the run: `step`, `event` ("skipped" or "rolled
     back"), `why`, and for the latter `to`, the step whose weights were taken again. Steps whose

@@ -241,7 +241,7 @@ class BatchChecks:
       first: a batch of the training data.
 
     Attributes:
-      shapes: what `Step.check` returned for that batch.
+      shapes: the result of `Step.check` for that batch.
 
     Raises:
       TrainingError: the batch does not fit.

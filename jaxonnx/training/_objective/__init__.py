@@ -53,7 +53,7 @@ class Objective:
 
     Attributes:
       model: computes the outputs of the file, and after them the logits that losses take.
-      notes: what it does differently from what the file says.
+      notes: differences from the file.
     """
 
     model: Model
@@ -111,11 +111,11 @@ class Objective:
     def start(self, shapes: Any, batch: Batch) -> dict[str, Any]:
         """Return the sums of no examples, given the shapes of outputs."""
         sums = jax.eval_shape(self.sums, shapes, batch)
-        sums = {name: x for name, x in sums.items() if name not in self.gathered}
+        sums = {name: x for name, x in sums.items() if name not in self.prediction_metrics}
         return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), sums)
 
     @property
-    def gathered(self) -> set[str]:
+    def prediction_metrics(self) -> set[str]:
         """The metrics that need the predictions of all examples."""
         return {name for name, m in self.measures.items() if m.metric.merge is None}
 
@@ -195,7 +195,7 @@ class Objective:
             *batch.inputs,
         )
         for name, measure in self.measures.items():
-            if name in self.gathered or not measure.metric.number:
+            if name in self.prediction_metrics or not measure.metric.number:
                 raise TrainingError(
                     f"the metric '{name}' is not available during training: pass it to "
                     "jaxonnx.evaluate after the run"

@@ -188,7 +188,7 @@ class Plan:
     platform: str | None
     """That of the run; by default that of the model's arrays."""
     notes: list[str] = field(default_factory=list)
-    """Notes for the history, on what is trained otherwise than the file says."""
+    """Notes for the history, on differences between the trained network and the file."""
     goal: Objective = field(init=False)
     """Its model has the parameters of `model`."""
     optimizer: optax.GradientTransformationExtraArgs = field(init=False)

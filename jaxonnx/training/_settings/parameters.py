@@ -17,8 +17,7 @@ from jaxonnx.quantization import select_scales
 from jaxonnx.training._settings import Plan, Settings
 
 _ADAPTERS, _HEADS = 2**32 - 1, 2**32 - 2
-"""What is folded into the seed's key for adapters, and for new heads; steps fold in their
-number."""
+"""Numbers to fold into the seed's key for adapters, and for new heads; steps fold in their own."""
 
 
 class HeadArguments(TypedDict, total=False):

@@ -35,7 +35,7 @@ class WeightLayout:
 
     Args:
       params: in the order of the file.
-      optimizer: of the run, without what makes it sparse.
+      optimizer: of the run, without its wrapper for sparsity.
       platform: where the run takes place ("cpu", "gpu", "tpu"); by default where the arrays are.
       master: keep float32 master weights of float16 and bfloat16 parameters.
 

@@ -37,7 +37,7 @@ class State:
     params: dict[str, jax.Array]
     """As the step keeps them; `Step.view` has them as the file does."""
     state: dict[str, jax.Array]
-    """Running statistics: what training renews of the model's state."""
+    """Running statistics: the part of the model's state that training renews."""
     optimizer: Any
     """The state of the optimizer, of parameters as the step keeps them."""
     average: dict[str, jax.Array] | None
@@ -76,7 +76,7 @@ class Step(ABC):
       frozen: the tensors that no step changes. `update` and `evaluate` use them anyway; where they
         are large, pass them as an argument of what you compile, or they become constants in it.
         `jit` does.
-      notes: what is trained otherwise than the file says.
+      notes: differences between the trained network and the file.
       updates: those that its schedule is made for, where the optimizer asked for them.
       phases: the epochs of the dense and the dynamic phase of sparsity, where it shares them out.
       gather: what a mesh does with tensors before the model reads them, within a program.
@@ -170,7 +170,7 @@ class Step(ABC):
 
         Args:
           targets: as NumPy arrays, of a batch or of all data.
-          shapes: what `check` returned.
+          shapes: the result of `check`.
           what: where the targets are, for the error.
           classes: the names of all classes, where the data have them.
         """
@@ -202,7 +202,7 @@ class Step(ABC):
         """Return the zero sums that `evaluate` starts from, for batches like this one.
 
         Args:
-          shapes: what `check` returned, where it was asked.
+          shapes: the result of `check`, if it was called.
         """
 
     @abstractmethod
