@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
+from itertools import accumulate, chain, takewhile
 from typing import Any, Protocol, cast
 
 import jax
@@ -112,6 +112,14 @@ def read(
             if inner != name:  # also of a decoder trained alone, or by transformers before 4.52
                 for other in (f"model.{inner}", f"language_model.model.{inner}"):
                     table[other] = [block._replace(source=other) for block in blocks]
+        # of a module that wraps the network ("model.model.layers.0"), all weights have its prefix
+        stems = [files.plain_name(module).split(".")[:-1] for module in modules.values()]
+        shared = [*takewhile(lambda parts: len({*parts}) == 1, zip(*stems, strict=False))]
+        for wrapper in accumulate(f"{part}." for part, *_ in shared):
+            for name in [name for name in table if name.startswith(wrapper)]:
+                other = name.removeprefix(wrapper)
+                blocks = [block._replace(source=other) for block in table[name]]
+                table.setdefault(other, blocks)
     tied = find_tied(model.graph, model.tensors)
     places |= {
         table_of(module): blocks

@@ -345,3 +345,22 @@ def train_heads(model, trainable, where):
     data = normal(8, 4), np.arange(8) % 3
     lora, settings = jaxonnx.LoRA(rank=2, where=where), {"epochs": 2, "progress": False}
     return jaxonnx.train(model, data, lora=lora, trainable=[*trainable], **settings)
+
+
+@pytest.mark.parametrize("prefix", ["", "model.", "module.model.", "_orig_mod."])
+def test_a_wrapper_around_the_network_is_left_out(tmp_path, prefix):
+    """torch.onnx.export of a module that holds the network puts its own name before all others."""
+    modules = ["model.layers.0.self_attn.q_proj", "lm_head"]
+    weights = [f"{prefix}{module}.weight" for module in modules]
+    nodes = [make_node("MatMul", [x, w], [y]) for x, w, y in zip("xh", weights, "hy", strict=True)]
+    tensors = {name: normal(32, 32) for name in weights}
+    model = jaxonnx.load(network(nodes, ("x", onnx.TensorProto.FLOAT, ["n", 32]), **tensors))
+    pairs = {module: {"A": normal(2, 32), "B": normal(32, 2)} for module in modules}
+    peft_folder(tmp_path / "peft", pairs)
+    adapters = jaxonnx.Adapters.load(tmp_path / "peft", model)
+    for module, name in zip(modules, weights, strict=True):
+        expected = 2 * pairs[module]["B"] @ pairs[module]["A"]
+        np.testing.assert_allclose(product(adapters, name), expected, rtol=1e-4, atol=1e-5)
+    peft_folder(tmp_path / "other", {"layers.1.q_proj": pairs["lm_head"]})
+    with pytest.raises(jaxonnx.InputError, match=r"no weight of a module 'layers\.1\.q_proj'"):
+        jaxonnx.Adapters.load(tmp_path / "other", model)
