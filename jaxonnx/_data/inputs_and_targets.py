@@ -69,6 +69,7 @@ def as_pair(
     named = [(f"input {n!r}", a) for n, a in zip(names, inputs, strict=True)]
     whole = {f"input {value.name!r}" for value in values if value.whole}
     numbers = {f"input {value.name!r}" for value in values if value.shape == ()}
+    texts = {f"input {value.name!r}" for value in values if value.dtype == object}
     named += [
         (f"the targets{jax.tree_util.keystr(path)}", a)
         for path, a in jax.tree_util.tree_leaves_with_path(targets)
@@ -76,7 +77,8 @@ def as_pair(
     if labels and len(named) == len(names):
         raise TrainingError(f"{what} has no targets")
     for name, array in named:
-        if array.dtype.kind in "OSUMm" or array.dtype.type is np.void:
+        is_no_number = array.dtype.kind in "OSUMm" or array.dtype.type is np.void
+        if is_no_number and not (name in texts and array.dtype.kind in "OU"):
             remedy = (
                 "; leave it out of the data if it is not a target"
                 if name.startswith("the targets[")

@@ -98,7 +98,7 @@ def _shape(
     value: Value, batch: int, sizes: Mapping[str, int], length: int | None
 ) -> tuple[int, ...]:
     if value.dtype is None or value.dtype == object or value.shape is None:
-        raise InputError(f"there are no random numbers for input {value}: give --data")
+        raise InputError(f"there are no random numbers for input {value}: pass data=DATA (--data)")
     side = None if length is None else -(-8 * length // _SIDE) * _SIDE
     kinds = (length, None if length is None else _COLORS, side, side)
     is_picture = len(value.shape) == 4 and value.dtype.kind not in "bi"

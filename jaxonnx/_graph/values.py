@@ -38,7 +38,8 @@ class Value:
             if self.shape is None
             else ", ".join("?" if d is None else str(d) for d in self.shape)
         )
-        return f"{self.name}: {self.dtype or 'sequence, map or optional'}[{shape}]"
+        kind = "string" if self.dtype == object else self.dtype or "sequence, map or optional"
+        return f"{self.name}: {kind}[{shape}]"
 
 
 def hint_at_image(values: Iterable[Value], size: int) -> str:

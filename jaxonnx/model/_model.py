@@ -260,7 +260,8 @@ class Model(Network, Printable):
             Targets are ignored. Recurrent states that it lacks start at zeros, and outputs that
             continue them are left out. Or images: a path, a list of paths, or a folder, which is
             searched recursively, in sorted order. Or, for a model that scores whole texts, rows of
-            texts or of pairs of them, like [{"text": "..."}].
+            texts or of pairs of them, like [{"text": "..."}]. Inputs of strings are arrays or
+            lists.
           batch_size: the number of examples per batch; defaults to 32, or to the batch size that
             the file fixes. Ignored for iterables.
           pad: as in `jaxonnx.train`, for sequences of unequal length.

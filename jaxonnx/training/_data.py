@@ -67,6 +67,20 @@ def open_data(data: Any, settings: Settings) -> OpenedData:
     return OpenedData(opened, validation, (*notes,))
 
 
+def check_compiles(model: Model) -> None:
+    """Refuse a model that takes strings, which compiled programs cannot.
+
+    Raises:
+      TrainingError: the message says how to train the part behind them.
+    """
+    if texts := [str(value) for value in model.inputs if value.dtype == object]:
+        raise TrainingError(
+            f"the model takes strings ({', '.join(texts)}), which compiled programs cannot: "
+            "first, second = model.split(VALUE) divides it at numbers that are computed of them; "
+            "train or quantize the second part on first.predict(data)"
+        )
+
+
 def has_own_algorithm(model: Model, settings: Settings) -> bool:
     """Check whether a run takes the algorithm that the file carries (`training_info`)."""
     carried = bool(model.proto.training_info) and not model.heads

@@ -121,7 +121,7 @@ def evaluate_objective(
                 # numbers in 64 bits
                 sums = jax.tree.map(
                     lambda x: x.astype(np.int64 if x.dtype.kind in "iu" else np.float64),
-                    goal.start(shapes, batch),
+                    goal.start(shapes, batch._replace(inputs=())),
                 )
                 if examples.targets is not None:
                     names = getattr(examples, "classes", None)
@@ -131,7 +131,7 @@ def evaluate_objective(
             if not np.all(batch.weight) and goal.counts_fill(shapes, batch.targets):
                 batch = drop_fill(batch, model.inputs)
                 outputs = model(*batch.inputs)
-            new = sums_of(outputs, batch)
+            new = sums_of(outputs, batch._replace(inputs=()))  # which may be strings
             with jax.enable_x64(True):  # single precision would stop counting at 2**24
                 sums = merged(sums, {name: new[name] for name in sums})
             yield sums, {name: new[name] for name in goal.prediction_metrics}

@@ -41,7 +41,7 @@ from jaxonnx.quantization import (
     output_error,
     spell_out,
 )
-from jaxonnx.training._data import fit_to_evaluation, open_data, read_data
+from jaxonnx.training._data import check_compiles, fit_to_evaluation, open_data, read_data
 from jaxonnx.training._evaluate import evaluate_objective
 from jaxonnx.training._loop.stopping import find_direction
 from jaxonnx.training._objective import find_objective
@@ -224,6 +224,7 @@ def read_examples(
     Raises:
       TrainingError: the data do not fit the model.
     """
+    check_compiles(model)
     opened = open_kind(data, labels=False)
     net = prepare_model(model, None, inputs_alone(model, opened.first_batch))
     started, _ = start_at_zeros(net, inputs_alone(net, opened.first_batch))

@@ -136,3 +136,41 @@ def test_progress_in_a_notebook(model, monkeypatch):
     x, _ = examples()
     model.predict([x[:8]] * 5)
     assert (drawn[0], drawn[-1]) == ((0, 5), (5, 5))
+
+
+STRINGS = """<ir_version: 8, opset_import: ["" : 17, "ai.onnx.ml" : 3]>
+net (string[n, 1] city, float[n, 2] rest) => (float[n, 3] y)
+<float[5, 3] w = {0.3, -1, 2, 0.5, 1, -2, 0, 1, 1, 3, -1, 0.5, 1, 2, -3}, float[3] b = {0, 1, 2}> {
+  one_hot = ai.onnx.ml.OneHotEncoder <cats_strings: strings = ["a", "b", "long name"]> (city)
+  flat = Flatten (one_hot)
+  row = Concat <axis = 1> (flat, rest)
+  y = Gemm (row, w, b)
+}"""
+
+
+def test_strings_are_inputs():
+    """A pipeline of scikit-learn: predict and evaluate, and the part behind them trains."""
+    ort = pytest.importorskip("onnxruntime")
+    proto = onnx.parser.parse_model(STRINGS)
+    model = jaxonnx.load(proto)
+    random = np.random.default_rng(0)
+    city = random.choice(["a", "b", "long name", "unknown"], (21, 1))
+    rest = random.normal(size=(21, 2)).astype(np.float32)
+    labels = random.integers(0, 3, 21)
+    session = ort.InferenceSession(proto.SerializeToString())
+    (expected,) = session.run(None, {"city": city.astype(object), "rest": rest})
+    for strings in (city, city.astype(object), city.tolist()):
+        found = model.predict({"city": strings, "rest": rest}, batch_size=8)
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    data = {"city": city, "rest": rest, "label": labels}
+    row = jaxonnx.evaluate(model, data, metrics=["accuracy"], batch_size=8)
+    np.testing.assert_allclose(row["accuracy"], (expected.argmax(1) == labels).mean(), rtol=1e-6)
+    with pytest.raises(jaxonnx.InputError, match=r"city: string.* takes strings, and was given"):
+        model.predict({"city": labels[:, None], "rest": rest})
+    for call in (jaxonnx.train, jaxonnx.quantize):
+        with pytest.raises(jaxonnx.TrainingError, match=r"city: string.*model\.split"):
+            call(model, data)
+    first, second = model.split("row")
+    rows = first.predict(data)
+    trained = jaxonnx.train(second, (rows, labels), epochs=1, batch_size=8).model
+    assert np.abs(np.asarray(trained.params["w"]) - np.asarray(model.params["w"])).max() > 0

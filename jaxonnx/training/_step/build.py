@@ -24,7 +24,7 @@ from jaxonnx.lora import writes_apart
 from jaxonnx.losses import cross_entropy, scores_tokens
 from jaxonnx.model import Model, as_model, check_nodes, labels
 from jaxonnx.quantization import describe_integers, record_of
-from jaxonnx.training._data import has_own_algorithm
+from jaxonnx.training._data import check_compiles, has_own_algorithm
 from jaxonnx.training._objective import find_losses, find_objective
 from jaxonnx.training._objective.needs import prepare_model
 from jaxonnx.training._settings import Plan, Settings, order
@@ -118,6 +118,7 @@ def build_step(
       platform: of the run; by default that of the model's arrays.
       held_out: for the bound of `quantize`.
     """
+    check_compiles(model)
     plan = Plan(model, settings, epochs, steps_per_epoch, examples, held_out, platform)
     # 1. The model: views of settings, and what is trained.
     for change in order.MODEL:
