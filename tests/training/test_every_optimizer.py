@@ -32,6 +32,13 @@ OF_FUNCTIONS = {
 }
 REFUSED = {"dpsgd", "differentially_private_aggregate", "scale_by_muon"}
 """For gradients of single examples, and for matrices alone; optax raises errors as well."""
+KINDS = {
+    *("sgd", "adam", "adafactor", "lion", "identity", "muon", "prodigy", "mechanize"),
+    *("lbfgs", "reduce_on_plateau", "sophia", "sam"),  # functions and values of the batch
+    *("lookahead", "schedule_free_adamw"),  # other weights to evaluate
+    *("masked", "multi_transform", "apply_if_finite", "dpsgd"),
+}
+"""One of each kind that a step treats differently; the others are deep."""
 
 
 def list_optimizers():
@@ -43,7 +50,8 @@ def list_optimizers():
             returned = str(about.return_annotation)
             if "GradientTransformation" in returned or name in ("dog", "dowg"):
                 needed = [p.name for p in about.parameters.values() if p.default is p.empty]
-                yield pytest.param(make, needed, id=name)
+                marks = () if name in KINDS else pytest.mark.deep
+                yield pytest.param(make, needed, id=name, marks=marks)
 
 
 @pytest.fixture(scope="module")
