@@ -72,8 +72,9 @@ def quantize(form, data, scheme, method=None):
     return jaxonnx.quantize(encoder(form), data, scheme, method=method, check=False)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize(
+    ("form", "method"), [*((form, "gptq") for form in FORMS), ("batch and length", "awq")]
+)
 def test_methods_read_tokens_alone(form, method):
     four = Quantization(weights="int4", activations=None, block=8)
     models = [quantize(form, data, four, method) for data in (PADDED, ALONE)]
@@ -81,8 +82,14 @@ def test_methods_read_tokens_alone(form, method):
     np.testing.assert_allclose(*outputs, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("calibration", ["minmax", "percentile", "mse"])
+@pytest.mark.parametrize(
+    ("form", "calibration"),
+    [
+        *((form, "minmax") for form in FORMS),
+        ("batch and length", "percentile"),
+        ("batch and length", "mse"),
+    ],
+)
 def test_ranges_are_those_of_tokens(form, calibration):
     scheme = Quantization(calibration=calibration)
     files = [quantize(form, data, scheme).to_onnx() for data in (PADDED, ALONE)]
