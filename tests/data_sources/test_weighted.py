@@ -322,7 +322,7 @@ def test_data_without_targets_has_weights(form):
     data = {name: PAIRS, "weight": PAIR_WEIGHTS}
     if form == "step":
         step = jaxonnx.training.step(model, loss, optax.sgd(0.0))
-        _, (found, _) = step.update(step.init(), data)
+        _, (found, _) = jax.jit(step.update)(step.init(), data)
     else:
         data, size = (data, {"batch_size": 12}) if form == "dict" else ([data], {})
         found = evaluate(model, data, loss=loss, **size)["loss"]

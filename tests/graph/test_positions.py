@@ -122,7 +122,8 @@ def test_positions_that_are_fitted_to_the_image(nodes, size, count, kind):
     np.testing.assert_allclose(model(x), before, rtol=1e-4, atol=1e-4)
     if kind == "learned":  # the output is linear in the table
         weights = random.normal(size=before.shape).astype(np.float32)
-        gradient = jax.grad(lambda p: (model.apply(p, x) * weights).sum())(model.params)["w"]
+        loss = lambda p: (model.apply(p, x) * weights).sum()  # noqa: E731
+        gradient = jax.jit(jax.grad(loss))(model.params)["w"]
         step = random.normal(size=(1, count, 16)).astype(np.float32)
         moved = model.replace(params={**model.params, "w": model.params["w"] + step})
         slope = ((session(moved)(x) - before).astype(np.float64) * weights).sum()

@@ -544,8 +544,8 @@ def test_apply_takes_traced_parameters():
     model, x = demo.model(), jnp.zeros((2, 1, 8, 8))
     twice = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), model.params)
     assert jax.jit(jax.vmap(lambda p: model.apply(p, x)))(twice).shape == (2, 2, 10)
-    gradients = jax.grad(lambda p: model.apply(p, x).sum())(model.params)
-    jax.jvp(lambda p: model.apply(p, x), (model.params,), (gradients,))
+    gradients = jax.jit(jax.grad(lambda p: model.apply(p, x).sum()))(model.params)
+    jax.jit(lambda *p: jax.jvp(lambda p: model.apply(p, x), *p))((model.params,), (gradients,))
 
 
 TWO = """

@@ -49,7 +49,9 @@ def test_a_pickled_model_is_the_same(name):
         assert other.to_onnx() == model.to_onnx()
         assert [*other.params] == [*model.params]
         assert str(other) == str(model)
-        a, b = (m.apply_train(m.params, m.state, jax.random.key(0), x) for m in (model, other))
+        a, b = (
+            jax.jit(m.apply_train)(m.params, m.state, jax.random.key(0), x) for m in (model, other)
+        )
         jax.tree.map(np.testing.assert_array_equal, a, b)
 
 

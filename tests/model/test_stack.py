@@ -78,7 +78,7 @@ def test_a_trained_file_and_the_original_are_stacked():
         state=jax.tree.map(lambda s: s * 0.9, model.state),
     )
     members = jaxonnx.stack([model, other])
-    apply = jax.vmap(lambda p, s: members.model.apply(p, x, state=s))
+    apply = jax.jit(jax.vmap(lambda p, s: members.model.apply(p, x, state=s)))
     y = apply(members.params, members.state)
     np.testing.assert_allclose(y, jnp.stack([model(x), other(x)]), rtol=1e-4, atol=1e-5)
 

@@ -71,6 +71,7 @@ def test_gradients_are_those_of_finite_differences(name):
     with jax.enable_x64(True):
         model = load(SPELLINGS[name])
 
+        @jax.jit
         def loss(w):
             return (model.apply({"w": w}, x, seen)[present] ** 2).sum()
 

@@ -53,7 +53,7 @@ def gradients(name, shared, weight):
     def loss(params, x):
         return (model.apply(params, x) * weight).sum()
 
-    of_scales, of_x = jax.grad(loss, (0, 1))(model.params, jnp.asarray(X))
+    of_scales, of_x = jax.jit(jax.grad(loss, (0, 1)))(model.params, jnp.asarray(X))
     return sum(map(np.asarray, of_scales.values())), np.asarray(of_x), np.asarray(model(X))
 
 
@@ -126,7 +126,7 @@ def test_numbers_that_only_move_are_rounded_once(shared):
     program = jax.jit(jax.grad(loss, (0, 1))).lower(model.params, jnp.asarray(X)).as_text()
     divisions = [x for x in program.splitlines() if "divide" in x and ("6x8" in x or "8x6" in x)]
     assert len(divisions) == (1 if shared else 2)
-    of_scales, of_x = jax.grad(loss, (0, 1))(model.params, jnp.asarray(X))
+    of_scales, of_x = jax.jit(jax.grad(loss, (0, 1)))(model.params, jnp.asarray(X))
     alone = gradients("uint8", True, weight.T)
     np.testing.assert_array_equal(np.asarray(model(X)), alone[2].T)
     np.testing.assert_array_equal(of_x, alone[1])
@@ -162,7 +162,7 @@ def test_gradients_pass_integers_that_move(channels):
     def loss(params, x):
         return (model.apply(params, x) * weight).sum()
 
-    of_scale, of_x = jax.grad(loss, (0, 1))(model.params, jnp.asarray(X))
+    of_scale, of_x = jax.jit(jax.grad(loss, (0, 1)))(model.params, jnp.asarray(X))
     session = onnxruntime.InferenceSession(proto.SerializeToString())
     np.testing.assert_array_equal(session.run(None, {"x": X})[0], model(X))
     s, w = np.float64(scale), weight.reshape(8, 6).T

@@ -164,7 +164,7 @@ def test_both_parts_of_a_split_network_run_alone(name, value):
     np.testing.assert_allclose(run_file(tail, features)[0], expected, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(tail(head(x)), expected, rtol=1e-4, atol=1e-4)
     # a derivative with respect to the features, as Grad-CAM takes it
-    gradient = jax.grad(lambda f: tail.apply(tail.params, f).ravel()[0])(head(x))
+    gradient = jax.jit(jax.grad(lambda f: tail.apply(tail.params, f).ravel()[0]))(head(x))
     assert gradient.shape == features.shape
     assert float(jnp.abs(gradient).max()) > 0
 

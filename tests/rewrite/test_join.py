@@ -103,7 +103,8 @@ def test_real_networks_are_joined():
     assert {*whole.params} == {*model.params}
     np.testing.assert_allclose(run(whole, x)[0], model(x), rtol=1e-4, atol=1e-4)
     gradients = [
-        jax.grad(lambda p, net=net: net.apply(p, x).sum())(net.params) for net in (model, whole)
+        jax.jit(jax.grad(lambda p, net=net: net.apply(p, x).sum()))(net.params)
+        for net in (model, whole)
     ]
     for name, gradient in gradients[0].items():
         np.testing.assert_allclose(gradients[1][name], gradient, rtol=1e-3, atol=1e-3)

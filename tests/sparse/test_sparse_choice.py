@@ -187,10 +187,15 @@ def test_sr_ste_is_that_of_a_loop_of_ones_own():
 
     options = model.sparsity_options()
     optimizer = sparse.sr_ste(optax.adam(3e-3), decay=0.01, **options)
+
+    @jax.jit
+    def update(params, state):
+        updates, state = optimizer.update(jax.grad(loss)(params, x, y), state, params)
+        return optax.apply_updates(params, updates), state
+
     params, state = model.params, optimizer.init(model.params)
     for _ in range(3):
-        updates, state = optimizer.update(jax.grad(loss)(params, x, y), state, params)
-        params = optax.apply_updates(params, updates)
+        params, state = update(params, state)
     result = jaxonnx.train(
         model,
         (x, y),

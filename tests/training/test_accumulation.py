@@ -394,13 +394,14 @@ def test_the_last_row_has_the_weights_after_the_last_update(stream):
 def test_a_loop_of_ones_own_flushes():
     own = step(mlp(), LABELS, optax.sgd(0.5), accumulate=4)
     alone = step(mlp(), LABELS, optax.sgd(0.5))
-    state, _ = own.update(own.init(), examples(8))
-    flushed, finite = own.flush(state)
-    expected, _ = alone.update(alone.init(), examples(8))
+    state, _ = jax.jit(own.update)(own.init(), examples(8))
+    flush = jax.jit(own.flush)
+    flushed, finite = flush(state)
+    expected, _ = jax.jit(alone.update)(alone.init(), examples(8))
     assert finite
     for name, value in alone.view(expected).items():
         np.testing.assert_allclose(own.view(flushed)[name], value, rtol=1e-5, atol=1e-7)
-    again, _ = own.flush(flushed)
+    again, _ = flush(flushed)
     jax.tree.map(np.testing.assert_array_equal, again, flushed)
     jax.tree.map(np.testing.assert_array_equal, alone.flush(expected)[0], expected)
 

@@ -2,6 +2,7 @@
 
 import re
 
+import jax
 import numpy as np
 import onnx.parser
 import onnxruntime
@@ -346,7 +347,7 @@ def test_all_functions_start_states_at_zeros(tmp_path):
     with pytest.raises(jaxonnx.TrainingError, match="the batch lacks the states h, c: pass them"):
         step.update(step.init(), (X, {"y": TARGETS}))
     both = {"x": X, "h": zeros, "c": zeros}
-    _, (whole, _) = step.update(step.init(), (both, {"y": TARGETS}))
+    _, (whole, _) = jax.jit(step.update)(step.init(), (both, {"y": TARGETS}))
     np.testing.assert_allclose(whole, loss, rtol=1e-5)
     for call in (model.predict, lambda data: jaxonnx.quantize(model, data)):
         with pytest.raises(jaxonnx.TrainingError, match="'h', 'c': the examples are along axis 1"):

@@ -233,10 +233,10 @@ def test_overflows_halve_the_scale_and_are_no_events(nan):
     assert result.history.losses[-1] < result.history.losses[0]
     step = jaxonnx.training.step(model, nan=nan, **settings)
     x, y = examples(model)
-    state = step.init()
+    update, state = jax.jit(step.update), step.init()
     factors = [float(state.scale.factor)]
     for _ in range(16):
-        state, seen = step.update(state, (x[:16], y[:16]))
+        state, seen = update(state, (x[:16], y[:16]))
         assert seen[1] == 1
         factors.append(float(state.scale.factor))
     assert factors[0] == 2**15

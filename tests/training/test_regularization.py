@@ -31,7 +31,7 @@ def smooth_loss(logits, labels, share, weight=None):
 
 def first_loss(model, data, loss, **settings):
     step = jaxonnx.training.step(model, loss, optax.sgd(0.1), **settings)
-    _, (value, _) = step.update(step.init(), data)
+    _, (value, _) = jax.jit(step.update)(step.init(), data)
     return float(value), step
 
 
@@ -42,7 +42,7 @@ def test_smoothed_labels_of_examples():
     for loss in (LABELS, losses.cross_entropy()):
         value, step = first_loss(mlp(), (x, y), loss, label_smoothing=0.1)
         assert value == pytest.approx(wanted, rel=1e-5)
-        sums = step.evaluate(step.sums((x, y)), step.init(), (x, y))
+        sums = jax.jit(step.evaluate)(step.sums((x, y)), step.init(), (x, y))
         assert step.row(sums)["validation_loss"] == pytest.approx(wanted, rel=1e-5)
     hot = np.eye(4, dtype=np.float32)[y]
     value, _ = first_loss(mlp(), (x, hot), "softmax_cross_entropy", label_smoothing=0.1)

@@ -121,13 +121,13 @@ def test_a_compiled_step_passes_what_is_frozen_and_donates_its_state():
     state, (loss, finite) = update(before, first)
     assert before.params["w2"].is_deleted()
     assert not one.frozen["w1"].is_deleted()
-    expected, seen = one.update(one.init(), full(first))
+    expected, seen = jax.jit(one.update)(one.init(), full(first))
     np.testing.assert_allclose([loss, finite], seen, rtol=1e-6)
     np.testing.assert_allclose(state.params["w2"], expected.params["w2"], rtol=1e-5)
     sums = evaluate(one.sums(first), state, second)
     np.testing.assert_allclose(
         jax.tree.leaves(sums),
-        jax.tree.leaves(one.evaluate(one.sums(first), state, second)),
+        jax.tree.leaves(jax.jit(one.evaluate)(one.sums(first), state, second)),
         rtol=1e-5,
     )
     (call,) = jax.make_jaxpr(update)(state, first).eqns
