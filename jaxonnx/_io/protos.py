@@ -325,21 +325,19 @@ def declare(name: str, value: np.ndarray) -> TensorProto:
     return TensorProto(name=name, data_type=onnx_type(value.dtype), dims=value.shape)
 
 
-def remove_tensor(graph: GraphProto, name: str) -> None:
-    """Remove a tensor: its initializer and graph input, or the node (Constant, Identity) of it."""
-    for entries_of, defines in _OWNERS:
-        for i, entry in reversed([*enumerate(entries_of(graph))]):
-            if defines(entry, name):
-                del entries_of(graph)[i]
+def remove_values(graph: GraphProto, names: Iterable[str]) -> None:
+    """Remove values of these names: initializers, graph inputs, and nodes that compute them."""
+    removed = {*names}
 
+    def remove(entries: Any, names_of: Callable[[Any], Iterable[str]]) -> None:
+        for i, entry in reversed([*enumerate(entries)]):
+            if not removed.isdisjoint(names_of(entry)):
+                del entries[i]
 
-_OWNERS: tuple[tuple[Callable[[GraphProto], Any], Callable[[Any, str], bool]], ...] = (
-    (lambda graph: graph.initializer, lambda entry, name: entry.name == name),
-    (lambda graph: graph.input, lambda entry, name: entry.name == name),
-    (lambda graph: graph.sparse_initializer, lambda entry, name: entry.values.name == name),
-    (lambda graph: graph.node, lambda entry, name: name in entry.output),
-)
-"""The fields of a graph that can define a tensor, and how an entry of each is matched by name."""
+    remove(graph.initializer, lambda tensor: [tensor.name])
+    remove(graph.input, lambda value: [value.name])
+    remove(graph.sparse_initializer, lambda sparse: [sparse.values.name])
+    remove(graph.node, lambda node: node.output)
 
 
 def onnx_type(dtype: Any) -> int:

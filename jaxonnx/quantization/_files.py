@@ -29,7 +29,7 @@ from jaxonnx._graph.bind import Graph, bind
 from jaxonnx._graph.uses import uses, weights
 from jaxonnx._io import records
 from jaxonnx._io.protocol import File
-from jaxonnx._io.protos import Editor, count_readers, remove_tensor, sort_nodes
+from jaxonnx._io.protos import Editor, count_readers, remove_values, sort_nodes
 from jaxonnx._rewrite.network import Network
 from jaxonnx._run.scope import Context, run
 from jaxonnx.errors import InputError
@@ -189,26 +189,20 @@ def fold(proto: ModelProto, graph: Graph, values: Mapping[str, np.ndarray]) -> M
     folded = dict(zip(names, map(np.asarray, run(part, {}, Context(values))), strict=True))
     computed = {name for node in part.nodes for name in node.outputs}
     candidates = {name for node in part.nodes for name in node.reads}
-    for i, node in reversed([*enumerate(main.node)]):
-        if computed.intersection(node.output):
-            del main.node[i]
-    for name, value in folded.items():
-        main.initializer.append(numpy_helper.from_array(value, name))
+    remove_values(main, computed)
+    main.initializer.extend(numpy_helper.from_array(x, name) for name, x in folded.items())
     tensors = {**values, **folded}
     # 2. fold BatchNormalizations that training kept, store biases in int32, drop idle limits
     norms = [node for node in main.node if node.output[0] in entry.norms]
     convs = [node for node in main.node if {*node.output} & {norm.input[0] for norm in norms}]
     candidates.update(name for node in (*norms, *convs) for name in node.input[1:])
-    for name, value in fold_rounded_norms(main, entry.norms, tensors).items():
-        tensors[name] = value
-        remove_tensor(main, name)
-        main.initializer.append(numpy_helper.from_array(value, name))
-    for bias in entry.biases:
-        _store_bias(main, bias, tensors[bias.name], *(tensors[name] for name in bias.scales))
-    candidates |= _remove_idle(main, entry.idle, tensors)
+    changed = fold_rounded_norms(main, entry.norms, tensors)
+    remove_values(main, changed)
+    main.initializer.extend(numpy_helper.from_array(x, name) for name, x in changed.items())
+    _store_biases(main, entry.biases, tensors | changed)
+    candidates |= _remove_idle(main, entry.idle, tensors | changed)
     # 3. remove the float tensors that nothing reads any more
-    for name in candidates - count_readers(main).keys() - folded.keys():
-        remove_tensor(main, name)
+    remove_values(main, candidates - count_readers(main).keys() - folded.keys())
     records.rename_sparse(
         proto, {entry.names[stored]: stored for stored in entry.folds if stored in entry.names}
     )
@@ -259,6 +253,7 @@ def _remove_idle(
     producers = {node.output[0]: node for node in graph.node if node.output[0] in results}
     times = count_readers(graph)
     names: set[str] = set()
+    removed: set[str] = set()
     for node in graph.node:
         before = producers.get(node.input[0]) if node.op_type == "QuantizeLinear" else None
         if before is None or times[node.input[0]] > 1 or len(node.input) < 3:
@@ -273,7 +268,8 @@ def _remove_idle(
         if low <= least and most <= high:
             node.input[0] = before.input[0]
             names.update(before.input)
-            graph.node.remove(before)
+            removed.update(before.output)
+    remove_values(graph, removed)
     return names
 
 
@@ -306,6 +302,7 @@ def fold_rounded_norms(
     """
     makers = {name: node for node in graph.node for name in node.output}
     changed: dict[str, np.ndarray] = {}
+    removed = []
     for name in norms:
         norm = makers[name]
         conv = makers[norm.input[0]]
@@ -323,8 +320,9 @@ def fold_rounded_norms(
         changed[stored] = _turn(values[stored], np.sign(factor), *(values[n] for n in point))
         changed[norm.input[2]] = shift
         conv.input[2:] = [norm.input[2]]
-        conv.output[0] = name
-        graph.node.remove(norm)
+        conv.output[0], norm.output[0] = name, conv.output[0]
+        removed.append(norm.output[0])
+    remove_values(graph, removed)
     return changed
 
 
@@ -341,30 +339,36 @@ def _turn(stored: np.ndarray, sign: np.ndarray, point: np.ndarray | None = None)
     return np.clip(moved, np.float32(limits.min), np.float32(limits.max)).astype(stored.dtype)
 
 
-def _store_bias(graph: GraphProto, bias: Bias, value: np.ndarray, *scales: np.ndarray) -> None:
-    """Replace a float bias by an int32 tensor, its scale and a DequantizeLinear of the two.
+def _store_biases(
+    graph: GraphProto, biases: Iterable[Bias], tensors: Mapping[str, np.ndarray]
+) -> None:
+    """Replace float biases by int32 tensors, their scales and DequantizeLinear nodes of the two.
 
     A bias that has no room in int32 at this scale stays as it is.
-
-    Args:
-      scales: of the activation, shape (), and of the weight, shape () or (outputs,), where a
-        ConvTranspose has the outputs of one group.
     """
-    scale = np.asarray(scales[0] * scales[1], np.float32)
-    if scale.ndim and value.ndim:
-        scale = np.tile(scale, max(value.shape[-1] // scale.size, 1))
-    # float64: float32 cannot hold every int32
-    stored = np.rint(value.astype(np.float64) / scale)
-    if np.abs(stored).max(initial=0) > np.iinfo(np.int32).max:
-        return
-    remove_tensor(graph, bias.name)
-    graph.initializer.append(numpy_helper.from_array(stored.astype(np.int32), bias.stored))
-    graph.initializer.append(numpy_helper.from_array(scale, bias.scale))
-    options: dict[str, Any] = {"axis": stored.ndim - 1} if scale.ndim else {}
-    domain = next(n.domain for n in graph.node if n.op_type == "DequantizeLinear")
-    options |= {"domain": domain} if domain else {}
-    inputs, label = [bias.stored, bias.scale], f"{bias.name}_DequantizeLinear"
-    graph.node.append(helper.make_node("DequantizeLinear", inputs, [bias.name], label, **options))
+    domain = next((n.domain for n in graph.node if n.op_type == "DequantizeLinear"), "")
+    removed, initializers, nodes = [], [], []
+    for bias in biases:
+        # of the activation, shape (), and of the weight, shape () or (outputs,), where a
+        # ConvTranspose has the outputs of one group
+        x_scale, w_scale = (tensors[name] for name in bias.scales)
+        value, scale = tensors[bias.name], np.asarray(x_scale * w_scale, np.float32)
+        if scale.ndim and value.ndim:
+            scale = np.tile(scale, max(value.shape[-1] // scale.size, 1))
+        # float64: float32 cannot hold every int32
+        stored = np.rint(value.astype(np.float64) / scale)
+        if np.abs(stored).max(initial=0) > np.iinfo(np.int32).max:
+            continue
+        removed.append(bias.name)
+        initializers.append(numpy_helper.from_array(stored.astype(np.int32), bias.stored))
+        initializers.append(numpy_helper.from_array(scale, bias.scale))
+        options: dict[str, Any] = {"axis": stored.ndim - 1} if scale.ndim else {}
+        inputs, label = [bias.stored, bias.scale], f"{bias.name}_DequantizeLinear"
+        options |= {"domain": domain} if domain else {}
+        nodes.append(helper.make_node("DequantizeLinear", inputs, [bias.name], label, **options))
+    remove_values(graph, removed)
+    graph.initializer.extend(initializers)
+    graph.node.extend(nodes)
 
 
 def unfold(
@@ -403,22 +407,27 @@ def unfold(
     points: dict[str, np.ndarray] = {}
     folds, names, biases = [], dict(entry.names), []
     times = count_readers(proto.graph)
+    scales_of_biases = _find_scales_of_biases(proto.graph, producers)
     values = {n for node in proto.graph.node for n in node.output}
+    nodes = [
+        node
+        for node in file.graph.node
+        if node.op_type == "DequantizeLinear" and node.input[0] in stored
+    ]
+    part = select_part(graph, [node.output[0] for node in nodes])
+    results = map(np.asarray, run(part, {}, Context(tensors)))
+    removed, inverses = [], []
     # 2. each becomes a float tensor: a bias alone, a weight in front of a QuantizeLinear
-    for node in [*file.graph.node]:
-        if node.op_type != "DequantizeLinear" or node.input[0] not in stored:
-            continue
+    for node, value in zip(nodes, results, strict=True):
         name, output = node.input[0], node.output[0]
-        (value,) = run(select_part(graph, [output]), {}, Context(tensors))
-        value = np.asarray(value)
         if tensors[name].dtype == np.int32:
-            bias = recorded.get(name) or _find_bias(proto, node, producers)
+            bias = recorded.get(name)
+            if bias is None and output in scales_of_biases:
+                bias = Bias(output, name, node.input[1], scales_of_biases[output])
             if bias is None or max(times[part] for part in node.input[:2]) > 1:
                 continue  # it stays as it is: something else reads its numbers or its scale
             biases.append(bias)
-            remove_tensor(file.graph, name)
-            remove_tensor(file.graph, node.input[1])
-            file.graph.node.remove(node)
+            removed += [name, node.input[1], output]
             floats[output] = value
             continue
         if name in folds:  # another node reads the same integers
@@ -436,8 +445,8 @@ def unfold(
             point = f"{weight}_zero_point_of_type"
             inverse.input.append(point)
             points[point] = np.zeros(tensors[node.input[1]].shape, tensors[name].dtype)
-        remove_tensor(file.graph, name)
-        file.graph.node.append(inverse)
+        removed.append(name)
+        inverses.append(inverse)
         folds.append(name)
         floats[weight] = value
     # 3. some exporters leave weights in floating point, and so does `fold` then; a scalar is none
@@ -447,6 +456,8 @@ def unfold(
         if node.op_type == "QuantizeLinear" and np.ndim(tensors.get(node.input[0], 0))
     }
     # 4. the file with these tensors, and its record
+    remove_values(file.graph, removed)
+    file.graph.node.extend(inverses)
     for name, value in (floats | points).items():
         file.add_tensor(name, value)
     result = file.finish()
@@ -467,20 +478,17 @@ def unfold(
     return result, floats, points
 
 
-def _find_bias(
-    proto: ModelProto,
-    node: NodeProto,
-    producers: Mapping[str, NodeProto],
-) -> Bias | None:
-    """Describe the int32 bias that a DequantizeLinear reads; None if no product with two
-    dequantized operands has it as its third input."""
-    for reader in proto.graph.node:
-        if len(reader.input) > 2 and reader.input[2] == node.output[0]:
-            parts = [producers.get(name) for name in reader.input[:2]]
-            if all(part is not None and part.op_type == "DequantizeLinear" for part in parts):
-                x_scale, w_scale = (part.input[1] for part in parts if part is not None)
-                return Bias(node.output[0], node.input[0], node.input[1], (x_scale, w_scale))
-    return None
+def _find_scales_of_biases(
+    graph: GraphProto, producers: Mapping[str, NodeProto]
+) -> dict[str, tuple[str, str]]:
+    """Return the scales of the dequantized operands of products, by the third input, the bias."""
+    result: dict[str, tuple[str, str]] = {}
+    for node in graph.node:
+        parts = [producers.get(name) for name in node.input[:2]]
+        scales = [x.input[1] for x in parts if x is not None and x.op_type == "DequantizeLinear"]
+        if len(node.input) > 2 and len(scales) == 2:
+            result.setdefault(node.input[2], (scales[0], scales[1]))
+    return result
 
 
 def dequantize_weights(file: File) -> File:
@@ -507,13 +515,7 @@ def dequantize_weights(file: File) -> File:
     others.update((*graph.outputs, *(value.name for value in proto.graph.input)))
     unused = {name for node in nodes for name in node.reads} - others
     edited = Editor(proto)
-    for i, node in reversed([*enumerate(proto.graph.node)]):
-        first = node.output[0] if node.output else ""
-        if first in new or (node.op_type == "Constant" and first in unused):
-            del edited.graph.node[i]
-    for i, tensor in reversed([*enumerate(proto.graph.initializer)]):
-        if tensor.name in unused:
-            del edited.graph.initializer[i]
+    remove_values(edited.graph, {*new, *unused})
     for name, value in new.items():
         edited.add_tensor(name, value)
     result = edited.proto

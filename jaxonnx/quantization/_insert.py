@@ -116,11 +116,14 @@ def insert(
     scales = {n: scales[n] if n in scales else fit(n) for n in sites.weights}
     # 5. write the QDQ pairs
     inserter = _Inserter(model.proto, {*tensors, *(value.name for value in model.inputs)})
-    for name, parameters in scales.items():
-        # onnxruntime (1.32) refuses zero points per column of a stack of matrices of integers
-        bare = sites.weights[name].stacked and schemes[name].computes_integers
-        bare = bare and parameters.axis is not None and not parameters.block
-        inserter.quantize_weight(name, parameters, bare=bare)
+    # onnxruntime (1.32) refuses zero points per column of a stack of matrices of integers
+    bare = {
+        name
+        for name, parameters in scales.items()
+        if sites.weights[name].stacked and schemes[name].computes_integers
+        if parameters.axis is not None and not parameters.block
+    }
+    inserter.quantize_weights(scales, bare)
     reads = select_reads(sites, ranges)
     reads = {(convs.get(node, node), i): name for (node, i), name in reads.items()}
     inserter.quantize_values(reads, ranges, sites.shared)
@@ -240,21 +243,23 @@ class _Inserter(Editor):
         self._record = record_of(proto) or Record()
         self._results: dict[str, str] = {}
 
-    def quantize_weight(self, name: str, parameters: Any, *, bare: bool = False) -> None:
-        """Insert a pair behind a weight, for all its readers, in subgraphs too.
+    def quantize_weights(self, parameters: Mapping[str, Any], bare: Collection[str]) -> None:
+        """Insert a pair behind each weight, for all its readers, in subgraphs too.
 
         Args:
-          bare: the DequantizeLinear has no zero point, which is 0.
+          parameters: by the name of the weight.
+          bare: the weights whose DequantizeLinear has no zero point, which is 0.
         """
-        readers = [*self.graph.node]
-        quantized, result = self._insert(name, parameters)
-        if bare:
-            self.graph.node[-1].input.pop()
+        readers, results, names = [*self.graph.node], {}, {}
+        for name in parameters:
+            quantized, results[name] = self._insert(name, parameters[name])
+            names[quantized] = name
+            if name in bare:
+                self.graph.node[-1].input.pop()
         for node in readers:
-            rename_reads(node, {name: result})
+            rename_reads(node, results)
         entry = self._record
-        names = {**entry.names, quantized: name}
-        self._record = replace(entry, folds=(*entry.folds, quantized), names=names)
+        self._record = replace(entry, folds=(*entry.folds, *names), names={**entry.names, **names})
 
     def quantize_values(
         self,

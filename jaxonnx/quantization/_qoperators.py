@@ -16,7 +16,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper
 
 from jaxonnx._display import list_some
 from jaxonnx._io.protocol import File
-from jaxonnx._io.protos import count_readers, opset_of, sort_nodes
+from jaxonnx._io.protos import count_readers, opset_of, remove_values, sort_nodes
 from jaxonnx.errors import ModelError, warn
 from jaxonnx.registry import Op, lookup
 
@@ -207,7 +207,7 @@ def close_operators(graph: GraphProto, opened: Iterable[ReplacedOperator]) -> No
     """
     producers = {name: node for node in graph.node for name in node.output}
     readers = {name: node for node in graph.node for name in node.input}
-    used = set()
+    used, fused = set(), set()
     for output, op, domain in opened:
         node, quantized = producers.get(output), _find_operator(domain, op)
         like = op if quantized is None else quantized.like
@@ -232,18 +232,16 @@ def close_operators(graph: GraphProto, opened: Iterable[ReplacedOperator]) -> No
             node.input[:] = _arrange_inputs(quantized, parts, [*quantizers[0].input[1:3]])
         node.op_type, node.domain = op, domain
         for i, x in enumerate(quantizers):
-            node.output[i] = x.output[0]
-            graph.node.remove(x)
+            node.output[i], x.output[0] = x.output[0], node.output[i]
+            fused.add(x.output[0])
+    remove_values(graph, fused)
     # remove the producers that nothing reads any more, and the tensors that only they read
     times = count_readers(graph)
     removed = [x for x in graph.node if x.output and x.output[0] in used and not times[x.output[0]]]
     candidates = {name for node in removed for name in node.input}
-    for node in removed:
-        graph.node.remove(node)
-    remaining = count_readers(graph)
-    for tensor in [*graph.initializer]:
-        if tensor.name in candidates - remaining.keys():
-            graph.initializer.remove(tensor)
+    remove_values(graph, [node.output[0] for node in removed])
+    stored = {tensor.name for tensor in graph.initializer}
+    remove_values(graph, candidates & stored - count_readers(graph).keys())
 
 
 def _arrange_inputs(op: Op, parts: list[list[str]], result_parameters: list[str]) -> list[str]:

@@ -13,7 +13,7 @@ from onnx import GraphProto, ModelProto, NodeProto, helper
 from jaxonnx._graph.ancestors import behind
 from jaxonnx._graph.bind import Graph
 from jaxonnx._io import records
-from jaxonnx._io.protos import Editor, remove_tensor
+from jaxonnx._io.protos import Editor, remove_values
 from jaxonnx._rewrite.network import Network, enter, with_file, with_params
 from jaxonnx.errors import InputError
 from jaxonnx.ops.common import element_dtype
@@ -123,8 +123,7 @@ class MovingRanges(View):
             else:
                 unused.add(node.input[0])
             del main.node[i]
-        for name in unused:
-            remove_tensor(main, name)
+        remove_values(main, unused)
         imports = [entry for entry in file.proto.opset_import if entry.domain != DOMAIN]
         del file.proto.opset_import[:]
         file.proto.opset_import.extend(imports)
@@ -177,7 +176,7 @@ def move_ranges(model: N, schedule: Schedule) -> tuple[N, int]:
     file.proto.opset_import.add(domain=DOMAIN, version=1)
     count, step = map(file.unused_name, ("steps_taken", "step"))
     file.add_tensor(count, np.zeros((), np.float32))
-    nodes = [_make_node("CountSteps", [count], [step])]
+    nodes, computed = [_make_node("CountSteps", [count], [step])], []
     freeze = {} if schedule.freeze is None else {"freeze": schedule.freeze}
     positive = (record_of(model.proto) or Record()).positive
     ranges = [] if schedule.decay is None else [*_find_ranges(main, graph, tensors, schedule)]
@@ -194,8 +193,8 @@ def move_ranges(model: N, schedule: Schedule) -> tuple[N, int]:
         options |= {"positive": 1} if value in positive else {}
         outputs = [scale, "", "", zero_point]
         nodes.append(_make_node("MovingRange", [value, *ends, step], outputs, **options))
-        for name in filter(None, (scale, zero_point)):
-            remove_tensor(main, name)
+        computed += filter(None, (scale, zero_point))
+    remove_values(main, computed)
     if schedule.start:
         # 2. BeginRounding selects between a value and its rounded copy, and takes over the name
         # that the readers of the rounded one have
@@ -224,19 +223,19 @@ def learn_scales(model: N) -> N:
     """
     tensors = model.tensors
     file, entry = Editor(model.proto, tensors), record_of(model.proto) or Record()
-    constants, params = {}, {}
-    for name in entry.scales:
-        if name in entry.folds or name not in tensors:  # trainable already, or of a moving range
-            continue
+    constants, params, learned = {}, {}, dict(entry.learned)
+    # the others are trainable already, or of a moving range
+    scales = [name for name in entry.scales if name not in entry.folds and name in tensors]
+    remove_values(file.graph, scales)
+    for name in scales:
         value = np.asarray(tensors[name])
         parts = (f"{name}_{part}" for part in ("initial", "change", "factor"))
         initial, change, factor = map(file.unused_name, parts)
         constants[initial], params[change] = value, np.zeros_like(value)
-        remove_tensor(file.graph, name)
         file.add_node("Exp", [change], factor, factor)
         file.add_node("Mul", [initial, factor], name, name)
-        learned = {**entry.learned, name: (initial, change)}
-        entry = replace(entry, folds=(*entry.folds, name), learned=learned)
+        learned[name] = initial, change
+    entry = replace(entry, folds=(*entry.folds, *scales), learned=learned)
     for name, value in (constants | params).items():
         file.add_tensor(name, value)
     entry.write(file.proto)
@@ -275,6 +274,10 @@ def _find_ranges(
         if node.op_type == "QuantizeLinear" and node.input[0] in fed and len(node.input) > 2:
             groups.setdefault(node.input[1], []).append(node)
     producers = {name: node for node in main.node for name in node.output}
+    readers: dict[str, list[NodeProto]] = {}
+    for node in main.node:
+        for name in node.input:
+            readers.setdefault(name, []).append(node)
     moves = (*SAME_NUMBERS, "Pad", "QuantizeLinear", "DequantizeLinear")
 
     def has_numbers_of(name: str, origin: str) -> bool:
@@ -290,7 +293,7 @@ def _find_ranges(
         value, point = first.input[0], np.asarray(tensors[zero_point]).reshape(())
         # a symmetric range leaves the zero point alone, so that others may share it
         centred = schedule.symmetric and float(point) == limits_of(point.dtype)[1]
-        sharing = {node.input[1] for node in main.node if zero_point in node.input}
+        sharing = {node.input[1] for node in readers[zero_point]}
         if (centred or sharing == {scale}) and all(
             has_numbers_of(node.input[0], value) for node in others
         ):
