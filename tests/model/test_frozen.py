@@ -96,9 +96,9 @@ def test_jet_of_a_network_with_divisions():
         def along(t, f=f):
             return f(x + t * v)
 
-        once = jax.jacfwd(along)
+        once = jax.jit(jax.jacfwd(along))
         np.testing.assert_allclose(first, once(0.0), rtol=1e-5)
-        np.testing.assert_allclose(second, jax.jacfwd(once)(0.0), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(second, jax.jit(jax.jacfwd(once))(0.0), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def test_standardizing_has_the_derivatives_of_its_formula(axes, scaled):
         gradient = jax.grad(loss, (0, 1, 2))
         curved = jax.jit(lambda *arguments: jax.jvp(gradient, arguments, directions))
         stacked = [jnp.stack([argument, 2 * argument]) for argument in arguments]
-        return curved(*arguments), jax.vmap(gradient)(*stacked)
+        return curved(*arguments), jax.jit(jax.vmap(gradient))(*stacked)
 
     with jax.enable_x64(True):
         x, direction, *factors = np.random.default_rng(0).normal(100, 2, (4, 4, 3, 2))

@@ -223,7 +223,7 @@ def test_optimizers_by_name_are_those_of_optax(settings, theirs):
     for name, value in weights(train(optimizer=theirs)).items():
         np.testing.assert_allclose(ours[name], value, rtol=1e-5, atol=1e-7)
     one = step(mlp(), LABELS, **settings, epochs=1, steps_per_epoch=5)
-    assert len(one.update(one.init(), (examples(8)))) == 2
+    assert len(jax.jit(one.update)(one.init(), (examples(8)))) == 2
 
 
 @pytest.mark.parametrize(
