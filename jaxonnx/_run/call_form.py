@@ -1,15 +1,12 @@
 """Parameters and graph in the form for many inference calls, converted once.
 
-`save` and training never see it. The graph changes in three steps:
+`save` and training never see it. The graph changes in two steps:
 
 1. A convolution or matrix product of two dequantized tensors, of which only a QuantizeLinear reads
    the result, becomes one of integers, which is exact and quicker; onnxruntime computes it so, too.
 2. Weights that the file stores behind DequantizeLinear, or in half precision, become copies in
    float32, of at most `COPIES` bytes. Weights beyond that are converted in each call, as are those
    of fewer than 8 bits and those that are scaled in blocks, which stay packed.
-3. BatchNormalization is folded into the convolution before it: with f = scale / sqrt(var + epsilon)
-   the weight is w * f and the bias (bias - mean) * f + b, equal up to rounding. Weights of calls
-   are copies anyway, so that this costs no memory.
 
 Last, weights that only convolutions read get the axis order that is best on their platform.
 """
@@ -19,7 +16,7 @@ from __future__ import annotations
 from collections import ChainMap, Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,20 +38,17 @@ COPIES = 512 << 20
 class Changes:
     """Changes of a graph that go with converted tensors, as indices of nodes; hashable.
 
-    Each of the three was found on the graph that the ones before it give.
+    The second was found on the graph that the first gives.
     """
 
     products: frozenset[int] = frozenset()
     """QuantizeLinear nodes behind products that are computed with integers."""
     opened: frozenset[int] = frozenset()
     """Nodes that are dropped because their results are tensors now."""
-    norms: frozenset[int] = frozenset()
-    """BatchNormalizations that are folded into the convolution before them."""
 
     def __call__(self, graph: Graph) -> Graph:
         """Return the graph with these changes."""
-        graph = drop_nodes(fuse_products(graph, self.products), self.opened)
-        return fold_norms(graph, self.norms)
+        return drop_nodes(fuse_products(graph, self.products), self.opened)
 
 
 @dataclass(frozen=True)
@@ -77,11 +71,10 @@ def prepare_calls(
 ) -> CallForm:
     """Convert parameters and state once for many inference calls.
 
-    On top of `prepare_tensors`, BatchNormalizations are folded into the weights before them,
-    quantized and half-precision weights are converted to floating point, and products between
-    DequantizeLinear and QuantizeLinear become integer ones.
+    On top of `prepare_tensors`, quantized and half-precision weights are converted to floating
+    point, and products between DequantizeLinear and QuantizeLinear become integer ones.
     """
-    tensors, folded, changes = {**state, **params}, Folds(), Changes()
+    tensors, changes = {**state, **params}, Changes()
     reads: frozenset[str] = frozenset()
     if not program.adapts:
         constants = {**program.graph.initializers, **program.constants}
@@ -90,13 +83,8 @@ def prepare_calls(
         for name, x in opened.values.items():
             tensors[name] = placed_as(tensors[name], x) if name in tensors else jnp.asarray(x)
         changes = Changes(products, opened.nodes)
-        folded = find_folds(changes(program.graph), tensors)
-        changes = replace(changes, norms=folded.norms)
-        reads = decisive | opened.reads | folded.reads
-    for name, bias in folded.biases.items():
-        tensors[name] = placed_as(tensors[name], bias)
-    graph = changes(program.graph)
-    converted = prepare_tensors(program, tensors, folded.factors, graph)
+        reads = decisive | opened.reads
+    converted = prepare_tensors(program, tensors, changes(program.graph))
     new_params = {name: converted.pop(name) for name in params}
     if program.sparse:
         from jaxonnx.sparse import pack_matrix
@@ -108,7 +96,6 @@ def prepare_calls(
 def prepare_tensors(
     program: Program,
     tensors: Mapping[str, jax.Array],
-    factors: Mapping[str, np.ndarray] | None = None,
     graph: Graph | None = None,
 ) -> dict[str, Any]:
     """Convert parameters or state once for programs that run many times.
@@ -119,7 +106,6 @@ def prepare_tensors(
     Args:
       program: a program that reads them.
       tensors: the tensors.
-      factors: factors of output channels to multiply weights by, by name.
       graph: the graph that reads them, if it is not that of the program.
     """
     if program.adapts:
@@ -130,7 +116,7 @@ def prepare_tensors(
         if not (use.passes and use.node.op.per_axis)  # work on any order of axes
     ]
     others = {name for name, is_kernel in used if not is_kernel}
-    return store(tensors, {name for name, _ in used} - others, factors)
+    return store(tensors, {name for name, _ in used} - others)
 
 
 def read_names(graph: Graph) -> Iterator[str]:
@@ -369,129 +355,3 @@ def drop_nodes(graph: Graph, nodes: Collection[int]) -> Graph:
     used = {*graph.outputs, *(name for node in remaining for name in node.reads)}
     new = (name for name in names if name in used)
     return replace(graph, nodes=remaining, weights=(*graph.weights, *new))
-
-
-# 3. Normalizations in the weights before them.
-
-_BIAS = 2
-"""The position of `b` among the inputs of both operators."""
-
-
-class Pair(NamedTuple):
-    """A convolution whose result only a BatchNormalization reads."""
-
-    conv: Node
-    norm: Node
-
-    @property
-    def tensors(self) -> tuple[str, ...]:
-        """The weight; scale, b, mean and variance; and the convolution's own bias, if any."""
-        return (self.conv.inputs[1], *self.norm.inputs[1:5], *self.conv.inputs[2:])
-
-
-@dataclass(frozen=True)
-class Folds:
-    """The pairs of a graph that are folded, and the factors and biases that result."""
-
-    norms: frozenset[int] = frozenset()
-    """The indices of the BatchNormalizations."""
-    reads: frozenset[str] = frozenset()
-    """The tensors that factors and biases are computed from."""
-    factors: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """The factors (channels,) of a weight's output channels, by the name of the weight."""
-    biases: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """Biases (channels,) of the convolutions, by the name of the b of the BatchNormalization."""
-
-
-def find_folds(graph: Graph, tensors: Mapping[str, Any]) -> Folds:
-    """Find the pairs of a graph to fold and compute their factors and biases.
-
-    Args:
-      graph: the bound graph.
-      tensors: the values of its named tensors.
-    """
-    norms, reads, factors, biases = set(), set(), {}, {}
-    for pair in _find_pairs(graph, tensors):
-        numbers = _fold_pair(pair, tensors)
-        if numbers is not None:
-            norms.add(pair.norm.index)
-            reads.update(pair.tensors)
-            factors[pair.tensors[0]], biases[pair.tensors[2]] = numbers
-    return Folds(frozenset(norms), frozenset(reads), factors, biases)
-
-
-def fold_norms(graph: Graph, norms: Collection[int]) -> Graph:
-    """Remove BatchNormalizations whose factors are in the weights of the convolutions before them.
-
-    A convolution takes over the output of its BatchNormalization, and the name of its b for the
-    bias.
-
-    Args:
-      graph: the bound graph.
-      norms: the indices of the nodes.
-    """
-    before = {node.inputs[0]: node for node in graph.nodes if node.index in norms}
-    nodes = []
-    for node in graph.nodes:
-        norm = before.get(node.outputs[0]) if node.outputs else None
-        if norm is not None:
-            inputs = (*node.inputs[:_BIAS], norm.inputs[_BIAS])
-            node = replace(node, inputs=inputs, reads=inputs, outputs=norm.outputs[:1])
-        if node.index not in norms:
-            nodes.append(node)
-    return replace(graph, nodes=tuple(nodes))
-
-
-def _find_pairs(graph: Graph, tensors: Mapping[str, Any]) -> Iterator[Pair]:
-    """Yield the pairs of the main graph whose weight and b nothing else reads."""
-    times = Counter(read_names(graph))
-    stored = tensors.keys() & graph.weights
-    convs = {node.outputs[0]: node for node in graph.nodes if node.outputs and _is(node, "Conv")}
-    for norm in graph.nodes:
-        if not _is(norm, "BatchNormalization") or norm.inputs[0] not in convs:
-            continue
-        pair = Pair(convs[norm.inputs[0]], norm)
-        weight, _, b, *_ = pair.tensors
-        single = times[norm.inputs[0]] == times[weight] == times[b] == 1
-        statistics = any(times[name] for name in norm.outputs[1:])
-        foldable = not statistics and norm.attributes.get("spatial", 1)
-        if (
-            single
-            and foldable
-            and pair.conv.inputs[0] != weight
-            and stored.issuperset(pair.tensors)
-        ):
-            yield pair
-
-
-def _is(node: Node, name: str) -> bool:
-    """Check whether a node is an operator of ONNX of this name."""
-    return node.op.name == name and not node.op.domain and node.body is None
-
-
-def _fold_pair(pair: Pair, tensors: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the factors of the weight and the bias, both of shape (channels,).
-
-    None if shapes or types do not fit, or folding would lose precision.
-    """
-    arrays = [tensors[name] for name in pair.tensors]
-    (dtype, *others) = {x.dtype for x in arrays}
-    if others or dtype not in (np.float32, np.float64) or not all(map(is_in_memory, arrays)):
-        return None
-    w, *vectors = map(np.asarray, arrays)
-    if w.ndim < 3 or any(v.shape != w.shape[:1] for v in vectors):
-        return None
-    scale, b, mean, var, *bias = (v.astype(np.float64) for v in vectors)
-    epsilon = pair.norm.attributes.get("epsilon", 1e-5)
-    with np.errstate(all="ignore"):
-        factor = scale / np.sqrt(var + epsilon)
-        shift = (sum(bias) - mean) * factor + b
-        largest = np.abs(w).max(axis=tuple(range(1, w.ndim)), initial=0) * np.abs(factor)
-    # Subnormal products and overflow would lose digits that the two nodes keep. Comparisons are
-    # written such that NaN fails them.
-    info = np.finfo(dtype)
-    low, high = float(info.tiny / info.eps), float(info.max * info.eps)
-    sound = epsilon >= 0 and np.all((var >= 0) & (var < np.inf)) and np.all(np.abs(shift) <= high)
-    for size in (np.abs(factor), largest):
-        sound = sound and np.all((size == 0) | ((low <= size) & (size <= high)))
-    return (factor.astype(dtype), shift.astype(dtype)) if sound else None

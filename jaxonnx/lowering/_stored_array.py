@@ -241,17 +241,12 @@ def platform_of(x: Any) -> str:
     return next(iter(sharding.device_set)).platform if sharding else jax.default_backend()
 
 
-def store(
-    tensors: Mapping[str, Any],
-    names: Collection[str],
-    factors: Mapping[str, np.ndarray] | None = None,
-) -> dict[str, Any]:
+def store(tensors: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """Store convolution weights in the order of axes that is fast on their platform.
 
     Args:
       tensors: arrays by name.
       names: the tensors that may be stored in another order.
-      factors: a vector by name; an array in host memory is multiplied by it along its first axis.
 
     Returns:
       The tensors, some of them as `KernelFirst`.
@@ -259,16 +254,11 @@ def store(
     stored, elsewhere = {**tensors}, {}
     for name, x in tensors.items():
         axes = order(x) if name in names else None
-        factor = (factors or {}).get(name)
         if axes is not None and not is_in_memory(x):
             elsewhere[name] = x
-        elif axes is not None or factor is not None:
+        elif axes is not None:
             # NumPy needs no compilation for each shape, and holds only one weight twice at a time
-            value = np.asarray(x)
-            if factor is not None:
-                value = value * factor.reshape(-1, *(1,) * (x.ndim - 1))
-            value = placed_as(x, value if axes is None else value.transpose(axes))
-            stored[name] = value if axes is None else KernelFirst(value)
+            stored[name] = KernelFirst(placed_as(x, np.asarray(x).transpose(axes)))
     return {**stored, **_kernels_first(elsewhere)} if elsewhere else stored
 
 

@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from onnx import ModelProto, helper
 
 from jaxonnx._display import list_some
-from jaxonnx._graph.bind import Graph
+from jaxonnx._graph.bind import Graph, Node
 from jaxonnx._io.protos import Editor, rename_reads
 from jaxonnx._rewrite.network import (
     Network,
@@ -22,8 +22,9 @@ from jaxonnx._rewrite.network import (
     with_file,
     with_tensors,
 )
-from jaxonnx._run.call_form import find_folds, read_names
+from jaxonnx._run.call_form import read_names
 from jaxonnx.errors import warn
+from jaxonnx.lowering import is_in_memory
 from jaxonnx.quantization._awq import scale_inputs
 from jaxonnx.quantization._calibration import observe, warn_if_worse
 from jaxonnx.quantization._files import Bias, Record, record_of
@@ -41,6 +42,9 @@ from jaxonnx.quantization._sites import Sites, choose_types, value_types
 from jaxonnx.quantization._view import Rounding
 
 N = TypeVar("N", bound=Network)
+
+_B = 2
+"""The position of `B` among the inputs of a BatchNormalization, and of a convolution."""
 
 
 def insert(
@@ -87,7 +91,8 @@ def insert(
     ranges = calibration.ranges
     shares = {n: clipped_share(x, ranges[n]) for n, x in observed.samples.items() if n in ranges}
     # 3. BatchNormalizations that stay for training
-    norms = folded_outputs(unfolded.graph, unfolded.tensors) if keep_norms else {}
+    folds = find_folds(unfolded) if keep_norms else {}
+    norms = {w: (fold.conv.outputs[0], fold.norm.outputs[0]) for w, fold in folds.items()}
     # only weights with a scale for each output channel, along the first axis
     along = {n: site for n, site in sites.weights.items() if n in norms and site.output == 0}
     norms = {n: p for n, p in norms.items() if n in along and scales_channels(along[n], schemes[n])}
@@ -151,24 +156,37 @@ def select_reads(sites: Sites, ranges: Collection[str]) -> dict[tuple[str, int],
     return {place: name for place, name in sites.reads.items() if place[0] not in left_out}
 
 
+class Fold(NamedTuple):
+    """A BatchNormalization in the convolution before it, whose result it alone reads.
+
+    With f = scale / sqrt(var + epsilon), the weight w becomes w * f and the bias of the convolution
+    (bias - mean) * f + b.
+    """
+
+    conv: Node
+    norm: Node
+    factor: np.ndarray
+    """f, of shape (channels,)."""
+    bias: np.ndarray
+    """The new bias, of shape (channels,)."""
+
+
 def fold_normalizations(model: N, keep: Collection[str] = ()) -> N:
-    """Fold each BatchNormalization into the convolution before it (see `_run.call_form`).
+    """Fold each BatchNormalization into the convolution before it.
 
     The B of a BatchNormalization becomes the bias of its convolution.
 
     Args:
       keep: the weights of convolutions whose BatchNormalization stays.
     """
-    graph, tensors = model.graph, model.tensors
-    folded, norms, values = find_folds(graph, tensors), {}, {}
-    for weight, (_, output) in folded_outputs(graph, tensors).items():
-        if weight in keep:
-            continue
-        norms[output] = node = graph.producers[output]
-        bias, w, factor = node.inputs[2], np.asarray(tensors[weight]), folded.factors[weight]
-        values[weight] = w * factor.reshape(-1, *(1,) * (w.ndim - 1))
-        values[bias] = np.asarray(folded.biases[bias])
-    before = {node.inputs[0]: node for node in norms.values()}
+    folds = {w: fold for w, fold in find_folds(model).items() if w not in keep}
+    values = {}
+    for weight, fold in folds.items():
+        w = np.asarray(model.tensors[weight])
+        values[weight] = w * fold.factor.reshape(-1, *(1,) * (w.ndim - 1))
+        values[fold.norm.inputs[_B]] = fold.bias
+    norms = {fold.norm.outputs[0] for fold in folds.values()}
+    before = {fold.conv.outputs[0]: fold.norm for fold in folds.values()}
     file = Editor(model.proto)
     nodes = file.graph.node
     for i, node in reversed([*enumerate(nodes)]):
@@ -177,25 +195,68 @@ def fold_normalizations(model: N, keep: Collection[str] = ()) -> N:
     for node in nodes:
         if node.output and node.output[0] in before:
             norm = before[node.output[0]]
-            node.input[2:] = [norm.inputs[2]]
+            node.input[2:] = [norm.inputs[_B]]
             node.output[0] = norm.outputs[0]
     return drop_unread(with_tensors(with_file(model, file.proto), values))
 
 
-def folded_outputs(graph: Graph, tensors: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """Return the pairs that `fold_normalizations` folds.
+def find_folds(model: Network) -> dict[str, Fold]:
+    """Find the BatchNormalizations to fold, by the name of the convolution's weight.
 
-    Returns:
-      By the name of a convolution's weight: the output of the convolution, and that of its
-      BatchNormalization.
+    They are in the main graph, and nothing else reads the weight and B.
     """
-    norms = find_folds(graph, tensors).norms
-    convs = {node.outputs[0]: node for node in graph.nodes if node.outputs}
-    return {
-        convs[node.inputs[0]].inputs[1]: (node.inputs[0], node.outputs[0])
-        for node in graph.nodes
-        if node.index in norms
-    }
+    graph, tensors, folds = model.graph, model.tensors, {}
+    times = Counter(read_names(graph))
+    stored = tensors.keys() & graph.weights
+    convs = {node.outputs[0]: node for node in graph.nodes if node.outputs and _is(node, "Conv")}
+    for norm in graph.nodes:
+        if not _is(norm, "BatchNormalization") or norm.inputs[0] not in convs:
+            continue
+        conv = convs[norm.inputs[0]]
+        weight, names = conv.inputs[1], (conv.inputs[1], *norm.inputs[1:5], *conv.inputs[2:])
+        alone = times[norm.inputs[0]] == times[weight] == times[norm.inputs[_B]] == 1
+        statistics = any(times[name] for name in norm.outputs[1:])
+        foldable = alone and not statistics and norm.attributes.get("spatial", 1)
+        if not foldable or conv.inputs[0] == weight or not stored.issuperset(names):
+            continue
+        epsilon = norm.attributes.get("epsilon", 1e-5)
+        if (values := _fold([tensors[name] for name in names], epsilon)) is not None:
+            folds[weight] = Fold(conv, norm, *values)
+    return folds
+
+
+def _is(node: Node, name: str) -> bool:
+    """Check whether a node is an operator of ONNX of this name."""
+    return node.op.name == name and not node.op.domain and node.body is None
+
+
+def _fold(arrays: Sequence[Any], epsilon: float) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return the factor and the bias of a `Fold`.
+
+    None if shapes or types do not fit, or folding would lose precision.
+
+    Args:
+      arrays: the weight; scale, b, mean and variance; and the bias of the convolution, if any.
+    """
+    (dtype, *others) = {x.dtype for x in arrays}
+    if others or dtype not in (np.float32, np.float64) or not all(map(is_in_memory, arrays)):
+        return None
+    w, *vectors = map(np.asarray, arrays)
+    if w.ndim < 3 or any(v.shape != w.shape[:1] for v in vectors):
+        return None
+    scale, b, mean, var, *bias = (v.astype(np.float64) for v in vectors)
+    with np.errstate(all="ignore"):
+        factor = scale / np.sqrt(var + epsilon)
+        shift = (sum(bias) - mean) * factor + b
+        largest = np.abs(w).max(axis=tuple(range(1, w.ndim)), initial=0) * np.abs(factor)
+    # Subnormal products and overflow would lose digits that the two nodes keep. Comparisons are
+    # written such that NaN fails them.
+    info = np.finfo(dtype)
+    low, high = float(info.tiny / info.eps), float(info.max * info.eps)
+    sound = epsilon >= 0 and np.all((var >= 0) & (var < np.inf)) and np.all(np.abs(shift) <= high)
+    for size in (np.abs(factor), largest):
+        sound = sound and np.all((size == 0) | ((low <= size) & (size <= high)))
+    return (factor.astype(dtype), shift.astype(dtype)) if sound else None
 
 
 def flip_negative_scales(

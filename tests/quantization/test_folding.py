@@ -1,9 +1,5 @@
-"""Calls have inference BatchNormalization in the weights before it, and nobody can tell."""
+"""BatchNormalization in the convolution before it, as `quantize` writes it."""
 
-import os
-import subprocess
-import sys
-import warnings
 from typing import Any
 
 import jax
@@ -18,7 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import jaxonnx
 from jaxonnx import demo
-from jaxonnx._run.call_form import prepare_tensors
+from jaxonnx.quantization._insert import fold_normalizations
 
 BN = ("scale", "b", "mean", "var")
 
@@ -81,21 +77,22 @@ def image(model, seed=2):
     return np.random.default_rng(seed).normal(size=x.shape).astype(x.dtype)
 
 
-def left(model, *arguments, **named):
-    """The BatchNormalizations in the program of a call."""
-    call = jax.make_jaxpr(lambda: model(*arguments, **named))()
-    return str(call).count("batch_normalization[")
+def count(model):
+    """Count the BatchNormalizations of a model's file."""
+    proto = model.to_onnx()
+    nodes = [*proto.graph.node, *(node for f in proto.functions for node in f.node)]
+    return sum(node.op_type == "BatchNormalization" for node in nodes)
 
 
-def check(model, count, rtol=2e-5, **named: Any) -> Any:
-    """A call does as the model's function of its parameters, with so many nodes left."""
+def check(model, remaining, rtol=2e-5):
+    """Check that folding leaves so many BatchNormalizations and the same outputs."""
     x = image(model)
-    expected, found = model.apply(model.params, x, **named), model(x, **named)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    folded = fold_normalizations(model)
+    for a, b in zip(jax.tree.leaves(folded(x)), jax.tree.leaves(model(x)), strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * np.nanmax(np.abs(b)))
-    assert left(model, x, **named) == count
-    return found
+    assert count(folded) == remaining
+    return folded
 
 
 def by_onnxruntime(proto, x) -> Any:
@@ -123,9 +120,9 @@ KINDS: dict[str, dict[str, Any]] = {
 def test_a_pair_is_one_convolution(kind, opset):
     options: dict[str, Any] = {n: np.float32(v) if n == "w" else v for n, v in KINDS[kind].items()}
     proto = file(opset=opset, **options)
-    model = jaxonnx.load(proto)
-    y = check(model, 0)
-    (expected,) = by_onnxruntime(proto, image(model))
+    folded = check(jaxonnx.load(proto), 0)
+    x = image(folded)
+    (expected,), (y,) = (by_onnxruntime(p, x) for p in (proto, folded.to_onnx()))
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5 * expected.max())
 
 
@@ -139,21 +136,13 @@ def test_a_pair_of_an_old_opset(opset, is_test):
 
 def test_a_network_has_none_left():
     model = demo.model()
-    x = np.random.default_rng(0).normal(size=(2, 1, 8, 8)).astype(np.float32)
-    np.testing.assert_allclose(model(x), model.apply(model.params, x), rtol=1e-5, atol=1e-5)
-    assert left(model, x) == 0
-    assert str(jax.make_jaxpr(model.apply)(model.params, x)).count("batch_normalization[") == 3
+    assert (count(model), count(fold_normalizations(model))) == (3, 0)
 
 
 def test_names_of_training_that_nothing_reads_are_no_obstacle():
     names, attributes = "n m v", {"training_mode": 1}
     norm = node("BatchNormalization", "c scale b mean var", names, **attributes)
-    model = jaxonnx.load(file(norm=norm))
-    check(model, 0)
-    x = image(model)
-    trained, renewed = model.apply_train(model.params, model.state, None, x)
-    assert np.abs(trained - model(x)).max() > 0.1
-    assert np.abs(renewed["mean"] - model.state["mean"]).max() > 0.01
+    check(jaxonnx.load(file(norm=norm)), 0)
 
 
 def branch(name, *nodes):
@@ -214,11 +203,7 @@ LONELY["an activation between"].graph.node.insert(
 @pytest.mark.parametrize("what", LONELY)
 def test_what_something_else_reads_is_not_folded(what):
     proto = LONELY[what]
-    model = jaxonnx.load(proto)
-    found = jax.tree.leaves(check(model, 1))
-    if what != "statistics read":  # onnxruntime takes those for training
-        for a, b in zip(found, by_onnxruntime(proto, image(model)), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max())
+    check(jaxonnx.load(proto), 1)
 
 
 def with_value(name, value, place=3, **options: Any):
@@ -257,14 +242,9 @@ UNSAFE = {
 @pytest.mark.parametrize("what", UNSAFE)
 def test_numbers_that_are_not_safe_are_not_folded(what):
     model = jaxonnx.load(UNSAFE[what])
-    x = image(model)
-    assert left(model, x) == 1
-    apply = jax.jit(lambda params, state, x: model.apply(params, x, state=state))
-    given = (
-        prepare_tensors(model.program, model.params),
-        prepare_tensors(model.program, model.state),
-    )
-    np.testing.assert_array_equal(model(x), apply(*given, x))
+    folded = fold_normalizations(model)
+    assert count(folded) == 1
+    np.testing.assert_array_equal(folded(image(model)), model(image(model)))
 
 
 def test_a_channel_that_is_switched_off_is_folded():
@@ -281,7 +261,7 @@ def test_a_channel_that_is_switched_off_is_folded():
     st.floats(-(2.0**60), 2.0**60, width=32),
 )
 def test_folded_or_not_the_results_are_as_exact(seed, var, scale, mean):
-    """Against float64, the error of a call is below that of the nodes one by one, or rounding."""
+    """Against float64, the error is below that of rounding."""
     tensors = draw(seed, 8)
     tensors["var"][1], tensors["scale"][1], tensors["mean"][1] = var, scale, mean
     model = jaxonnx.load(file(node("Identity", "n", "y"), **tensors))
@@ -297,7 +277,7 @@ def test_folded_or_not_the_results_are_as_exact(seed, var, scale, mean):
     wanted = (y - exact["mean"].reshape(shape)) * factor.reshape(shape)
     wanted = wanted + exact["b"].reshape(shape)
     size = (rows + np.abs(exact["mean"])) * np.abs(factor) + np.abs(exact["b"])
-    error = np.abs(np.float64(model(x)) - wanted).max((0, 2, 3))
+    error = np.abs(np.float64(fold_normalizations(model)(x)) - wanted).max((0, 2, 3))
     np.testing.assert_array_less(error, 1e-5 * size + 1e-30)
 
 
@@ -314,37 +294,17 @@ def test_other_types_are_not_folded():
 
 def test_statistics_of_pixels_are_not_folded():
     norm = node("BatchNormalization", "c scale b mean var", "n", spatial=0)
-    given: dict[str, Any] = {
+    pixels: dict[str, Any] = {
         name: np.resize(value, (8, 4, 4)) for name, value in draw(1, 8).items()
     }
-    model = jaxonnx.load(file(opset=7, norm=norm, **given))
-    x = image(model)
-    np.testing.assert_allclose(model(x), model.apply(model.params, x), rtol=1e-5, atol=1e-5)
-    assert model._call_form.changes.norms == frozenset()
+    assert count(fold_normalizations(jaxonnx.load(file(opset=7, norm=norm, **pixels)))) == 1
     # vectors do not fit them, and a call says so
-    assert jaxonnx.load(file(opset=7, norm=norm))._call_form.changes.norms == frozenset()
+    assert count(fold_normalizations(jaxonnx.load(file(opset=7, norm=norm)))) == 1
 
 
 def test_vectors_of_other_lengths_are_not_folded():
-    one: dict[str, Any] = {name: np.ones(1, np.float32) for name in BN}
-    model = jaxonnx.load(file(**one))
-    assert model._call_form.changes.norms == frozenset()
-
-
-@pytest.mark.parametrize("name", ["w", "d", *BN])
-def test_an_input_may_replace_a_tensor(name):
-    model = jaxonnx.load(file(bias=True, defaults=("w", "d", *BN)))
-    check(model, 0)
-    plain = model(image(model))
-    named: dict[str, Any] = {name: 2 * ({**model.params, **model.state}[name])}
-    y = check(model, 1, **named)
-    assert np.abs(y - plain).max() > 1e-3
-
-
-def test_an_input_may_replace_another_tensor():
-    nodes = node("Mul", "n two", "y")
-    model = jaxonnx.load(file(nodes, two=np.full((1, 1, 1, 4), 2, np.float32), defaults=("two",)))
-    check(model, 0, two=np.full((1, 1, 1, 4), 3, np.float32))
+    ones: dict[str, Any] = {name: np.ones(1, np.float32) for name in BN}
+    assert count(fold_normalizations(jaxonnx.load(file(**ones)))) == 1
 
 
 FUNCTION = """
@@ -364,149 +324,3 @@ def test_a_pair_in_a_function_is_left_alone():
     proto = onnx.parser.parse_model(FUNCTION)
     proto.graph.initializer.extend(file().graph.initializer)
     check(jaxonnx.load(proto), 1)
-
-
-def test_a_new_model_folds_its_new_values_without_compiling_anew():
-    model = jaxonnx.load(file())
-    y = check(model, 0)
-    (parts,) = model.program._plan.parts.values()
-    compiled = parts.compiled.alone._cache_size()
-    other = model.replace(
-        params={name: 2 * value for name, value in model.params.items()},
-        state={name: value + 1 for name, value in model.state.items()},
-    )
-    assert np.abs(other(image(other)) - y).max() > 0.1
-    assert parts.compiled.alone._cache_size() == compiled
-    check(other, 0)
-    assert [*model.program._plan.parts.values()] == [parts]
-    unsafe = model.replace(state={name: value * np.nan for name, value in model.state.items()})
-    assert np.isnan(unsafe(image(unsafe))).any()
-    np.testing.assert_array_equal(model(image(model)), y)
-    assert model.program.compiled
-    assert model.warnings == ()
-
-
-def test_what_is_saved_and_shown_stays():
-    model = jaxonnx.load(file(bias=True))
-    before = model.to_onnx().SerializeToString()
-    given = {name: np.array(value) for name, value in {**model.params, **model.state}.items()}
-    model(image(model))
-    assert model.to_onnx().SerializeToString() == before
-    for name, value in {**model.params, **model.state}.items():
-        np.testing.assert_array_equal(value, given[name])
-    assert [n.op.name for n in model.graph.nodes] == ["Conv", "BatchNormalization", "Relu"]
-
-
-def test_the_function_of_the_parameters_is_the_file_s():
-    model = jaxonnx.load(file())
-    x = image(model)
-
-    def loss(params, state, x):
-        return model.apply(params, x, state=state).sum()
-
-    def results():
-        gradients = jax.grad(loss, (0, 1))(model.params, model.state, x)
-        stacked = jax.vmap(lambda x: model.apply(model.params, x))(np.stack([x, x]))
-        return gradients, stacked, jax.jit(loss)(model.params, model.state, x)
-
-    before = results()
-    model(x)
-    jax.tree.map(np.testing.assert_array_equal, before, results())
-    assert np.abs(before[0][1]["mean"]).max() > 0
-
-
-def test_a_first_call_may_be_traced():
-    model = jaxonnx.load(file())
-    x = image(model)
-    traced = jax.jit(lambda x: model(x))(x)
-    np.testing.assert_allclose(model(x), traced, rtol=1e-6)
-    assert left(model, x) == 0
-
-    def of(params):
-        return model.replace(params=params)(x).sum()
-
-    assert np.abs(jax.grad(of)(model.params)["scale"]).max() > 0.1
-
-
-def test_a_call_keeps_one_copy():
-    model = jaxonnx.load(file())
-    model(image(model))
-    kept = {**model._call_form.params, **model._call_form.state}
-    held = {id(x) for x in jax.tree.leaves({**model.params, **model.state})}
-    new = {name for name, value in kept.items() if id(value) not in held}
-    assert new == {"w", "b"}
-    assert kept["w"].value.shape == (3, 2, 4, 8)
-
-
-def test_the_rest_of_a_dynamic_graph_is_folded():
-    nodes = node("Relu", "n", "r"), node("NonZero", "r", "y")
-    proto = file(*nodes)
-    proto.graph.output[0].type.tensor_type.elem_type = TensorProto.INT64
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "64-bit outputs")
-        model = jaxonnx.load(proto)
-    x = image(model)
-    expected = np.nonzero(model.with_outputs("r").apply(model.params, x))
-    np.testing.assert_array_equal(model(x), expected)
-    (parts,) = model.program._plan.parts.values()
-    assert model._call_form.changes.norms
-    text = parts.compiled.alone.lower(
-        model._call_form.params, model._call_form.state, None, {"x": x}, training=False
-    )
-    assert "rsqrt" not in text.as_text()
-
-
-def test_dropout_of_training_stays_behind_the_convolution():
-    model = jaxonnx.load(file()).with_dropout({"c": 0.5})
-    check(model, 0)
-    x, key = image(model), jax.random.key(0)
-    first, _ = model.apply_train(model.params, model.state, key, x)
-    second, _ = model.apply_train(model.params, model.state, jax.random.key(1), x)
-    assert np.abs(first - second).max() > 0.1
-
-
-def test_adapters_are_not_folded():
-    model = jaxonnx.LoRA(rank=2).attach(jaxonnx.load(file()), jax.random.key(0))
-    x = image(model)
-    np.testing.assert_allclose(model(x), model.apply(model.params, x), rtol=1e-5, atol=1e-5)
-    assert model._call_form.changes.norms == frozenset()
-    merged = model.merge_adapters()
-    np.testing.assert_allclose(merged(x), model(x), rtol=1e-5, atol=1e-5)
-    assert merged._call_form.changes.norms
-
-
-ON_A_MESH = """
-import jax, numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
-from jaxonnx import demo
-
-model = demo.model()
-where = NamedSharding(jax.make_mesh((2,), ("data",)), PartitionSpec())
-moved = model.replace(
-    params=jax.device_put(model.params, where), state=jax.device_put(model.state, where)
-)
-x = np.random.default_rng(0).normal(size=(2, 1, 8, 8)).astype(np.float32)
-np.testing.assert_allclose(moved(x), model(x), rtol=1e-5, atol=1e-5)
-assert len(model._call_form.changes.norms) == 3 and not moved._call_form.changes.norms
-
-# an array that is bound to another device stays there
-other = jax.devices()[1]
-bound = model.replace(
-    params=jax.device_put(model.params, other), state=jax.device_put(model.state, other)
-)
-assert bound(x).devices() == {other}
-assert len(bound._call_form.changes.norms) == 3
-"""
-
-
-def test_weights_on_a_mesh_are_left_alone():
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
-    subprocess.run([sys.executable, "-c", ON_A_MESH], check=True, env=os.environ | flags)
-
-
-def test_predict_is_the_call():
-    model = demo.model()
-    x = jnp.ones((5, 1, 8, 8))
-    np.testing.assert_allclose(
-        model.predict(np.asarray(x)), model.apply(model.params, x), rtol=1e-5, atol=1e-5
-    )
