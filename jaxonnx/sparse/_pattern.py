@@ -8,6 +8,7 @@ import math
 import re
 from abc import abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any, Protocol
@@ -101,6 +102,27 @@ class SparsityPattern(Protocol):
         return ""
 
 
+@dataclass(frozen=True)
+class Zeros(SparsityPattern):
+    """The zeros that a weight has, as of pruning without a pattern."""
+
+    density = 1.0
+    transposable = False
+    name = "zeros"
+
+    def __str__(self) -> str:
+        return self.name
+
+    def misfit(self, shape: tuple[int, ...], axes: Axes) -> str:
+        return ""
+
+    def search(self, w: jax.Array, axes: Axes) -> jax.Array:
+        return w != 0
+
+    def groups(self, nonzero: np.ndarray, axes: Axes, along: int) -> tuple[np.ndarray, np.ndarray]:
+        return np.full(nonzero.shape, -1, np.int32), np.zeros(nonzero.shape, bool)
+
+
 def kept_share(w: jax.Array, mask: jax.Array) -> jax.Array:
     """Return the share of sum |w| under the mask; 1 if the sum is 0."""
     size = jnp.abs(w.astype(jnp.float32))
@@ -142,6 +164,9 @@ def parse(pattern: str | SparsityPattern, transposable: bool = True) -> Sparsity
         if match and (parsed := make(match, transposable)) is not None:
             return parsed
     raise SparsityError(f"pattern {pattern!r} is not of the form {' or '.join(_FORMS)}")
+
+
+register(Zeros.name, Zeros.name, lambda match, transposable: Zeros())
 
 
 def default_axes(ndim: int) -> Axes:

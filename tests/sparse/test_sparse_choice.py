@@ -83,7 +83,7 @@ def test_weights_without_a_pattern_stay_dense_and_names_must_be_right():
         sparse.layers(params, {"a": "2:4", "d": "2:4"})
     with pytest.raises(jaxonnx.SparsityError, match="'tow' selects no parameter"):
         network().with_sparsity({"tow": "2:4"})
-    with pytest.raises(jaxonnx.SparsityError, match="not of the form N:M"):
+    with pytest.raises(jaxonnx.SparsityError, match="not of the form zeros or N:M"):
         sparse.layers(params, {"a": "half"})
 
 
@@ -271,3 +271,37 @@ def test_masks_are_drawn_outputs_down_and_inputs_across():
     matplotlib.pyplot.close(figure)
     with pytest.raises(jaxonnx.SparsityError, match="no mask to draw"):
         sparse.plot_masks(network())
+
+
+def test_the_zeros_of_a_pruned_file_are_kept_or_named(tmp_path):
+    """Adam of optax with masked gradients; dense training says that it fills the zeros."""
+    dense = network()
+    params = {n: jnp.where(jnp.abs(w) > 0.15, w, 0) for n, w in dense.params.items()}
+    model = dense.replace(params=params)
+    loss = "softmax_cross_entropy_with_integer_labels"
+    options = {"loss": loss, "epochs": 3, "batch_size": 48, "progress": False}
+    result = jaxonnx.train(model, DATA, optimizer=optax.adam(3e-3), sparsity="zeros", **options)
+
+    def objective(params):
+        return getattr(optax, loss)(model.apply(params, DATA[0]), DATA[1]).mean()
+
+    optimizer = optax.adam(3e-3)
+    state, expected = optimizer.init(params), params
+    for _ in range(3):
+        gradient = jax.tree.map(lambda g, w: g * (w != 0), jax.grad(objective)(expected), params)
+        updates, state = optimizer.update(gradient, state)
+        expected = optax.apply_updates(expected, updates)
+    for name, w in result.model.params.items():
+        np.testing.assert_allclose(w, expected[name], rtol=1e-4, atol=1e-6)
+        np.testing.assert_array_equal(w != 0, params[name] != 0)
+    result.model.save(tmp_path / "pruned.onnx")
+    saved = jaxonnx.load(tmp_path / "pruned.onnx")
+    assert (str(saved.sparsity), saved.sparsity.method) == ("zeros", "one_shot")
+
+    words = r"2 weights with zeros, as of pruning \('body' \d\d%, 'head' \d\d%\), become dense"
+    for lora, way in ((None, "sparsity='zeros' keeps them"), (2, "adapters='nodes'")):
+        with pytest.warns(UserWarning, match=f"{words} .*{way}"):
+            filled = jaxonnx.train(model, DATA, lora=lora, **options)
+        assert any(way in note for note in filled.history.notes)
+    with pytest.raises(jaxonnx.TrainingError, match="'zeros' is that of the initial weights"):
+        train({"pattern": "zeros", "method": "sr_ste"})

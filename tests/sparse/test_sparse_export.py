@@ -223,7 +223,8 @@ def test_dense_training_of_a_recorded_file_says_how_to_keep_its_zeros(transposab
         zeros = np.asarray(model.params[name]) == 0
         np.testing.assert_array_equal(np.asarray(kept.params[name]) == 0, zeros)
         assert np.any(kept.params[name] != model.params[name])
-    train(model.with_sparsity(None), epochs=1)  # without a warning
+    with pytest.warns(UserWarning, match="weights with zeros, as of pruning"):
+        train(model.with_sparsity(None), epochs=1)
 
 
 PRODUCTS = {

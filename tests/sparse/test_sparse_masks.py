@@ -256,9 +256,9 @@ def test_nan_and_infinity_are_errors_outside_jit_and_valid_masks_inside(pattern)
         (np.ones((4, 4), int), {}, "must be a floating-point matrix"),
         (np.ones((4, 4)), {"axes": (0, 0)}, "do not name two axes"),
         (np.ones((4, 4)), {"axes": (0, 2)}, "do not name two axes"),
-        (np.ones((4, 4)), {"pattern": "4:2"}, "not of the form N:M"),
-        (np.ones((4, 4)), {"pattern": "2/4"}, "not of the form N:M"),
-        (np.ones((64, 64)), {"pattern": "2:64"}, "not of the form N:M"),
+        (np.ones((4, 4)), {"pattern": "4:2"}, "not of the form zeros or N:M"),
+        (np.ones((4, 4)), {"pattern": "2/4"}, "not of the form zeros or N:M"),
+        (np.ones((64, 64)), {"pattern": "2:64"}, "not of the form zeros or N:M"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused_in_words(w, options, message):

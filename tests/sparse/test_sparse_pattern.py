@@ -168,7 +168,9 @@ def test_damaged_bits_and_unknown_names_are_errors(tmp_path):
     np.savez(path, **arrays | {"indices:w": arrays["indices:w"][:-1]})
     with pytest.raises(SparsityError, match="w: 15 bytes of indices"):
         sparse.load(path)
-    with pytest.raises(SparsityError, match=r"'stripes' is not of the form N:M .* or blocksB"):
+    with pytest.raises(
+        SparsityError, match=r"'stripes' is not of the form zeros or N:M .* or blocksB"
+    ):
         sparse.mask(w["w"], "stripes")
     with pytest.raises(TypeError, match="abstract"):
         type("Half", (sparse.SparsityPattern,), {})()

@@ -12,6 +12,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from onnx import ModelProto
 
 from jaxonnx._arguments import Argument
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
 _CHOICE = ("pattern", "transposable", "select", "exclude", "axes")
 """The options of `sparse.layers` among those of `sparse.three_phase`."""
+_PRUNED, _PRUNED_SIZE = 0.3, 64
+"""The share of zeros from which on a weight counts as pruned, and the least size of one."""
 _PHASES = frozenset({"dense", "dynamic", "fixed"})
 
 
@@ -48,7 +52,7 @@ class SparsityArguments(TypedDict, total=False):
     dynamic mask, and the rest have a fixed mask. Other options:
 
     * "pattern": one pattern, or patterns by tensor, module or node, like `{"body": "2:4", "head":
-      "1:4"}`.
+      "1:4"}`. "zeros" keeps the zeros that weights have, of a network that was pruned elsewhere.
     * "method": "three_phase", "sr_ste", "s_ste" or "one_shot", with the options of `sparse.sr_ste`,
       `sparse.s_ste` and `sparse.fixed_mask`.
     * "products": "sparse" skips the zeros in forward and backward products with sparse weights. It
@@ -81,11 +85,18 @@ def sparsify_weights(plan: Plan) -> None:
         )
     options: dict[str, Any]
     options = dict(sparsity) if isinstance(sparsity, Mapping) else {"pattern": sparsity}
-    method = options.pop("method", "three_phase")
+    chosen = options.get("pattern")
+    patterns = [*chosen.values()] if isinstance(chosen, Mapping) else [chosen]
+    method = options.pop("method", "one_shot" if patterns == ["zeros"] else "three_phase")
     methods = {"three_phase": sparse.three_phase, "sr_ste": sparse.sr_ste,
                "s_ste": sparse.s_ste, "one_shot": sparse.fixed_mask}  # fmt: skip
     require_choice("the method of sparsity", method, [*methods], TrainingError)
     accepted = [*dict.fromkeys([*_CHOICE, *_options(method), "products"])]
+    if "zeros" in patterns and method != "one_shot":
+        raise TrainingError(
+            f"the pattern 'zeros' is that of the initial weights: pass method 'one_shot', not "
+            f"{method!r}"
+        )
     if not isinstance(sparsity, str | Mapping) or options.keys() - {*accepted}:
         raise TrainingError(
             f"sparsity is a pattern like '2:4', or a dict of method and its options, for {method} "
@@ -104,7 +115,7 @@ def sparsify_weights(plan: Plan) -> None:
     where = {name: storage.axes(name, goal.axes) for name, goal in goals.items()}
     if method in ("three_phase", "one_shot") or "refresh" in options:  # a step unless it is said
         options["steps_per_epoch"] = steps
-    plan.phases = find_shared_phases(sparsity, epochs)
+    plan.phases = find_shared_phases(sparsity, epochs) if method == "three_phase" else None
     plan.optimizer = methods[method](
         plan.optimizer,
         pattern={re.escape(name): goal.pattern for name, goal in goals.items()},
@@ -254,18 +265,62 @@ def sparse_numbers(memory: Any) -> dict[str, Any]:
     return row | {f"flip_rate/{name}": rate for name, rate in numbers["flips"].items()}
 
 
+def _describe_zeros(tensors: Mapping[str, Any], trained: Collection[str]) -> list[str]:
+    """Describe weights with zeros as of pruning, which no record of the file names.
+
+    Tensors of zeros alone, which layers begin with, are none of these, nor are identities and other
+    selections.
+
+    Args:
+      tensors: what training changes.
+      trained: the tensors that it changes itself, not by adapters.
+    """
+    shares = {}
+    for name, tensor in tensors.items():
+        is_weight = isinstance(tensor, np.ndarray | jax.Array) and tensor.ndim > 1
+        if not is_weight or tensor.size < _PRUNED_SIZE or not _is_readable(tensor):
+            continue
+        # a part of a weight rules out nearly all
+        for part in (tensor[:: max(1, len(tensor) // 4)], tensor):
+            share = 1 - np.count_nonzero(np.asarray(part)) / np.size(part)
+            if share < _PRUNED / 2:
+                break
+        if _PRUNED <= share < 1 and np.count_nonzero(np.asarray(tensor), axis=0).max() > 1:
+            shares[name] = share
+    notes = []
+    for itself, way in (
+        (True, "become dense in training: sparsity='zeros' keeps them"),
+        (False, "become dense where adapters are merged: save(path, adapters='nodes') leaves them"),
+    ):
+        shown = [f"{n!r} {share:.0%}" for n, share in shares.items() if (n in trained) is itself]
+        if shown:
+            count = format_count(len(shown), "weight")
+            notes.append(f"{count} with zeros, as of pruning ({list_some(shown, '')}), {way}")
+    return notes
+
+
+def _is_readable(tensor: Any) -> bool:
+    """Check whether an array has numbers in floating point that this process has all of."""
+    is_float = jnp.issubdtype(tensor.dtype, jnp.floating)
+    return is_float and getattr(tensor, "is_fully_addressable", True)
+
+
 def remove_sparsity(model: Model) -> tuple[Model, list[str]]:
     """Drop the record of the weights that dense training changes, with a warning.
 
     Returns:
       The model without it, and the warning as a note; no note where no recorded weight is trained.
     """
+    changed = {*model.params}.union(*(view.targets for view in model.program.views))
     if not records.has(model.proto, records.SPARSITY):
-        return model, []
+        weights = {name: x for name, x in model.tensors.items() if name in changed}
+        notes = _describe_zeros(weights, model.params)
+        for note in notes:
+            warn(note)
+        return model, notes
     from jaxonnx import sparse
     from jaxonnx._io import packed
 
-    changed = {*model.params}.union(*(view.targets for view in model.program.views))
     recorded = {} if model.sparsity is None else sparse.goals(model.sparsity.layers)
     patterns = {name: str(goal.pattern) for name, goal in recorded.items() if name in changed}
     proto = ModelProto()
