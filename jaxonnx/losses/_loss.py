@@ -14,7 +14,7 @@ from jaxonnx._data.ragged import IGNORED, with_derived
 from jaxonnx._display import format_count
 from jaxonnx._graph.values import Value
 from jaxonnx._require import check_arguments, require
-from jaxonnx.errors import TrainingError, UnsupportedError
+from jaxonnx.errors import Error, TrainingError, UnsupportedError
 from jaxonnx.llm import label_tokens, take_next_logits, take_packed_rows
 from jaxonnx.model import Model, as_model
 from jaxonnx.views import PackedRows
@@ -193,7 +193,16 @@ class Loss:
         """
         if self.elementwise:
             self.check_shapes(outputs, targets, f"{what} {self.name!r}")
-        loss = jax.eval_shape(self.__call__, outputs, targets)
+        try:
+            loss = jax.eval_shape(self.__call__, outputs, targets)
+        except (TypeError, ValueError) as error:
+            if not self.elementwise or isinstance(error, Error):
+                raise
+            raise TrainingError(
+                f"{what} {self.name!r} takes no outputs of shape {outputs.shape} with targets of "
+                f"shape {targets.shape}: {error}; pass a function (outputs, targets) that gives it "
+                "others, like outputs and targets with the axes before the classes joined"
+            ) from error
         size = len(jax.tree.leaves(targets if self.takes_targets else outputs)[0])
         fits = isinstance(loss, jax.ShapeDtypeStruct) and loss.shape[:1] in ((), (size,))
         expected = f"a scalar or one value for each of {size} examples"
