@@ -125,10 +125,10 @@ class MeshStep(Step):
 
     def put(self, batch: Batch, shared: bool = False) -> Batch:
         if self._rows.is_fully_addressable:
-            return jax.device_put(batch, jax.tree.map(self._lie, batch))
+            return jax.device_put(batch, jax.tree.map(self._sharding_of, batch))
         if not shared:
             self._check_size(batch)
-            return jax.tree.map(lambda x: put(x, self._lie(x)), batch)
+            return jax.tree.map(lambda x: put(x, self._sharding_of(x)), batch)
         if isinstance(batch, ShortBatch):
             raise TrainingError(
                 "a batch of the share of a process has fewer examples than those before it, and "
@@ -249,9 +249,9 @@ class MeshStep(Step):
         """Convert a batch to `Batch` and split its arrays over the devices, within a step."""
         batch = self.as_batch(batch)
         self._check_size(batch)
-        return jax.tree.map(lambda x: _constrain(_enter_auto(x), self._lie(x)), batch)
+        return jax.tree.map(lambda x: _constrain(_enter_auto(x), self._sharding_of(x)), batch)
 
-    def _lie(self, x: Any) -> NamedSharding:
+    def _sharding_of(self, x: Any) -> NamedSharding:
         """Return the sharding of an array of a batch; short ones are whole on each device."""
         return self._whole if len(x) % self._mesh.shape.get(DATA, 1) else self._rows
 
