@@ -47,12 +47,20 @@ class Adaption(Merge, View):
             )
         tensors = {**network.state, **network.params}
 
-        @jax.jit
-        def merge(tensors):
-            merged = self.read(tensors)
-            return {name: to_array(merged[name]) for name in self.targets}
+        # compiled once for each shape, which many layers of a network share
+        @partial(jax.jit, static_argnums=0)
+        def merge(place: Matrix, parts: Mapping[str, Any]) -> jax.Array:
+            return to_array(dataclasses.replace(self, layouts={"": place}).read(parts)[""])
 
-        params = merge(tensors)
+        params = {}
+        for name in self.targets:
+            if name not in self.layouts:
+                params[name] = to_array(tensors[name])
+                continue
+            stored = name, *pair(name), magnitude(name)
+            parts = zip(("", *pair(""), magnitude("")), stored, strict=True)
+            parts = {part: tensors[n] for part, n in parts if n in tensors}
+            params[name] = merge(self.layouts[name], parts)
         lost = [name for name, share in self._find_lost(tensors, params).items() if share > 0.5]
         if lost:
             kind = tensors[lost[0]].dtype
