@@ -68,7 +68,7 @@ class Matrix:
         return (*self.batch, *self.kernel, *ends)
 
     @property
-    def summed(self) -> tuple[int, ...]:
+    def summed_axes(self) -> tuple[int, ...]:
         """The axes along which an output is a sum."""
         return (self.input, *self.kernel)
 

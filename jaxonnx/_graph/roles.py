@@ -161,7 +161,7 @@ class Roles:
         return {n: r.name for n, r in self.rules.items() if r.verdict == CONSTANT}
 
     @property
-    def unplaced(self) -> dict[str, str]:
+    def without_role(self) -> dict[str, str]:
         """The tensors that look learned but have no role, with the operator that reads each.
 
         They are floating-point initializers with more than two different numbers that are not an

@@ -226,7 +226,7 @@ class Site:
     def is_outer_factor(self) -> bool:
         """Whether a product repeats the tensor along the axis that it sums over."""
         form = self.node.op.form(self.use.position)
-        return self.use.view.expanded and form is not None and not self.use.summed
+        return self.use.view.expanded and form is not None and not self.use.is_summed
 
     @property
     def is_declared_weight(self) -> bool:

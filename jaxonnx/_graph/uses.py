@@ -98,7 +98,7 @@ class Use:
         return tuple(inputs[i] if 0 <= i < len(inputs) else "" for i in places)
 
     @property
-    def summed(self) -> bool:
+    def is_summed(self) -> bool:
         """Whether a product here sums over an axis of the tensor's own."""
         form, axes = self.node.op.form(self.position), self.view.axes
         if form is None or axes is None or self._is_repacked:

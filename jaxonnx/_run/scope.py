@@ -350,7 +350,7 @@ class Closure:
         self._node = node
 
     @property
-    def known(self) -> bool:
+    def is_known(self) -> bool:
         """Whether the node's inputs and all that its bodies capture are known while tracing."""
         return is_known(*(self._scope[name] for name in self._node.reads))
 

@@ -336,7 +336,7 @@ def name_weights(
     roles, uses_of = model._places.roles, uses_by_tensor(model.graph, model.tensors)
     stored = [name for name, weight in meanings.items() if weight.storage]
     packed = {part for name in stored for use in uses_of[name] for part in use.parts}
-    looks = {name for name, reader in roles.unplaced.items() if reader not in _ROTATE}
+    looks = {name for name, reader in roles.without_role.items() if reader not in _ROTATE}
     trained = model.params.keys() & uses_of.keys()  # factors of adapters are not read as such
     learnable = {*stored, *roles.of, *looks, *trained} - packed
     learned = [name for name in model.tensors if name in learnable]

@@ -409,7 +409,7 @@ class Adapters:
                 width_of_rows = b[0] if len(a) == 1 else a[1]
                 fits = width_of_rows == width and bool((np.asarray(chosen) < height).all())
             elif fits:
-                outputs = (*np.delete(shapes[name], place.summed).tolist(),)
+                outputs = (*np.delete(shapes[name], place.summed_axes).tolist(),)
                 fits = (a, b) == place.factors(shapes[name], a[-2]) and norms in (None, outputs)
             if not fits:
                 raise InputError(

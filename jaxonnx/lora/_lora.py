@@ -125,7 +125,7 @@ class LoRA:
             for name, matrix in dequantize(model.graph, tensors, places).items():
                 place, (a, b) = places[name], (values[member] for member in pair(name))
                 change = unfold_change(a, b * (alpha / self.rank), place, matrix.shape)
-                values[magnitude(name)] = norms(matrix + change, place.summed).astype(b.dtype)
+                values[magnitude(name)] = norms(matrix + change, place.summed_axes).astype(b.dtype)
         for name, rows in model.new_rows.items():
             place = meanings[name].matrix if name in meanings else None
             if place is None or name in places:

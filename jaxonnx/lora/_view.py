@@ -138,7 +138,7 @@ class Adaption(Merge, View):
         norms = self.magnitudes(values)
         for name, matrix in self._scaled_matrices(network).items():
             factors = result[name]
-            scale = norm_factors(matrix + factors.change(), norms[name], factors.place.summed)
+            scale = norm_factors(matrix + factors.change(), norms[name], factors.place.summed_axes)
             result[name] = dataclasses.replace(factors, scale=np.asarray(scale))
         return result
 

@@ -76,7 +76,7 @@ def on_platform(
       mapped: whether it is under a vmap over an axis that is not a batch of examples.
       split: whether XLA partitions the program over several devices.
     """
-    if isinstance(form, Batched):
+    if isinstance(form, BatchedForm):
         inner = on_platform(platform, form.form, form.slots != form.form.batch, split)
         return partial(form.over, inner)
     rule = RULES.get(type(form), {}).get(platform)
@@ -175,7 +175,7 @@ ad.defbilinear(contract_p, partial(_transpose, 0), partial(_transpose, 1))
 
 
 @dataclass(frozen=True)
-class Batched:
+class BatchedForm:
     """A form under vmap: the arguments with the numbers `slots` have one more leading axis."""
 
     form: Form
@@ -219,7 +219,7 @@ def _batch(arguments, axes, *, form, out):
         a if axis is None else jnp.moveaxis(a, axis, 0)
         for a, axis in zip(arguments, axes, strict=True)
     ]
-    return contract(Batched(form, tuple(sorted([*slots, out]))), out, *arguments), 0
+    return contract(BatchedForm(form, tuple(sorted([*slots, out]))), out, *arguments), 0
 
 
 batching.primitive_batchers[contract_p] = _batch

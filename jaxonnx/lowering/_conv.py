@@ -211,7 +211,7 @@ class Conv:
             return self._winograd(out, u, v)
         if takes and out != 1 and _reaches(work, WORK_OF_ONEDNN):
             return self._by_onednn(out, u, v)
-        by_taps = takes and out == 1 and not added and self.taps.unrolled
+        by_taps = takes and out == 1 and not added and self.taps.is_unrolled
         if by_taps and _reaches(work // count, WORK_OF_TAP):
             return self._sum_by_taps(u, v)
         parted = out == 1 and all(k <= s for k, s in zip(self.kernel, self.strides, strict=True))
@@ -245,7 +245,7 @@ class Conv:
             return None
         if out != 1:
             return self._by_onednn(out, u, v)
-        if u.shape[-1] * v.shape[-1] >= LARGE_TAP and self.taps.unrolled:
+        if u.shape[-1] * v.shape[-1] >= LARGE_TAP and self.taps.is_unrolled:
             return self._sum_by_taps(u, v)
         return self._contract_derived(self.dense, out, u, v)
 
@@ -466,7 +466,7 @@ class Conv:
         would gather the batch.
         """
         places = tuple(range(y.ndim - 2))
-        if split or not self.taps.unrolled:
+        if split or not self.taps.is_unrolled:
             return self.taps.each(x, lambda tap: (tap * y).sum(0).sum(places))
         products, sums = [tap * y for tap in self.taps.read(x)], []
         for begin in range(0, len(products), SUMMED):

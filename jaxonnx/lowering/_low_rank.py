@@ -177,7 +177,7 @@ def merge_change(w: Any, a: Any, b: Any, magnitude: Any, place: Any) -> Any:
     """Return w + b a of any rank, with its outputs scaled to norms, if any."""
     total = w + unfold_change(a, b, place, w.shape)
     if magnitude is not None:
-        total = total * norm_factors(total, magnitude, place.summed)
+        total = total * norm_factors(total, magnitude, place.summed_axes)
     return total.astype(w.dtype)
 
 

@@ -49,7 +49,7 @@ def _maximum(x, taps: Taps):
 
 def _plain_maximum(x, taps: Taps):
     low = lowest(x.dtype)
-    if taps.unrolled:
+    if taps.is_unrolled:
         return reduce(jnp.maximum, taps.read(x, low))
     start = jnp.full(taps.resize(x.shape, taps.out), low)
     return taps.fold((x,), (low,), lambda y, _, tap: jnp.maximum(y, tap), start)
@@ -146,7 +146,7 @@ def max_pool(x, window, channels: int = 1):
     # window in row-major order is then the one that the gradient goes to
     for axis in reversed(range(len(taps.size))):
         windows = _along(taps, axis)
-        x = _maximum(x, windows) if windows.unrolled else _long_maximum(x, windows, axis)
+        x = _maximum(x, windows) if windows.is_unrolled else _long_maximum(x, windows, axis)
     return x
 
 

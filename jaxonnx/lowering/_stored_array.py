@@ -74,7 +74,7 @@ def to_array(value: Any) -> Any:
     return value
 
 
-class Transposed(StoredArray):
+class TransposedArray(StoredArray):
     """An array that is stored with its axes in another order."""
 
     value: Any
@@ -92,7 +92,7 @@ class Transposed(StoredArray):
         return self.value.transpose(*self.places)
 
 
-class KernelFirst(Transposed):
+class KernelFirst(TransposedArray):
     """A weight (M, C, *kernel) that is stored as (*kernel, C, M); `shape` is in ONNX's order."""
 
     @property
@@ -101,7 +101,7 @@ class KernelFirst(Transposed):
         return (rank - 1, rank - 2, *range(rank - 2))
 
 
-class ChannelsLast(Transposed):
+class ChannelsLast(TransposedArray):
     """Images (N, C, *D) that are stored as (N, *D, C); `shape` is in ONNX's order."""
 
     @property

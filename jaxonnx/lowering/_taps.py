@@ -47,7 +47,7 @@ class Taps:
         return list(itertools.product(*steps))
 
     @property
-    def unrolled(self) -> bool:
+    def is_unrolled(self) -> bool:
         """Whether a program has a slice for each tap."""
         return self.count <= UNROLLED
 
@@ -87,11 +87,11 @@ class Taps:
     @property
     def slices(self) -> int:
         """The number of slices that `windows` takes."""
-        return self.count if self.unrolled else sum(self._blocks)
+        return self.count if self.is_unrolled else sum(self._blocks)
 
     def windows(self, x, fill: Any = 0):
         """Return x as (*lead, *out, taps, channels); `x` has one axis behind the spatial ones."""
-        if self.unrolled:
+        if self.is_unrolled:
             return jnp.stack(self.read(x, fill), -2)
         # one axis after the other becomes two: windows and taps
         x, rank, lead = self._pad(x, fill, self.pads), len(self.kernel), self.lead
@@ -142,14 +142,14 @@ class Taps:
             parts = (lax.dynamic_slice(x, *piece._place(x.shape, starts)) for x in padded)
             return steps(map(piece.read, parts), number, carry)
 
-        if self.unrolled:
+        if self.is_unrolled:
             return steps(map(self.read, arrays, fills), 0, carry)
         padded = [self._pad(x, f, self.pads) for x, f in zip(arrays, fills, strict=True)]
         return self._loop(body, carry, reverse)
 
     def each(self, x, function: Callable):
         """Return `function(elements of x)` for each tap, stacked along a new first axis."""
-        if self.unrolled:
+        if self.is_unrolled:
             return jnp.stack([function(tap) for tap in self.read(x)])
         padded = self._pad(x, 0, self.pads)
         piece = self._piece((1,) * len(self.kernel))
@@ -175,7 +175,7 @@ class Taps:
             arrays = map(lax.pad, arrays, fills, spread)
             out = tuple((n - 1) * s + 1 for n, s in zip(self.out, self.strides, strict=True))
             return replace(self, strides=(1,) * len(out), out=out).add([*arrays], fills, term)
-        if self.unrolled:
+        if self.is_unrolled:
             return self._add(arrays, fills, term)
 
         def body(piece, number, starts, total):

@@ -179,9 +179,9 @@ def describe_constants(roles: Roles) -> Iterator[tuple[str, str]]:
     for reason, names in reasons.items():
         text = f"{list_some(names, '')}: {reason}; trainable=[*model.params, {names[0]}] trains it"
         yield "constant", text
-    if unplaced := roles.unplaced:
-        places = ", ".join(f"'{name}' (at {reader})" for name, reader in unplaced.items())
-        names = ", ".join(map(repr, unplaced))
+    if without_role := roles.without_role:
+        places = ", ".join(f"'{name}' (at {reader})" for name, reader in without_role.items())
+        names = ", ".join(map(repr, without_role))
         yield (
             "learned?",
             f"{places}: not trained, because it is not at a weight input of an operator; "

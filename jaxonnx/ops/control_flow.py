@@ -199,7 +199,7 @@ def loop(m=None, cond=None, *v_initial, body):
         return (*carry, *empty(lambda: step(np.array(0, INDEX), carry)[2], body, stacked))
     definite = count is not None and begins is not None
     late = False
-    if definite and body.known:
+    if definite and body.is_known:
         try:
             with patience():
                 return _python_loop(step, count, carry, body)
@@ -416,12 +416,12 @@ def _scan(body, carry, inputs, length):
             check_time()
             carry, outputs = step(np.array(i, INDEX), carry, [x[i] for x in inputs])
             rows.append(outputs)
-            if i == 0 and why is not None and (body.known or is_traced(carry, outputs)):
-                check_length(length, body.known, why)
+            if i == 0 and why is not None and (body.is_known or is_traced(carry, outputs)):
+                check_length(length, body.is_known, why)
         return carry, rows
 
     why, final = None, None
-    if body.known:
+    if body.is_known:
         with suppress(OutOfTime), patience():
             final = run_unrolled(carry)
     if final is None:

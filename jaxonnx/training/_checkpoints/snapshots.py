@@ -91,7 +91,7 @@ class Snapshots:
 
     def save_if_due(self, state: State) -> State:
         """Save the state before a step if that is due; return the state to continue from."""
-        done = self._record.started
+        done = self._record.started_steps
         due = self._every is not None and done % self._every == 0 and done > self._saved
         return self._save(state) if due else state
 
@@ -237,7 +237,7 @@ class Snapshots:
         """
         state, stop = self._end(error, state)
         where = "" if self.checkpoints is None else f"; {self.checkpoints.where}"
-        weights = self._monitor.chosen or f"step {stop.step}"
+        weights = self._monitor.best_row or f"step {stop.step}"
         history = self._record.history
         history.stopped = f"{stop}; the weights are those of {weights}{where}"
         history.early = isinstance(stop, PatienceEnded)
@@ -266,7 +266,7 @@ class Snapshots:
 
     def to_model(self, state: State) -> Model:
         """Return the model with the weights of the best epoch, if they were kept, or these."""
-        if self._best is not None and self._monitor.chosen:
+        if self._best is not None and self._monitor.best_row:
             return self._step.to_model(*self._best)
         return self._step.to_model(self._step.view(state), state.state)
 

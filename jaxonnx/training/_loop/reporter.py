@@ -88,7 +88,7 @@ class Reporter:
         return self.history.epochs[-1]["step"] if self.history.epochs else 0
 
     @property
-    def started(self) -> int:
+    def started_steps(self) -> int:
         """The number of steps that were started."""
         return self.step + len(self._pending)
 

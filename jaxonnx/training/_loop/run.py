@@ -93,7 +93,7 @@ def run(
                     state = snapshots.count_step(state, report)
                     reporter.check_interrupt()
                     # 6. A row within the epoch, for which all steps are waited for.
-                    if is_due(reporter.started):
+                    if is_due(reporter.started_steps):
                         state = snapshots.settle(state)
                     if is_due(reporter.step):  # not if steps were lost
                         count = examples.steps or snapshots.at.batch
@@ -124,7 +124,7 @@ def run(
             batches.checks.catch_up()  # wrong labels may be why a loss is not finite
             state = snapshots.end_early(end, state)
     # 9. The result.
-    whole = bool(monitor.chosen) or reporter.step == reporter.last_row_step
+    whole = bool(monitor.best_row) or reporter.step == reporter.last_row_step
     history.notes += close.statistics.notes(reporter.step, whole)
     history.notes += describe_average(settings, reporter.step)
     if settings.patience is not None and (notes := monitor.notes(history.epochs)):

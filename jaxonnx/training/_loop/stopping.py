@@ -179,7 +179,7 @@ class Monitor:
             )
 
     @property
-    def chosen(self) -> str:
+    def best_row(self) -> str:
         """The row whose weights the result has, in words, if it has the best ones."""
         if self._patience is None or self.best is None:
             return ""
