@@ -55,8 +55,14 @@ class Batches(Data):
                 f"batch_size={reading.batch_size} cannot be combined with an iterable, whose "
                 "batches have their own size"
             )
-        chosen: Any = {"padding": reading.padding, "target_names": reading.target_names}
-        return Stream(self.data, reading.model.inputs, self.name, labels=reading.labels, **chosen)
+        return Stream(
+            self.data,
+            reading.model.inputs,
+            self.name,
+            labels=reading.labels,
+            padding=reading.padding,
+            target_names=reading.target_names,
+        )
 
     @property
     def rows(self) -> Rows | None:

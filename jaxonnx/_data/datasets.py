@@ -72,8 +72,14 @@ class StreamedDataset(Data):
     @cached_property
     def rows(self) -> Rows:
         first, iterate = next(iter(self.data), None), iterate_stream(self.data, self.name)
-        more: Any = {"fills_gaps": True, "classes": _find_classes(self.data, self.names)}
-        return Rows(iterate, first, self.names, is_stream=True, **more)
+        return Rows(
+            iterate,
+            first,
+            self.names,
+            is_stream=True,
+            fills_gaps=True,
+            classes=_find_classes(self.data, self.names),
+        )
 
     @property
     def first_batch(self) -> None:

@@ -453,8 +453,9 @@ def _storage(tensor: Any, all_uses: Sequence[Use]) -> Storage | None:
         if not direct or any(use.matrix is None for use in others):
             return None
     narrow = not jnp.issubdtype(tensor.dtype, jnp.floating) or tensor.dtype.itemsize == 1
-    changes = LowRank, ChangedWeight
-    if not narrow or not all(use.node.op.takes(use.position, *changes) for use in direct):
+    if not narrow or not all(
+        use.node.op.takes(use.position, LowRank, ChangedWeight) for use in direct
+    ):
         return None
     for use in direct:
         storage = use.node.op.storage(use.position, tensor, use.node.attributes)

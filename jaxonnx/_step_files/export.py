@@ -388,8 +388,12 @@ class _Exporter:
                 with write_atomically(path) as file:
                     save_npz(file, self.start())
                 continue
-            options = {"external_data": external_data is True and path.suffix == ".onnx"}
-            save(path, lambda proto=proto: proto, self.start, **options)
+            save(
+                path,
+                lambda proto=proto: proto,
+                self.start,
+                external_data=external_data is True and path.suffix == ".onnx",
+            )
         entries = {name: {"file": files[name], **entry} for name, (_, entry) in graphs.items()}
         for name, beside in data.items():
             entries[name]["data"] = beside

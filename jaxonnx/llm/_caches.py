@@ -163,9 +163,17 @@ def _take_branches(graph: Graph, switches: Collection[str]) -> Graph | None:
 
 def _insert(node: Node, name: str, function: Any, inputs: tuple[str, ...], output: str) -> Node:
     """Return a node beside another one, which computes `output` by a function."""
-    more = {"attributes": {}, "graphs": {}, "body": None}
     op = Op(name, function=function)
-    return replace(node, op=op, inputs=inputs, reads=inputs, outputs=(output,), **more)
+    return replace(
+        node,
+        op=op,
+        inputs=inputs,
+        reads=inputs,
+        outputs=(output,),
+        attributes={},
+        graphs={},
+        body=None,
+    )
 
 
 def _is_attention(node: Node, products: Mapping[str, int]) -> bool:

@@ -405,8 +405,9 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Return JSON as it is, with transformers' arguments; Jinja's filter would escape HTML."""
-    more: Any = {"separators": separators, "sort_keys": sort_keys}
-    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, **more)
+    return json.dumps(
+        x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise(message: str) -> None:

@@ -245,8 +245,9 @@ class Generator(Decoder):
         rooms = np.clip([self.positions - len(row) for row in rows], 0, count).tolist()
         for part, room in zip(written, rooms, strict=True):
             part.room = room
-        more = sampling.top_k, numbers, seed, keep
-        steps = self._decode(params, state, rows, source, max(rooms), *more)
+        steps = self._decode(
+            params, state, rows, source, max(rooms), sampling.top_k, numbers, seed, keep
+        )
         with closing(steps):
             for new in steps if max(rooms) else ():
                 yield [part.add(token) for part, token in zip(written, new.tolist(), strict=True)]
@@ -391,8 +392,9 @@ class Generator(Decoder):
             tokens = jnp.pad(tokens, ((0, 0), (0, size - width)))
             logits, past = self._run_whole(params, state, encoded, tokens, lengths), tokens
         else:
-            more = encoded, tokens, mask, lengths, size
-            logits, past, crossed = self._fill_caches(side, params, state, *more)
+            logits, past, crossed = self._fill_caches(
+                side, params, state, encoded, tokens, mask, lengths, size
+            )
             encoded |= crossed
         rows = jnp.where(mask, tokens[:, :width], logits.shape[1])
         new, carry = self._choose_first(top_k, numbers, key, logits, rows, past, lengths)
@@ -444,8 +446,16 @@ class Generator(Decoder):
             )
         recent = _find_last(rows, logits.shape[1], numbers)
         number, suppressed = jnp.int32(numbers.get("written", 0)), self._suppressed_tokens
-        more = jax.random.fold_in(key, number), suppressed["written" in numbers], recent, number
-        new = choose_tokens(logits, occurrences, top_k, numbers, *more)
+        new = choose_tokens(
+            logits,
+            occurrences,
+            top_k,
+            numbers,
+            jax.random.fold_in(key, number),
+            suppressed["written" in numbers],
+            recent,
+            number,
+        )
         carry = {"past": past, "lengths": lengths, "occurrences": occurrences, "recent": recent}
         return new, {**carry, "step": number}
 

@@ -78,8 +78,9 @@ class ImageReader:
         takes_tiles = len(value.shape) > 4
         marks = tokenizer.find_tokens(_MARKS) if takes_tiles else ([], [])
         name, count = tokenizer.decode([folder.image_token]), _count_features(model, expected)
-        limits = expected, value.dtype, takes_tiles, folder.image_token, name, count, marks
-        return cls(processor, *limits)
+        return cls(
+            processor, expected, value.dtype, takes_tiles, folder.image_token, name, count, marks
+        )
 
     def find(
         self, where: str, row: Mapping[str, Any], texts: Texts, folder: Path

@@ -211,8 +211,9 @@ def cross_entropy(
     Raises:
       TrainingError: an argument is none of these.
     """
-    settings = weight, ignore_index, reduction, axis
-    return make_class_loss(ClassLoss, "cross_entropy", softmax_cross_entropy, *settings)
+    return make_class_loss(
+        ClassLoss, "cross_entropy", softmax_cross_entropy, weight, ignore_index, reduction, axis
+    )
 
 
 def negative_log_likelihood(
@@ -227,8 +228,9 @@ def negative_log_likelihood(
     The arguments are those of `cross_entropy`.
     """
     operator = negative_log_likelihood_loss
-    settings = weight, ignore_index, reduction, axis
-    return make_class_loss(ClassLoss, "negative_log_likelihood", operator, *settings)
+    return make_class_loss(
+        ClassLoss, "negative_log_likelihood", operator, weight, ignore_index, reduction, axis
+    )
 
 
 def softmax_cross_entropy(*arrays, **attributes) -> jax.Array:

@@ -51,8 +51,12 @@ class _LabelCrossEntropy(FunctionLoss):
     smooths = True
 
     def with_label_smoothing(self, share: float) -> Loss:
-        weights = {"class_weights": self.class_weights, "smoothing": share}
-        return replace(cross_entropy(axis=-1), name=self.name, **weights)
+        return replace(
+            cross_entropy(axis=-1),
+            name=self.name,
+            class_weights=self.class_weights,
+            smoothing=share,
+        )
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)

@@ -96,8 +96,9 @@ def in_batch_negatives(*, scale: float = 20.0, negatives: int = 0) -> GroupLoss:
         right = jnp.take_along_axis(jax.nn.log_softmax(scores), positives[:, None], 1)[:, 0]
         return jnp.repeat(-right, rows)
 
-    settings = {"group": rows, "takes_targets": False, "apart": True}
-    return GroupLoss(name="in_batch_negatives", function=loss, **settings)
+    return GroupLoss(
+        name="in_batch_negatives", function=loss, group=rows, takes_targets=False, apart=True
+    )
 
 
 def contrastive() -> GroupLoss:
@@ -258,8 +259,14 @@ def dpo(*, beta: float = 0.1, reference: Any = None, ignore_index: int = -100) -
     def loss(outputs: jax.Array, targets: Any, weight: Any) -> jax.Array:
         return -jax.nn.log_sigmoid(margin(outputs, targets))
 
-    settings: Any = {"ignore_index": ignore_index, "takes_reference": True, "reference": reference}
-    return PreferenceLoss(name="dpo", function=loss, metrics=(accuracy, margin), **settings)
+    return PreferenceLoss(
+        name="dpo",
+        function=loss,
+        metrics=(accuracy, margin),
+        ignore_index=ignore_index,
+        takes_reference=True,
+        reference=reference,
+    )
 
 
 def kto(
@@ -317,8 +324,13 @@ def kto(
         values = jax.nn.sigmoid(beta * jnp.where(desirable, above, -above))
         return jnp.repeat(jnp.where(desirable, *weights) * (1 - values), 2)
 
-    settings: Any = {"ignore_index": ignore_index, "takes_reference": True, "reference": reference}
-    return JudgedLoss(name="kto", function=loss, **settings)
+    return JudgedLoss(
+        name="kto",
+        function=loss,
+        ignore_index=ignore_index,
+        takes_reference=True,
+        reference=reference,
+    )
 
 
 def orpo(*, beta: float = 0.1, ignore_index: int = -100) -> PreferenceLoss:

@@ -51,8 +51,9 @@ def causal_lm(*, ignore_index: int = -100, reduction: str = "mean") -> ClassLoss
       ignore_index: the label of padding, which does not count.
       reduction: as in `cross_entropy`; "mean" is over all labels of the batch that count.
     """
-    settings = None, ignore_index, reduction, -1
-    return make_class_loss(CausalLoss, "causal_lm", softmax_cross_entropy, *settings)
+    return make_class_loss(
+        CausalLoss, "causal_lm", softmax_cross_entropy, None, ignore_index, reduction, -1
+    )
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -259,8 +260,9 @@ def seq2seq_lm(*, ignore_index: int = -100, reduction: str = "mean") -> ClassLos
     Args:
       ignore_index, reduction: as in `causal_lm`.
     """
-    settings = None, ignore_index, reduction, -1
-    return make_class_loss(ForcedLoss, "seq2seq_lm", softmax_cross_entropy, *settings)
+    return make_class_loss(
+        ForcedLoss, "seq2seq_lm", softmax_cross_entropy, None, ignore_index, reduction, -1
+    )
 
 
 def shift_right(labels: Any, start: int, padding: int, ignore_index: int = -100) -> np.ndarray:

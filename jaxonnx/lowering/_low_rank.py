@@ -37,8 +37,7 @@ class LowRank(StoredArray):
 
     @property
     def T(self) -> "LowRank":
-        factors = {"a": self.b.T, "b": self.a.T, "by_row": not self.by_row}
-        return replace(self, value=self.value.T, **factors)
+        return replace(self, value=self.value.T, a=self.b.T, b=self.a.T, by_row=not self.by_row)
 
     def transpose(self, axes: Any = None) -> "LowRank":
         return self if axes == [0, 1] else self.T

@@ -144,8 +144,9 @@ def recur(
       states: before the first step, a tuple of (batch, hidden).
     """
     if _has_kernel(step, x, w, r, *states):
-        operands = r, valid, x, w, bias, states
-        return _bind(_forward_p, *operands, cell=step, reverse=reverse, keeps=False)[:2]
+        return _bind(
+            _forward_p, r, valid, x, w, bias, states, cell=step, reverse=reverse, keeps=False
+        )[:2]
     hidden, last, _ = _scan(step, reverse, lone, None, x, w, r, bias, extra, valid, states)
     return hidden, last
 

@@ -130,8 +130,7 @@ class Model(Network, Printable):
                 self._checked_calls.pop(key, None)
         values = self._arguments(inputs, named)
         if form.reads.isdisjoint(values):
-            arguments_of_form = form.params, form.state, rng, values
-            outputs = self.program(*arguments_of_form, changes=form.changes)
+            outputs = self.program(form.params, form.state, rng, values, changes=form.changes)
             # the values of an array that was converted were checked, too
             repeats = key is not None and all(map(operator.is_, inputs, values.values()))
             if repeats and (compiled := self.program.find_compiled(form.changes, values)):
@@ -286,8 +285,13 @@ class Model(Network, Printable):
         opened = open_data(data, labels=False)
         net, _ = start_at_zeros(net, inputs_alone(net, opened.first_batch))
         net = net.with_batch_axis() if lacks_batch_axis(opened.first_batch, net.inputs) else net
-        options: Any = {"batch_size": batch_size, "preprocess": preprocess}
-        examples = read_inputs(net, opened, padding=Padding.of(pad, length_buckets), **options)
+        examples = read_inputs(
+            net,
+            opened,
+            padding=Padding.of(pad, length_buckets),
+            batch_size=batch_size,
+            preprocess=preprocess,
+        )
         return predictions(net, net, examples, progress)
 
     def generate(
@@ -371,8 +375,17 @@ class Model(Network, Printable):
             min_p=min_p,
             repetition_penalty=repetition_penalty,
         )
-        more = stop, stream, chat_template_kwargs, decoder_prompt
-        return generate(self, prompts, max_new_tokens, sampling, seed, *more)
+        return generate(
+            self,
+            prompts,
+            max_new_tokens,
+            sampling,
+            seed,
+            stop,
+            stream,
+            chat_template_kwargs,
+            decoder_prompt,
+        )
 
     def _arguments(self, inputs: tuple, named: Mapping[str, Any]) -> dict[str, Any]:
         return arguments(self.inputs, self._defaults, inputs, unmark_names(named))
@@ -488,8 +501,13 @@ class Model(Network, Printable):
         check_arguments(Model.recompute_statistics, locals())
         opened = open_data(data, labels=False)
         net, _ = start_at_zeros(self, inputs_alone(self, opened.first_batch))
-        options: Any = {"batch_size": batch_size, "preprocess": preprocess}
-        examples = read_inputs(net, opened, padding=Padding.of(pad, length_buckets), **options)
+        examples = read_inputs(
+            net,
+            opened,
+            padding=Padding.of(pad, length_buckets),
+            batch_size=batch_size,
+            preprocess=preprocess,
+        )
         batches = iterate_inputs(islice(examples.batches(0), MOST), net.inputs)
         state = recompute(net.with_statistics("batch"), batches, rng)
         return self.replace(state=state)
@@ -928,8 +946,7 @@ class Model(Network, Printable):
             sparse weights.
         """
         check_arguments(Model.save, locals())
-        options = {"external_data": external_data, "sparse": sparse}
-        save(self, path, **options, adapters=adapters, check=check)
+        save(self, path, external_data=external_data, sparse=sparse, adapters=adapters, check=check)
 
     # Tables.
 

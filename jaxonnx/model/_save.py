@@ -176,8 +176,9 @@ def save(
             )
         model.companion.save(path, proto, _find_new_classes(model))
         return
-    options = {"external_data": external_data, "sparse": sparse}
-    form = save_alone(path, proto, partial(_merge, model), **options)
+    form = save_alone(
+        path, proto, partial(_merge, model), external_data=external_data, sparse=sparse
+    )
     if form.has_graph and _has_float64(model.proto) and not _has_float64(model.source):
         warn(
             f"'{os.fspath(path)}' is in float64, for which many runtimes have no kernels "

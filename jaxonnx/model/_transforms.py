@@ -135,8 +135,7 @@ def with_any_batch(model: M, *, prove: bool = False) -> M:
     Args:
       prove: as in `free_batch`.
     """
-    network = model.proto, model.program, model.params, model.state
-    proto, added = free_batch(*network, prove=prove)
+    proto, added = free_batch(model.proto, model.program, model.params, model.state, prove=prove)
     if proto is model.proto:
         return model
     net = with_file(model, proto, added)

@@ -80,9 +80,10 @@ def gemm_1(a, b, c, *, alpha=1.0, beta=1.0, transA=0, transB=0, broadcast=0):
 )
 def gemm(a, b, c=None, *, alpha=1.0, beta=1.0, transA=0, transB=0):
     """Y = alpha * A' B' + beta * C; as in BLAS, C is not read at all when beta is 0."""
-    rest = b, c, alpha, beta, transA, transB
     by_row = not transA and (c is None or c.ndim < 2 or c.shape[0] == 1)
-    return lowering.map_rows(lambda a: _gemm(a, *rest), a if by_row else lowering.to_array(a))
+    return lowering.map_rows(
+        lambda a: _gemm(a, b, c, alpha, beta, transA, transB), a if by_row else lowering.to_array(a)
+    )
 
 
 @op("Det", since=11, shapes="x (*N, M, M)")

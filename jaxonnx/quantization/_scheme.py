@@ -528,6 +528,7 @@ def _with_zero(low: float, high: float) -> tuple[float, float]:
 def _parameters(low: float, high: float, scheme: Quantization) -> Parameters:
     """Return the scale and zero point of a range, chosen so that 0 is an exact level."""
     kind = TYPES[scheme.activations or "uint8"].dtype
-    limits = np.asarray(low, np.float64), np.asarray(high, np.float64)
-    scale, point = range_parameters(*limits, kind, scheme.is_symmetric)
+    scale, point = range_parameters(
+        np.asarray(low, np.float64), np.asarray(high, np.float64), kind, scheme.is_symmetric
+    )
     return Parameters(scale.astype(np.float32), point)

@@ -135,8 +135,9 @@ def three_phase(
         )
     inner = optax.with_extra_args_support(inner)
 
-    choice = {"pattern": pattern, "transposable": transposable, "select": select}
-    plan = partial(_plan, **choice, exclude=exclude, axes=axes)
+    plan = partial(
+        _plan, pattern=pattern, transposable=transposable, select=select, exclude=exclude, axes=axes
+    )
 
     def phase(count):
         return jnp.where(count < start, 1, jnp.where(count < end, 2, 3)).astype(jnp.int32)
@@ -283,8 +284,9 @@ def prune(
     axes: Any = None,
 ) -> Any:
     """Apply its mask to every weight of `params` that `layers` selects (one-shot pruning)."""
-    choice = {"transposable": transposable, "select": select, "exclude": exclude, "axes": axes}
-    where = _plan(params, pattern, **choice)
+    where = _plan(
+        params, pattern, transposable=transposable, select=select, exclude=exclude, axes=axes
+    )
     masks = {
         name: mask(w, where[name].pattern, axes=where[name].axes)
         for name, w in pick(params, where).items()

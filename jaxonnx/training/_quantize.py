@@ -228,8 +228,11 @@ def read_examples(
     opened = open_kind(data, labels=False)
     net = prepare_model(model, None, inputs_alone(model, opened.first_batch))
     started, _ = start_at_zeros(net, inputs_alone(net, opened.first_batch))
-    options: Any = {"batch_size": batch_size, "preprocess": preprocess}
-    return net, add_states(net, started, read_inputs(started, opened, per_row=False, **options))
+    return net, add_states(
+        net,
+        started,
+        read_inputs(started, opened, per_row=False, batch_size=batch_size, preprocess=preprocess),
+    )
 
 
 def _read_labeled(

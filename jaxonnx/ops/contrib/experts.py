@@ -237,8 +237,13 @@ def _declare(layer: int) -> Quantized:
         bits = bits or attributes.get("expert_weight_bits", 4)
         return InBytes.of((*shape[:2], shape[2] * 8 // bits), bits, block, axis=2)
 
-    names = f"fc{layer}_scales", f"fc{layer}_zero_points"
-    return Quantized(*names, storage=storage, repacked=True, scalable=False)
+    return Quantized(
+        f"fc{layer}_scales",
+        f"fc{layer}_zero_points",
+        storage=storage,
+        repacked=True,
+        scalable=False,
+    )
 
 
 def _axes_of_experts(rank, attributes, position=0):
