@@ -401,16 +401,15 @@ def weights(graph: Graph, tensors: Mapping[str, Any]) -> dict[str, Weight]:
 
     LoRA, `reinitialize`, sparsity and the summary are based on it. The graph keeps the result.
     """
-    key = "weights", (*tensors,), _describe(tensors)
-    return {**graph.recall(key, lambda: _find_weights(graph, tensors))}
 
+    def find() -> dict[str, Weight]:
+        uses_of = uses_by_tensor(graph, tensors)
+        return {
+            name: _weight(tensors[name], [u for u in uses_of.get(name, ()) if u.node.body is None])
+            for name in dict.fromkeys([*uses_of, *tensors])
+        }
 
-def _find_weights(graph: Graph, tensors: Mapping[str, Any]) -> dict[str, Weight]:
-    uses_of = uses_by_tensor(graph, tensors)
-    return {
-        name: _weight(tensors[name], [u for u in uses_of.get(name, ()) if u.node.body is None])
-        for name in dict.fromkeys([*uses_of, *tensors])
-    }
+    return {**graph.recall(("weights", (*tensors,), _describe(tensors)), find)}
 
 
 def _weight(tensor: Any, all_uses: Sequence[Use]) -> Weight:

@@ -126,7 +126,9 @@ class Shardings(Printable):
         table.add_column("each device", justify="right", no_wrap=True)
         for x in self.tensors:
             shape, trained = "x".join(map(str, x.shape)) or "scalar", "yes" if x.trained else "no"
-            table.add_row(Text(x.name), shape, trained, Text(_format_spec(x.spec)), _bytes(x.size))
+            axes = ["-" if part is None else "+".join(axes_of(part)) for part in x.spec]
+            split = ", ".join(axes) if any(x.spec) else ""
+            table.add_row(Text(x.name), shape, trained, Text(split), _bytes(x.size))
         trained = sum(x.size for x in self.tensors if x.trained)
         frozen = self.size - trained - self.optimizer
         sizes = {"trained": trained, "frozen": frozen, "optimizer": self.optimizer}
@@ -134,13 +136,6 @@ class Shardings(Printable):
         each = f"each of {self.mesh.size} devices has {_bytes(self.size)}: {parts}"
         alone = f"one device alone would have {_bytes(self.whole)}"
         return Group(Text(f"mesh: {describe_mesh(self.mesh)}"), table, Text(each), Text(alone))
-
-
-def _format_spec(spec: PartitionSpec) -> str:
-    """Return the axes of a mesh for each axis of a tensor, empty if it is whole everywhere."""
-    if not any(spec):
-        return ""
-    return ", ".join("-" if part is None else "+".join(axes_of(part)) for part in spec)
 
 
 def _bytes(size: float) -> str:

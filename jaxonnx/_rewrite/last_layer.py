@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from onnx import GraphProto
@@ -213,7 +213,15 @@ def _way_out(
     node: Node, producers: Mapping[str, Node], traced: set[str], ranks: Mapping[str, int]
 ) -> str:
     """Return the part of an error that names layers before a node where the graph can be cut."""
-    layers = [*_nearest_layers(node, producers, traced, ranks)]
+    layers, queue, visited = list[Node](), [node], {node.index}
+    while queue:  # the nearest layers, on all paths
+        for name in queue.pop(0).reads:
+            before = producers.get(name)
+            if before is None or name not in traced or before.index in visited:
+                continue
+            visited.add(before.index)
+            data = [i for i, n in enumerate(before.inputs) if n in traced]
+            (queue if _factor(before, data, ranks) is None else layers).append(before)
     if not layers:
         return ""
     names = [f"'{layer.outputs[0]}' ({layer.op.name})" for layer in layers[:_LISTED]]
@@ -222,21 +230,3 @@ def _way_out(
         f". Before it are {', '.join(names)}{more}: model.with_outputs(NAME) ends the graph at one "
         "of them, and the model that it gives can have another head"
     )
-
-
-def _nearest_layers(
-    node: Node, producers: Mapping[str, Node], traced: set[str], ranks: Mapping[str, int]
-) -> Iterator[Node]:
-    """Yield the nearest layers before a node, on all paths."""
-    queue, visited = [node], {node.index}
-    while queue:
-        for name in queue.pop(0).reads:
-            before = producers.get(name)
-            if before is None or name not in traced or before.index in visited:
-                continue
-            visited.add(before.index)
-            data = [i for i, n in enumerate(before.inputs) if n in traced]
-            if _factor(before, data, ranks) is not None:
-                yield before
-            else:
-                queue.append(before)

@@ -133,8 +133,11 @@ def _read_settings(folder: ModelFolder) -> Sampling:
     if unread:
         warn(f"settings of '{folder.path}' that are ignored: {unread}")
     ends, texts = (settings.get(name) for name in ("forced_eos_token_id", "stop_strings"))
+    # words of one token are among the suppressed ones (`read_suppressed_tokens`)
+    biases = {(*tokens,): float(bias) for tokens, bias in settings.get("sequence_bias") or ()}
+    words = [(*word,) for word in settings.get("bad_words_ids") or () if len(word) > 1]
     always: dict[str, Any] = {
-        "biases": _read_biases(settings),
+        "biases": (*biases.items(), *((word, -np.inf) for word in dict.fromkeys(words))),
         "forced_end": () if ends is None else (*(ends if isinstance(ends, list) else [ends]),),
         "stop_texts": (texts,) if isinstance(texts, str) else (*(texts or ()),),
     }
@@ -143,16 +146,6 @@ def _read_settings(folder: ModelFolder) -> Sampling:
     usual = {"temperature": 1.0, "top_k": _USUAL_TOP_K}
     sampling = {**usual, **{name: x for name, x in named.items() if x is not None}}
     return Sampling(**{**sampling, "top_k": sampling["top_k"] or None}, **always)
-
-
-def _read_biases(settings: Mapping[str, Any]) -> tuple[tuple[tuple[int, ...], float], ...]:
-    """Return the biases of sequences of tokens: -inf for `bad_words_ids` of several tokens.
-
-    Those of one token are among the suppressed ones (`read_suppressed_tokens`).
-    """
-    biases = {(*tokens,): float(bias) for tokens, bias in settings.get("sequence_bias") or ()}
-    words = [(*word,) for word in settings.get("bad_words_ids") or () if len(word) > 1]
-    return (*biases.items(), *((word, -np.inf) for word in dict.fromkeys(words)))
 
 
 def stop_tokens(model: Network) -> tuple[int, ...]:
