@@ -237,7 +237,7 @@ def _is_float(dtype: np.dtype) -> bool:
 def compare_integers(
     proto: ModelProto,
     feeds: Mapping[str, Any],
-    tolerance: float | None = None,
+    tolerance: float | None,
     *,
     optimized: bool = True,
 ) -> Integers:

@@ -422,7 +422,7 @@ def name_difference(
     names: Collection[str],
     runs: tuple[Run, Run],
     feeds: Mapping[str, Any],
-    tolerance: float | None = None,
+    tolerance: float | None,
 ) -> str:
     """Name the first node of a graph that gives another value in one of two evaluations.
 

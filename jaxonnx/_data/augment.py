@@ -81,22 +81,18 @@ def prepare_batch(
     key = key_of(key, epoch, number)
     parts, mirrors = jax.random.split(key)
     x = pixels
-    if augment.crop is not None:
+    if (least := augment.crop) is not None:
         keys = jax.random.split(parts, len(x))
-        crop = partial(_random_crop, size=where.size, least=augment.crop)
+
+        def crop(picture: Any, aspect: Any, key: jax.Array) -> jax.Array:
+            start, share = part(key, aspect, where.size, least)
+            return crop_and_resize(picture, start, share, where.size)
+
         x = jax.vmap(crop)(x, aspects, keys)
     if augment.flip:
         mirrored = jax.random.bernoulli(mirrors, augment.flip, (len(x), 1, 1, 1))
         x = jnp.where(mirrored, x[:, :, ::-1], x)
     return how(jax.lax.optimization_barrier(x), where)
-
-
-def _random_crop(
-    picture: Any, aspect: Any, key: jax.Array, size: tuple[int, int], least: float
-) -> jax.Array:
-    """Return a random crop of an image, resized to `size`."""
-    start, share = part(key, aspect, size, least)
-    return crop_and_resize(picture, start, share, size)
 
 
 def crop_and_resize(picture: Any, start: Any, share: Any, size: tuple[int, int]) -> jax.Array:

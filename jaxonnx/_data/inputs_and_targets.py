@@ -8,7 +8,6 @@ import jax
 import numpy as np
 
 from jaxonnx._data.ragged import (
-    PLAIN,
     Needs,
     Padding,
     Ragged,
@@ -22,7 +21,7 @@ from jaxonnx.errors import TrainingError
 
 
 def as_pair(
-    data: Any, values: Sequence[Value], what: str, labels: bool = True, padding: Padding = PLAIN
+    data: Any, values: Sequence[Value], what: str, labels: bool, padding: Padding
 ) -> tuple[tuple[Any, ...], Any]:
     """Convert data to inputs in the model's order, and targets.
 
@@ -195,7 +194,7 @@ def count_examples(inputs: Sequence[Any], targets: Any, values: Sequence[Value])
 
 
 def split_inputs(
-    data: Any, names: list[str], what: str, spare: Sequence[str] = ()
+    data: Any, names: list[str], what: str, spare: Sequence[str]
 ) -> tuple[tuple[Any, ...], Any]:
     """Split a pair or a dict into inputs in the model's order, and targets.
 

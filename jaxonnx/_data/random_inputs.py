@@ -27,7 +27,7 @@ def draw_inputs(
     *,
     length: int | None = None,
     graph: Graph | None = None,
-    seed: int = 0,
+    seed: int,
 ) -> dict[str, np.ndarray]:
     """Draw a value for each input.
 

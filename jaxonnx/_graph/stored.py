@@ -31,7 +31,7 @@ class StoredMatrix:
 
 
 def stored_matrices(
-    graph: Graph, tensors: Mapping[str, Any], apart: Collection[str] = ()
+    graph: Graph, tensors: Mapping[str, Any], apart: Collection[str]
 ) -> dict[str, StoredMatrix]:
     """Return the quantized matrices of a graph, by the names of their codes.
 

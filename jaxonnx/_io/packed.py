@@ -77,7 +77,7 @@ def find_recorded(proto: ModelProto, tensors: Mapping[str, Any]) -> Sparsity | N
     return Sparsity(layers, method) if layers else None
 
 
-def set_record(proto: ModelProto, layers: Iterable[Layer], method: str = "") -> None:
+def set_record(proto: ModelProto, layers: Iterable[Layer], method: str) -> None:
     """Replace the record of `proto`; remove it if no layer is sparse."""
     _write(proto, Record(goals(layers), method))
 

@@ -29,7 +29,7 @@ class CompilerError(Error):
     """Raised when a kernel cannot be compiled or loaded."""
 
 
-def load_library(source: Path, others: Sequence[Path] = ()) -> ctypes.CDLL:
+def load_library(source: Path, others: Sequence[Path]) -> ctypes.CDLL:
     """Load the library of a source, compiled at the first use of a user.
 
     Args:

@@ -53,7 +53,7 @@ def free_batch(
     params: Mapping[str, Any],
     state: Mapping[str, Any],
     *,
-    prove: bool = False,
+    prove: bool,
 ) -> tuple[ModelProto, dict[str, np.ndarray]]:
     """Rewrite a file that was exported with a fixed batch size to take any batch size.
 

@@ -67,9 +67,9 @@ def replace_head(
     tensors: Mapping[str, Any],
     trained: Collection[str],
     classes: Classes,
-    at: str | None = None,
+    at: str | None,
     *,
-    ending: bool = False,
+    ending: bool,
 ) -> NewLastLayer:
     """Replace a model's last layer by one with another number of outputs.
 

@@ -111,7 +111,7 @@ def _read_instruction(row: Mapping[str, Any], names: Names) -> Texts:
     return Texts(prompt, (_to_answer(row["output"]),))
 
 
-def add_other_answers(rows: Iterable[Row], before: Any = None) -> Iterator[Row]:
+def add_other_answers(rows: Iterable[Row], before: Any) -> Iterator[Row]:
     """Add to each row the answer of the row before it.
 
     Args:

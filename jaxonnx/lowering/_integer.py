@@ -120,9 +120,7 @@ def integer_product(a, b, a_zero=None, b_zero=None):
     return integer_product_p.bind(*map(jnp.asarray, (a, b, *points)), zeros=has_zeros)
 
 
-def integer_convolution(
-    x, w, window: Any, groups: int, x_zero=None, w_zero=None, channels: int = 1
-):
+def integer_convolution(x, w, window: Any, groups: int, x_zero, w_zero, channels: int = 1):
     """Cross-correlate 8-bit images x (N, C, *size) with w (M, C / groups, *kernel), in int32.
 
     Padding counts as the zero point. `channels` is the axis of the channels: 1, or -1 for

@@ -405,7 +405,7 @@ def _steps_outside(h):
     return lax.optimization_barrier(h.reshape(-1, h.shape[-1])).reshape(h.shape)
 
 
-def _affine(x, w_t, bias=None):
+def _affine(x, w_t, bias):
     return product(x, w_t) if bias is None else product(x, w_t) + bias
 
 

@@ -118,7 +118,7 @@ def convert(
 
 
 def raise_opset(
-    model: Model, opset: int, reason: str = "the scheme needs", *, check: bool = True
+    model: Model, opset: int, reason: str = "the scheme needs", *, check: bool
 ) -> Model:
     """Convert the model to an opset if its own is older.
 

@@ -375,7 +375,7 @@ def unfold(
     proto: ModelProto,
     graph: Graph,
     tensors: Mapping[str, Any],
-    opened: tuple[ReplacedOperator, ...] = (),
+    opened: tuple[ReplacedOperator, ...],
 ) -> tuple[ModelProto, dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Undo `fold`: replace integer weights by float tensors in front of a QuantizeLinear.
 

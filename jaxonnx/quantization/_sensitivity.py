@@ -372,7 +372,7 @@ def insert_within(
     method: str | None,
     bound: Bound,
     *,
-    keep_norms: bool = False,
+    keep_norms: bool,
 ) -> N:
     """Quantize a network as `insert` does, and keep tensors in more bits until a bound is met.
 

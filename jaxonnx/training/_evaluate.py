@@ -92,7 +92,7 @@ def evaluate_objective(
     goal: Objective,
     examples: Source,
     labels: Sequence[str],
-    progress: bool | None = None,
+    progress: bool | None,
     model: Model | None = None,
 ) -> dict[str, Any]:
     """Return the values of an objective over all examples; tables get the names of classes.

@@ -166,8 +166,8 @@ def insert_rounding(
     method: Literal["gptq", "awq"] | None = None,
     *,
     keep_norms: bool = False,
-    bound: Bound | None = None,
-    check: bool = True,
+    bound: Bound | None,
+    check: bool,
 ) -> Model:
     """Round a model by a scheme (`quantization.insert`), in an opset that has its types.
 

@@ -99,7 +99,7 @@ class ReportSource(Protocol):
 def write_report(
     result: ReportSource,
     path: str | os.PathLike[str],
-    configuration: Mapping[str, Any] | None = None,
+    configuration: Mapping[str, Any] | None,
 ) -> None:
     """Write the page; `Result.report` has the arguments."""
     text = "\n".join(_write_page(result, configuration))
@@ -324,9 +324,7 @@ def has_other_card(folder: Path, model: Model) -> bool:
     return bool(text) and _MARK not in text and text != base
 
 
-def write_card(
-    result: ReportSource, folder: Path, license: str | None = None, base: str | None = None
-) -> None:
+def write_card(result: ReportSource, folder: Path, license: str | None, base: str | None) -> None:
     """Write the card of a run into the folder of its model or adapters."""
     model = result.model
     base, head = base or _find_base(model, folder), _HEAD.match(_read_base_card(model))

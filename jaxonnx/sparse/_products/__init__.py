@@ -44,7 +44,7 @@ def register_products(platform: str | None = None) -> None:
 
 
 def prepare_products(
-    weights: Iterable[jax.Array], platform: str | None = None, *, is_split: bool = False
+    weights: Iterable[jax.Array], platform: str | None, *, is_split: bool = False
 ) -> bool:
     """Register the kernels for products with these weights, or warn why products stay dense.
 
