@@ -41,7 +41,11 @@ def with_nan(*numbers):
 @pytest.mark.parametrize(
     ("nan", "kept", "stopped"),
     [
-        ("stop", 14, "the update is not finite at step 15; the weights are those of step 14"),
+        (
+            "stop",
+            14,
+            "at step 15 (nan='skip' leaves out such steps); the weights are those of step 14",
+        ),
         ("skip", 14, None),
         ("rollback", 10, None),
     ],

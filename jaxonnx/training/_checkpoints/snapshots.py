@@ -56,6 +56,7 @@ class Snapshots:
         self._best = None if settings.patience is None else self._copy_weights(state)
         """The parameters, in the order of the file, and statistics of the best epoch."""
         self._rollback = settings.nan == "rollback"
+        self._way = " (nan='skip' leaves out such steps)" if settings.nan == "stop" else ""
         self._spare: State | None = None
         self._saved = 0
         """The step of the last snapshot."""
@@ -187,7 +188,7 @@ class Snapshots:
             return state
         reason = str(self._record.trouble)
         if self._spare is None:
-            raise Stop(reason, self._record.step - 1)
+            raise Stop(f"{reason}{self._way}", self._record.step - 1)
         if self._retries == _RETRIES:
             reason += f", after {_RETRIES} returns to the weights of step {self._saved}"
             raise Stop(reason, self._saved)
