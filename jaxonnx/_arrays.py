@@ -1,12 +1,33 @@
-"""Put arrays on meshes and gather them, also with several processes."""
+"""Contexts that functions of arrays run in; arrays on meshes, also with several processes."""
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
+
+
+def allow_promotion(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that broadcasts arrays of fewer axes, whatever `jax_numpy_rank_promotion`.
+
+    Operators of ONNX broadcast, and users set the flag to find what their own code does.
+    """
+
+    @wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        with jax.numpy_rank_promotion("allow"):
+            return function(*args, **named)
+
+    return call
+
+
+def lower_fun(function: Callable[..., Any], multiple_results: bool = True) -> Callable[..., Any]:
+    """Lower a primitive to a function, as `mlir.lower_fun` does, under `allow_promotion`."""
+    return mlir.lower_fun(allow_promotion(function), multiple_results)
 
 
 def on_auto_axes(function: Callable, specs: Callable[..., Any], *args: Any) -> Any:

@@ -44,7 +44,7 @@ ONLY = {
     "_limits": {"_files", "errors"},
     "registry": {"_weights", "_constraints"},
     "_constraints": {"errors"},
-    "lowering": {"_native", "_jaxpr", "_require", "errors"},
+    "lowering": {"_native", "_jaxpr", "_arrays", "_require", "errors"},
     "sparse": {"_native", "_jaxpr", "_arrays", "_files", "_display"} | {"_require", "errors"},
     "_native": {"errors"},
     "_files": {"errors"},

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from jaxonnx._arrays import by_size, like, on_auto_axes
+from jaxonnx._arrays import allow_promotion, by_size, like, on_auto_axes
 from jaxonnx._graph.ancestors import ancestors
 from jaxonnx._graph.bind import Graph, Node
 from jaxonnx._graph.values import data
@@ -339,7 +339,8 @@ class Program:
         graph = self.train(graph) if training else graph
         evaluate = self._nest(self.views, graph, training, updates is not None)
         tensors, inputs = {**state, **params}, {**inputs}
-        outputs, renewed = on_auto_axes(evaluate, specs, tensors, key, inputs)
+        run = allow_promotion(on_auto_axes)
+        outputs, renewed = run(evaluate, specs, tensors, key, inputs)
         if updates is not None:
             updates.update(renewed)
         return outputs

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxonnx._arrays import allow_promotion
 from jaxonnx._require import describe, require, require_integer
 from jaxonnx._rewrite.network import Network
 from jaxonnx._run.program import Program
@@ -696,9 +697,11 @@ class _Programs(dict):
         self._generator = generator
 
     def __missing__(self, key: tuple[Side | None, int | None]) -> tuple[Any, Any, Any]:
-        begin = jit(partial(self._generator._begin, *key), static_argnames="size")
-        step = jit(partial(self._generator._step, *key), donate_argnames="carry")
-        resume = jit(partial(self._generator._resume, *key), static_argnames="added")
+        generator = self._generator
+        forms = generator._begin, generator._step, generator._resume
+        begin, step, resume = (allow_promotion(partial(form, *key)) for form in forms)
+        begin, step = jit(begin, static_argnames="size"), jit(step, donate_argnames="carry")
+        resume = jit(resume, static_argnames="added")
         return self.setdefault(key, (begin, step, resume))
 
 

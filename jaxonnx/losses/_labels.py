@@ -130,7 +130,7 @@ class ClassLoss(WeighedLoss):
         logits = self.operator is softmax_cross_entropy
         scores = jax.nn.log_softmax(outputs, axis=1) if logits else outputs
         if self.weight is not None:
-            scores = scores * self.weight.reshape(-1, *(1,) * (outputs.ndim - 2))
+            scores = scores * self.weight.reshape(1, -1, *(1,) * (outputs.ndim - 2))
         return -scores.mean(axis=1)
 
 

@@ -23,6 +23,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from jaxonnx._arrays import allow_promotion, lower_fun
 from jaxonnx.lowering._compile import keep_apart
 
 
@@ -122,7 +123,7 @@ def named_primitive(
       static: the name of the static parameter, or ().
       several: whether the function returns a tuple of results.
     """
-    primitive = _NamedPrimitive(name)
+    primitive, function = _NamedPrimitive(name), allow_promotion(function)
 
     def batch(arguments, axes, /, **params):
         results = jax.vmap(partial(function, **params), axes)(*arguments)
@@ -137,7 +138,7 @@ def named_primitive(
     primitive.def_impl(jax.jit(function, static_argnames=static))
     primitive.def_abstract_eval(infer)
     batching.primitive_batchers[primitive] = batch
-    mlir.register_lowering(primitive, mlir.lower_fun(function, multiple_results=several))
+    mlir.register_lowering(primitive, lower_fun(function, multiple_results=several))
     return primitive
 
 
@@ -233,7 +234,7 @@ def is_split(context: Any) -> bool:
 
 def _lower(platform: str, context, u, v, *, form, out):
     function = partial(on_platform(platform, form, split=is_split(context)), out)
-    return mlir.lower_fun(function, multiple_results=False)(context, u, v)
+    return lower_fun(function, multiple_results=False)(context, u, v)
 
 
 mlir.register_lowering(contract_p, partial(_lower, ""))

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import mlir
 
+from jaxonnx._arrays import lower_fun
 from jaxonnx.lowering._contract import named_primitive
 from jaxonnx.lowering._stored_array import KernelFirst
 from jaxonnx.lowering._taps import Taps
@@ -101,7 +102,7 @@ integer_product_p = named_primitive("integer_product", _plain, "zeros")
 def _lower(context, *operands, zeros):
     axes = context.module_context.axis_context
     split = getattr(axes, "num_devices", 1) > 1  # rows that devices share are not concatenated
-    function = mlir.lower_fun(_plain if split else _fast, multiple_results=False)
+    function = lower_fun(_plain if split else _fast, multiple_results=False)
     return function(context, *operands, zeros=zeros)
 
 

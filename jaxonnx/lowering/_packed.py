@@ -20,6 +20,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from jaxonnx._arrays import allow_promotion, lower_fun
 from jaxonnx._native import CompilerError, is_split, load_library
 from jaxonnx.lowering._stored_array import StoredArray
 
@@ -181,7 +182,7 @@ packed_product_p.plain = (  # type: ignore[attr-defined]
     lambda *operands, form: form.dense(*operands)
 )
 packed_product_p.def_abstract_eval(
-    lambda *avals, form: jax.make_jaxpr(form.dense)(*avals).out_avals[0]
+    lambda *avals, form: jax.make_jaxpr(allow_promotion(form.dense))(*avals).out_avals[0]
 )
 
 
@@ -234,10 +235,10 @@ def _lower_on_cpu(context, *operands, form):
     if plain or len(operands) > 1 + form.count or not is_faster(x, form.unpack, form.size):
         return _lower(context, *operands, form=form)
     fast = lambda x, *groups, form: multiply(x, form.unpack, *groups)  # noqa: E731
-    return mlir.lower_fun(fast, multiple_results=False)(context, *operands, form=form)
+    return lower_fun(fast, multiple_results=False)(context, *operands, form=form)
 
 
-_lower = mlir.lower_fun(lambda *operands, form: form.on_devices(*operands), multiple_results=False)
+_lower = lower_fun(lambda *operands, form: form.on_devices(*operands), multiple_results=False)
 mlir.register_lowering(packed_product_p, _lower)
 mlir.register_lowering(packed_product_p, _lower_on_cpu, platform="cpu")
 

@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 from jax.interpreters import mlir
 
+from jaxonnx._arrays import lower_fun
 from jaxonnx.lowering._contract import Rule, contract, named_primitive, on_platforms
 from jaxonnx.lowering._taps import Taps
 
@@ -100,7 +101,7 @@ def _window_arguments(taps: Taps, rank: int) -> tuple:
 
 maximum_p = named_primitive("window_maximum", _plain_maximum, "taps")
 winner_p = named_primitive("window_winner", _winner, "taps")
-_maximum_on_tpu = mlir.lower_fun(
+_maximum_on_tpu = lower_fun(
     lambda x, taps: _reduce_max(x, taps) if _has_instruction(taps) else _plain_maximum(x, taps),
     multiple_results=False,
 )

@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 from jax.interpreters import ad, batching, mlir
 
+from jaxonnx._arrays import lower_fun
 from jaxonnx.lowering._contract import named_primitive
 
 
@@ -50,9 +51,7 @@ def _divide_exactly(x, y):
     return lax.div(jnp.where(true, x, y), jnp.where(true, y, x)).astype(dtype)
 
 
-mlir.register_lowering(
-    divide_p, mlir.lower_fun(_divide_exactly, multiple_results=False), platform="cpu"
-)
+mlir.register_lowering(divide_p, lower_fun(_divide_exactly, multiple_results=False), platform="cpu")
 
 
 def _batch(operands, axes):

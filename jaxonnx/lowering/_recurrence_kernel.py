@@ -16,6 +16,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from jaxonnx._arrays import allow_promotion, lower_fun
 from jaxonnx._native import CompilerError, is_split, load_library
 
 LEAST = 2**22
@@ -57,6 +58,7 @@ def loop_primitive(name: str, plain: Callable, kernel: Callable | None = None) -
     primitive = Primitive(name)
     primitive.multiple_results = True
 
+    @allow_promotion
     def flat(function, *leaves, tree, **params):
         return jax.tree.leaves(function(*tree.unflatten(leaves), **params))
 
@@ -78,7 +80,7 @@ def loop_primitive(name: str, plain: Callable, kernel: Callable | None = None) -
     def lower(context, *leaves, **params):
         exported = context.module_context.lowering_parameters.for_export
         fast = kernel is not None and not is_split(context) and not exported
-        return mlir.lower_fun(partial(flat, kernel if fast else plain, **params))(context, *leaves)
+        return lower_fun(partial(flat, kernel if fast else plain, **params))(context, *leaves)
 
     primitive.plain = partial(flat, plain)  # type: ignore[attr-defined]  # for readers of a jaxpr
     compiled: Any = jax.jit(primitive.bind, static_argnames=("tree", "cell", "reverse", "keeps"))
@@ -94,7 +96,7 @@ def loop_primitive(name: str, plain: Callable, kernel: Callable | None = None) -
     )
     ad.primitive_jvps[primitive] = differentiate
     batching.primitive_batchers[primitive] = batch
-    mlir.register_lowering(primitive, mlir.lower_fun(partial(flat, plain)))
+    mlir.register_lowering(primitive, lower_fun(partial(flat, plain)))
     mlir.register_lowering(primitive, lower, platform="cpu")
     return primitive
 

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad, mlir
 
+from jaxonnx._arrays import lower_fun
 from jaxonnx.lowering._contract import is_split, named_primitive
 
 
@@ -99,7 +100,7 @@ def _add_both(first: tuple, second: tuple) -> tuple:
 
 def _lower_on_cpu(context, x, u, *, axes):
     function = _moments if is_split(context) else _sum_together
-    return mlir.lower_fun(partial(function, axes=axes), multiple_results=True)(context, x, u)
+    return lower_fun(partial(function, axes=axes), multiple_results=True)(context, x, u)
 
 
 mlir.register_lowering(moments_p, _lower_on_cpu, platform="cpu")

@@ -140,13 +140,13 @@ def _negative_log_likelihood(log_prob, target, weight, ignore_index, reduction):
     if isinstance(target, np.ndarray) and not (inside | ~counted).all():
         raise NodeError(f"a label is outside [0, {classes})")
     class_axis = jnp.arange(classes, dtype=canonical(target.dtype))
-    class_axis = class_axis.reshape(-1, *(1,) * (target.ndim - 1))
+    class_axis = class_axis.reshape(1, -1, *(1,) * (target.ndim - 1))
     chosen = jnp.expand_dims(target, 1) == class_axis
     loss = -jnp.where(chosen, log_prob, 0).sum(1)
     loss = jnp.where(inside | ~counted, loss, jnp.nan)
     share = jnp.broadcast_to(counted, loss.shape).astype(loss.dtype)
     if weight is not None:
-        weight = weight.reshape(-1, *(1,) * (target.ndim - 1))
+        weight = weight.reshape(1, -1, *(1,) * (target.ndim - 1))
         share = share * jnp.where(chosen, weight, 0).sum(1).astype(loss.dtype)
     loss = jnp.where(counted, loss * share, 0)
     if reduction == "none":

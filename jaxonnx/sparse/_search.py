@@ -18,6 +18,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
+from jaxonnx._arrays import lower_fun
 from jaxonnx._native import is_split
 from jaxonnx.sparse import _templates
 from jaxonnx.sparse._templates import Axes, best_codes
@@ -210,10 +211,10 @@ def _primitive(name: str, plain: Callable, on_tpu: Callable) -> Primitive:
 
     def lower_rule(context, x, *, axes):
         function = plain if is_split(context) else on_tpu
-        return mlir.lower_fun(partial(function, axes=axes))(context, x)
+        return lower_fun(partial(function, axes=axes))(context, x)
 
     batching.primitive_batchers[primitive] = batch_rule
-    mlir.register_lowering(primitive, mlir.lower_fun(plain))
+    mlir.register_lowering(primitive, lower_fun(plain))
     mlir.register_lowering(primitive, lower_rule, platform="tpu")
     return primitive
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Primitive, primitives
 from jax.interpreters import ad, batching, mlir
 
+from jaxonnx._arrays import lower_fun
 from jaxonnx._jaxpr import Program, inner_program, interpret, retrace_params
 from jaxonnx._native import is_split
 from jaxonnx.errors import SparsityError, warn
@@ -292,7 +293,7 @@ def _batch(arguments, at, *, axis, dtype):
 
 
 def _lower_dense(context, *args, **params):
-    return mlir.lower_fun(partial(_dense, **params), multiple_results=False)(context, *args)
+    return lower_fun(partial(_dense, **params), multiple_results=False)(context, *args)
 
 
 def _lower_on(kernel, context, x, w, *packed, axis, dtype):
@@ -311,7 +312,7 @@ def _lower_on(kernel, context, x, w, *packed, axis, dtype):
         return kernel.product(x, w, axis).astype(dtype)
 
     if not is_split(context) and ((packed and kernel is _cpu) or kernel.fits(*about)):
-        return mlir.lower_fun(sparse, multiple_results=False)(context, x, w, *packed)
+        return lower_fun(sparse, multiple_results=False)(context, x, w, *packed)
     return _lower_dense(context, x, w, *packed, axis=axis, dtype=dtype)
 
 

@@ -235,7 +235,7 @@ def _sum_moments(outputs, targets, weight) -> Sums:
     outputs, targets = (x.reshape(len(weight), -1).astype(float) for x in (outputs, targets))
     weight = weight[:, None]
     mean = _divide((targets * weight).sum(0), weight.sum())
-    squares = ((targets - mean) ** 2 * weight).sum(0)
+    squares = ((targets - mean[None]) ** 2 * weight).sum(0)
     error = jnp.where(weight > 0, (outputs - targets) ** 2 * weight, 0).sum(0)
     return _Moments(weight.sum(), mean, squares, error)
 
