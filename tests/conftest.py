@@ -55,20 +55,23 @@ def pytest_collection_finish():
 def pytest_collection_modifyitems(config, items):
     """Select a part of the tests, and put those of one case side by side, in one worker.
 
-    All cases of a function are in one part, and tests of one case share what is expected.
+    Tests of one case share what is expected: all cases of such a function are in one part. Other
+    functions have theirs in all parts, which so take about the same time.
     """
+
+    def find_case(item):
+        return item.callspec.params.get("case") if hasattr(item, "callspec") else None
+
+    def name(item):
+        return item.nodeid if find_case(item) is None else item.nodeid.partition("[")[0]
+
     if part := config.getoption("part"):
         index, count = map(int, part.split("/"))
-        names = [item.nodeid.partition("[")[0] for item in items]
-        items[:] = [
-            item
-            for item, name in zip(items, names, strict=True)
-            if zlib.crc32(name.encode()) % count == index
-        ]
+        items[:] = [item for item in items if zlib.crc32(name(item).encode()) % count == index]
     places: dict[object, int] = {}
 
     def place(item):
-        case = item.callspec.params.get("case") if hasattr(item, "callspec") else None
+        case = find_case(item)
         key = item.nodeid if case is None else (item.path, id(case))
         return places.setdefault(key, len(places))
 
