@@ -339,10 +339,14 @@ def biases_scores(site: Site) -> bool:
 def is_varied_operand(site: Site) -> bool:
     """Find gates, thresholds, positions, centers and mixed kernels in plain arithmetic with data.
 
-    Buffers do so as well, but their numbers repeat or count.
+    Buffers do so as well, but their numbers repeat, count, or are whole, as the sizes of a
+    detector's anchors in pixels.
     """
     operand = site.meets_data and site.tensor.stored and bool(site.facts.layers)
-    return operand and site.tensor.irregular and site.tensor.is_varied
+    if not (operand and site.tensor.irregular and site.tensor.is_varied):
+        return False
+    numbers = site.tensor.value.astype(np.float64)
+    return site.tensor.largest <= 1 or bool((numbers != np.rint(numbers)).any())
 
 
 def gives_weight(site: Site) -> bool:

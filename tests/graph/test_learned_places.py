@@ -22,6 +22,11 @@ PLACES = {
         True,
     ),
     "factors over heads": (f"{HEADS} y = Mul(h, p)", {"p": weight(1, 4, 1, 8)}, True),
+    "sizes of anchors in pixels (YOLOv5)": (
+        f"{HEADS} s = Sigmoid(h) y = Mul(s, p)",
+        {"p": np.round(100 * np.abs(weight(1, 4, 1, 8))) + 8},
+        False,
+    ),
     "slopes over channels and frequencies": (
         f"{HEADS} y = PRelu(h, p)",
         {"p": weight(1, 4, 1, 8)},
