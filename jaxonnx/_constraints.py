@@ -12,8 +12,8 @@ One name is one size, wherever it stands; a name of an attribute is that attribu
 one factor that is not known yet is found by division, which must leave nothing. `*D` is any number
 of axes, `rank D` how many, `_` any size; numbers may be added. Names that no input tells are found
 in the order of the declarations. `(C) | (N, C)` are alternatives, of which the first that fits
-holds, and `#M` is M elements in whatever shape. Lists among the attributes have shapes, too. What
-is omitted is not looked at, nor are sequences and maps.
+holds, and `#M` is M elements in whatever shape. Lists among the attributes have shapes, too. Inputs
+that are omitted, sequences and maps are not checked.
 """
 
 import operator

@@ -1,7 +1,7 @@
 """Files: readers that no file can harm, and writers that leave no half-written file.
 
-What readers of untrusted .npz archives and JSON raise becomes an error of ours, and no file makes
-them allocate more than it holds, or more than the machine has. A file is written beside its place,
+Errors of readers of untrusted .npz archives and JSON become errors of ours, and no file makes them
+allocate more than it holds, or more than the machine has. A file is written beside its place,
 and moved there when it is whole.
 """
 

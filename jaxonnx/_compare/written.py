@@ -1,7 +1,8 @@
 """Check a file that was written: the checker, a runtime, and the network that it was written from.
 
-What rewrites nodes ends here: `jaxonnx.convert`, `jaxonnx.quantize`, `Model.then`, ... The inputs
-are random, in the shapes that the network declares, and few; the figures are those of `validate`.
+All functions that rewrite nodes end here: `jaxonnx.convert`, `jaxonnx.quantize`, `Model.then`, ...
+The inputs are random, in the shapes that the network declares, and few; the figures are those of
+`validate`.
 """
 
 import sys

@@ -1,9 +1,9 @@
 """Find normalization layers that are written as arithmetic.
 
 Older exports and converters write LayerNormalization and the like as ReduceMean, Sub, Mul, Sqrt and
-Div, and BatchNormalization of inference as arithmetic with its constants. What the normalized
-values are multiplied by is a scale and what is added to them a bias, also if they have several
-axes; stored means and variances are statistics.
+Div, and BatchNormalization of inference as arithmetic with its constants. Factors of the normalized
+values are scales and their addends biases, also with several axes; stored means and variances are
+statistics.
 """
 
 from collections.abc import Mapping

@@ -57,8 +57,8 @@ MaxPool is left out: without rounding behind it a step of LeNet takes more memor
 def find_idle_rounding(graph: Graph) -> Mapping[int, str]:
     """Find values that QuantizeLinear and DequantizeLinear do not change, if scales are scalars.
 
-    What was rounded by a scale, and then moved, is rounded by the same scale again in QDQ graphs,
-    so that runtimes move integers. Value and gradients are the same without.
+    In QDQ graphs a value that was rounded by a scale, and then moved, is rounded by the same scale
+    again, so that runtimes move integers. Value and gradients are the same without.
 
     Returns:
       The value that equals the result of a DequantizeLinear, by the index of that node.

@@ -1,8 +1,8 @@
 """The rules by which a tensor of a file is trained, kept as state, or left a constant.
 
 A file does not say which of its tensors were learned. `RULES`, below, reads from top to bottom: of
-the rules that fit a use of a tensor, the first one decides. What no rule fits is a constant, and a
-tensor with several uses is trained if one of them says so.
+the rules that fit a use of a tensor, the first one decides. A tensor that no rule
+fits is a constant, and a tensor with several uses is trained if one of them says so.
 """
 
 import re

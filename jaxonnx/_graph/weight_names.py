@@ -1,7 +1,7 @@
 """The names of weights besides their own: of modules and nodes, of ties, and aliases.
 
 A weight that its exporter numbered (val_42, onnx::MatMul_394) has an alias: the module that reads
-it and what it is there ("encoder.layers.0.linear1.weight").
+it and its name there ("encoder.layers.0.linear1.weight").
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The values of TensorProtos: inline, in external files, sparse, or of types that share bytes.
 
-Neither the model nor what else lies in its folder is trusted, and both may change while they are
+Neither the model nor the other files of its folder are trusted, and all may change while they are
 read. So nothing is looked up twice: each part of a path is opened from the descriptor of the folder
-that it lies in, links are followed here and only to places below the root, and what is checked is
-the open file, which is then mapped. That is RESOLVE_BENEATH of Linux for every system with openat.
+that it lies in, links are followed here and only to places below the root, and the open file is
+checked, which is then mapped. That is RESOLVE_BENEATH of Linux for every system with openat.
 """
 
 import errno

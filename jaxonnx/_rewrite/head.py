@@ -1,8 +1,8 @@
 """A new last layer: the classes of another problem on the features of the same network.
 
-The layer keeps its node, its name and its attributes; its weight, its bias and what else has one
-number for each class become tensors of other lengths. A tensor that something else reads as well,
-or that is computed, stays with that, and the layer gets one of its own.
+The layer keeps its node, its name and its attributes; its weight, its bias and other tensors
+with one number for each class get other lengths. A tensor that another node reads as well, or that
+is computed, stays as it is, and the layer gets one of its own.
 """
 
 from __future__ import annotations

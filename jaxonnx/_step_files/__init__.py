@@ -74,7 +74,7 @@ def _derive_tensors(graph: GraphProto, positions: Collection[bytes]) -> None:
 
     Args:
       graph: without those of its nodes.
-      positions: the digests of what is stored already.
+      positions: the digests of the tensors that are stored already.
     """
     used, nodes = {*defined_names(graph)}, []
     for tensor in graph.initializer:

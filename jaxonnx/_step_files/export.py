@@ -548,7 +548,7 @@ _ROLES = {
     "optimizer": "optimizer",
     "average": "average",
 }
-"""The role in a manifest of what a field of `State` has; of other fields, "progress"."""
+"""The role in a manifest of the tensors of a field of `State`; of other fields, "progress"."""
 OPEN = 4
 """The size of the batch that a step is checked with if the batch size is symbolic."""
 

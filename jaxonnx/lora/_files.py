@@ -374,7 +374,7 @@ def write_peft(
       folder: to write to.
       changes: by module.
       scale: of all changes, alpha / rank.
-      about: settings that say what the adapters are for.
+      about: settings on the purpose of the adapters.
       tables: the modules among them that are embeddings.
       others: weights that were trained in full, by module.
       biases: those that were, by module.

@@ -80,8 +80,8 @@ def _truncate(x, dtype):
 def _to_e8m0(x, saturate, round_mode):
     """Round the magnitude of `x` to a power of two 2^(e - 127), stored as e; 255 is NaN.
 
-    0 and what is below the range give the least power; `nearest` rounds ties up. Without
-    saturation, what is not within the range of the type is NaN.
+    0 and numbers below the range give the least power; `nearest` rounds ties up. Without
+    saturation, numbers outside of the range of the type are NaN.
     """
     threshold = {"up": 1, "nearest": 1 << 22, "down": 1 << 23}.get(round_mode)
     if threshold is None:

@@ -46,8 +46,9 @@ def scale_inputs(
 
     "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration"
     (arXiv:2306.00978). The inputs of weights are multiplied by s = magnitude^a, with the best a of
-    a grid, and what computes the activation is divided by s: the weight of a normalization, the
-    bias that is added to it, or the outputs of the product before. The network computes the same.
+    a grid, and the tensors that the activation is computed with are divided by s: the weight of a
+    normalization, the bias that is added to it, or the outputs of the product before. The network
+    computes the same.
 
     Args:
       model: the network before quantization.

@@ -1,7 +1,7 @@
 """The file of a rounded network: its record, and integers for weights that are floats in training.
 
 While a network is trained its weights are float tensors in front of a QuantizeLinear, so that the
-graph computes with what it will have when it is deployed. The record says which values become
+graph computes with the values of the deployed file. The record says which values become
 initializers when the file is saved (`fold`): integer weights, scales, and int32 biases. `unfold` is
 the way back, for files of other quantizers, too.
 
@@ -92,14 +92,23 @@ class Record:
             Bias(**{**bias, "scales": (bias["scales"][0], bias["scales"][1])})
             for bias in entry["biases"]
         )
-        lists = tuple(entry["folds"]), tuple(entry["scales"])
         opened = tuple(ReplacedOperator(*map(str, fields)) for fields in entry.get("opened", ()))
         norms = tuple(map(str, entry.get("norms", ())))
         learned = {name: (pair[0], pair[1]) for name, pair in entry.get("learned", {}).items()}
         idle, positive = (tuple(map(str, entry.get(key, ()))) for key in ("idle", "positive"))
         names, folded = dict(entry["names"]), bool(entry["folded"])
-        parts = tuple(biases), opened, norms, idle, positive, folded, learned
-        return cls(*lists, names, *parts)
+        return cls(
+            tuple(entry["folds"]),
+            tuple(entry["scales"]),
+            names,
+            tuple(biases),
+            opened,
+            norms,
+            idle,
+            positive,
+            folded,
+            learned,
+        )
 
     def write(self, proto: ModelProto) -> None:
         """Replace the record of a file."""

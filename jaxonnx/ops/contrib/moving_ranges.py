@@ -61,7 +61,7 @@ def moving_range(
     """(scale, low, high, zero point) of type `to` for a range that follows that of `x` in training.
 
     A step before the number `freeze` leaves the share `decay` of the range as it was, and rounds by
-    the new one. The range of what is `positive`, as behind a Relu, begins at 0.
+    the new one. The range of `positive` values, as behind a Relu, begins at 0.
     """
     if training:
         x = lax.stop_gradient(x)
@@ -82,7 +82,7 @@ def moving_range(
 def begin_rounding(x, rounded, count, *, start, positive=0, training: Training):
     """`x` in the steps of training before the number `start`; `rounded` from then on.
 
-    Of what is `positive`, as behind a Relu, `x` has no negative numbers either.
+    If `positive`, as behind a Relu, `x` has no negative numbers either.
     """
     x = jnp.maximum(x, 0) if positive else x
     return jnp.where(count < start, x, rounded) if training else rounded

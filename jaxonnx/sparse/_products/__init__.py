@@ -92,8 +92,8 @@ def sparse_products(function: Callable[..., Any], weights: Collection[str]) -> C
     Results differ from dense ones by the order of sums, and where x has a NaN or an infinity: it
     reaches the outputs whose weights are not zero there, not all of them.
 
-    Apply it to a gradient, rather than to what is differentiated: then x @ W and dy @ W.T are such
-    products. The derivative of one that is differentiated is dense.
+    Apply it to a gradient, not to the function that is differentiated: then x @ W and dy @ W.T are
+    such products. The derivative of one that is differentiated is dense.
 
     Args:
       function: of parameters (a pytree) and other arguments.

@@ -18,8 +18,8 @@ def restore_checkpoint(step: Step, path: str | os.PathLike[str]) -> State:
     """Return the state of a step where a run of onnxruntime-training ended.
 
     It has the parameters of the checkpoint, and the moments and the count of its AdamW in the place
-    of those of `jaxonnx.optim.adam(rate, T=1)`, which continues with the same numbers. What is not
-    trained is read by `jaxonnx.load(model, weights=path)`.
+    of those of `jaxonnx.optim.adam(rate, T=1)`, which continues with the same numbers. Tensors that
+    are not trained are read by `jaxonnx.load(model, weights=path)`.
 
     Args:
       step: of `jaxonnx.training.step`.

@@ -137,7 +137,7 @@ def run(
 class _Rows:
     """Ends a part of a run: renews statistics, validates, reports, and saves.
 
-    The parts are epochs, or what `validate_every` and `max_steps` make of them.
+    The parts are epochs, or the parts of epochs that `validate_every` and `max_steps` make.
     """
 
     reporter: Reporter

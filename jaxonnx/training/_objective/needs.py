@@ -1,6 +1,6 @@
 """Meet the needs of a run's losses: of the model, of the data, and of each batch.
 
-What a loss needs it says itself (`losses.Loss`). Only a single loss prepares the model, changes
+Each loss declares its needs (`losses.Loss`). Only a single loss prepares the model, changes
 batches, or makes inputs of labels.
 """
 

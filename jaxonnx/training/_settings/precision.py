@@ -1,8 +1,8 @@
 """Mixed precision: products of 16-bit numbers in a float32 program, and loss scaling for float16.
 
-What a graph computes is not cast as a whole: its float32 constants, norms, softmaxes and losses
-stay what they are. Only the products, of the forward pass and of both gradients, take their factors
-in 16 bits (and accumulate in float32), wherever they are: in loops, branches and attention alike.
+A graph is not cast as a whole: its float32 constants, norms, softmaxes and losses stay in float32.
+Only the products, of the forward pass and of both gradients, take their factors in 16 bits (and
+accumulate in float32), wherever they are: in loops, branches and attention alike.
 
 The gradients of float16 products underflow where those of bfloat16 do not. The loss is therefore
 scaled by a factor that halves when a gradient overflows and doubles after many steps without
@@ -104,7 +104,7 @@ def round_gradient(plan: Plan) -> None:
 def round_products(function: Callable[..., Any], dtype: Any) -> Callable[..., Any]:
     """Return a function whose products of two float32 arrays take them rounded to a type.
 
-    Apply it to a gradient, not to what is differentiated.
+    Apply it to a gradient, not to the function that is differentiated.
     """
     run = partial(_run, dtype)
 
