@@ -23,7 +23,7 @@ PLACES = {
     ),
     "factors over heads": (f"{HEADS} y = Mul(h, p)", {"p": weight(1, 4, 1, 8)}, True),
     "sizes of anchors in pixels (YOLOv5)": (
-        f"{HEADS} s = Sigmoid(h) y = Mul(s, p)",
+        f"{HEADS} e = Sigmoid(h) y = Mul(e, p)",
         {"p": np.round(100 * np.abs(weight(1, 4, 1, 8))) + 8},
         False,
     ),
