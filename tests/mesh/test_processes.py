@@ -184,3 +184,27 @@ def test_padding_is_checked_by_each_process(tmp_path):
         assert losses == re.findall("^losses: .*$", alone.out, re.MULTILINE)
         assert "distributed over several processes" in result.out
     assert "distributed over" not in alone.out
+
+
+SCALAR = """
+import optax
+mean = lambda y, t: optax.softmax_cross_entropy_with_integer_labels(y, t).mean()
+x, y = tiny.examples(7)
+settings = dict(epochs=2, progress=False, mesh=mesh, optimizer=optax.sgd(0.5))
+for loss in (tiny.LABELS, mean):
+    result = tiny.train(data=(x, y), batch_size=4, loss=loss, **settings)
+    print("losses:", [round(x, 5) for x in result.history.losses], flush=True)
+shares = [(x[:2], y[:2]), (x[2:3], y[2:3])]
+try:
+    tiny.train(data=shares, loss=mean, **settings)
+except jaxonnx.TrainingError as error:
+    print("refused:", error, flush=True)
+"""
+
+
+@pytest.mark.deep
+def test_a_scalar_of_a_short_batch_of_two_processes():
+    for result in run_processes.run(SCALAR, 2):
+        per_example, mean = re.findall("^losses: .*$", result.out, re.MULTILINE)
+        assert per_example == mean
+        assert re.search("^refused: .*has fewer examples than those", result.out, re.MULTILINE)

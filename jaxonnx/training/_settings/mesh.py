@@ -131,7 +131,7 @@ class MeshStep(Step):
             return jax.tree.map(lambda x: put(x, self._sharding_of(x)), batch)
         if isinstance(batch, ShortBatch):
             raise TrainingError(
-                "a batch of the share of a process has fewer examples than those before it, and "
+                "the share of a process in a batch has fewer examples than those before, and "
                 "the loss or a metric is a scalar of the examples of all processes: return one "
                 "value for each example, or leave the last batch out"
             )
