@@ -128,7 +128,8 @@ def evaluate_objective(
                     goal.check_labels(examples.targets, shapes, "data", names)
             if examples.targets is None:
                 goal.check_labels(batch.targets, shapes, f"batch {number + 1} of the data")
-            if not np.all(batch.weight) and goal.counts_fill(shapes, batch.targets):
+            parts = shapes, batch.targets
+            if not np.all(batch.weight) and any(goal.counts_fill(*parts, m) for m in (False, True)):
                 batch = drop_fill(batch, model.inputs)
                 outputs = model(*batch.inputs)
             new = sums_of(outputs, batch._replace(inputs=()))  # which may be strings

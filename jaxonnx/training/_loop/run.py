@@ -196,6 +196,7 @@ class _Batches:
     Attributes:
       first: a batch, whose shapes the sums of validation are made for.
       checks: of batches.
+      is_scalar: whether the loss is a scalar, and does not take what fills a batch.
     """
 
     def __init__(
@@ -208,7 +209,7 @@ class _Batches:
         self._begun = batches if first is None else chain([first], batches)
         self.first = next(source.batches(epoch)) if first is None else first
         self.checks = BatchChecks(step, self.first, source)
-        self._is_scalar = step.counts_fill(self.first, self.checks.shapes, metrics=False)
+        self.is_scalar = step.counts_fill(self.first, self.checks.shapes, metrics=False)
 
     def of_epoch(self, epoch: int) -> Iterator[Batch]:
         """Iterate an epoch's batches on the host (of a resumed epoch, the rest)."""
@@ -229,7 +230,7 @@ class _Batches:
         source = self._source if source is None else source
         if is_unchecked(source):
             self.checks(batch, name)
-        if self._is_scalar if is_scalar is None else is_scalar:
+        if self.is_scalar if is_scalar is None else is_scalar:
             batch = self._step.drop_fill(batch)
         return self._step.put(batch, source.in_shares)
 
@@ -315,7 +316,9 @@ class _Validation:
         self._interrupt = interrupt
         first = batches.first, batches.checks.shapes
         self._sums = None if held_out is None else step.sums(*first)
-        self._is_scalar = held_out is not None and step.counts_fill(*first, metrics=True)
+        self._is_scalar = batches.is_scalar or (
+            held_out is not None and step.counts_fill(*first, metrics=True)
+        )
         self._evaluate: Callable = step.compile(step.evaluate)
 
     def __call__(self, state: State, epoch: int) -> dict[str, float]:

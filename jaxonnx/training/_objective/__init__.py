@@ -221,15 +221,15 @@ class Objective:
             pair = self._metric_arguments(measure, shapes, targets)
             metrics.check(name, measure.given, measure.reader, *pair, weight)
 
-    def counts_fill(self, shapes: Any, targets: Any, metrics: bool = True) -> bool:
-        """Check whether a loss or metric is a scalar, which includes the fill of a short batch.
+    def counts_fill(self, shapes: Any, targets: Any, metrics: bool) -> bool:
+        """Check whether a loss, or a metric, is a scalar, which includes what fills a short batch.
 
         Args:
-          metrics: whether metrics are computed as well.
+          metrics: whether to look at metrics, and not at losses.
         """
         values = [
             jax.eval_shape(term.loss.__call__, *self._loss_arguments(term, shapes, targets))
-            for term in self.terms
+            for term in (() if metrics else self.terms)
             if term.loss.denominator == "examples"
         ]
         for measure in self.measures.values() if metrics else ():
@@ -280,7 +280,9 @@ def _drop_fill(outputs: Any, batch: Batch) -> Any:
     """
     if not isinstance(batch, ShortBatch):
         return outputs
-    size, count = len(batch.inputs[0]), len(batch.weight)
+    # the inputs may be left out, since they can be strings
+    first, count = (*batch.inputs, *jax.tree.leaves(outputs))[0], len(batch.weight)
+    size = first.shape[0] if first.shape else 0
 
     def take(x: Any) -> Any:
         if x.shape[:1] != (size,):

@@ -176,13 +176,13 @@ class Step(ABC):
         """
 
     def counts_fill(self, batch: Any, shapes: Any, metrics: bool) -> bool:
-        """Check whether the loss is a scalar, which includes the examples that fill a batch.
+        """Check whether the loss, or a metric, is a scalar, which includes what fills a batch.
 
-        `train` then leaves them out, by `drop_fill`.
+        `train` then leaves it out, by `drop_fill`.
 
         Args:
           shapes: what `check` returned.
-          metrics: whether to look at metrics as well, for `evaluate`.
+          metrics: whether to look at metrics, and not at the loss.
         """
         return False
 
