@@ -108,7 +108,10 @@ class Zeros(SparsityPattern):
 
     density = 1.0
     transposable = False
-    name = "zeros"
+
+    @property
+    def name(self) -> str:
+        return "zeros"
 
     def __str__(self) -> str:
         return self.name
@@ -166,7 +169,7 @@ def parse(pattern: str | SparsityPattern, transposable: bool = True) -> Sparsity
     raise SparsityError(f"pattern {pattern!r} is not of the form {' or '.join(_FORMS)}")
 
 
-register(Zeros.name, Zeros.name, lambda match, transposable: Zeros())
+register("zeros", "zeros", lambda match, transposable: Zeros())
 
 
 def default_axes(ndim: int) -> Axes:
