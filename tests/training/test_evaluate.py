@@ -224,3 +224,17 @@ def test_training_has_numbers_only():
     for metric in ("confusion_matrix", "roc_auc"):
         with pytest.raises(jaxonnx.TrainingError, match=r"pass it to jaxonnx\.evaluate"):
             train(validation=examples(), metrics=[metric])
+
+
+@pytest.mark.parametrize("labels", [True, False])
+def test_a_score_that_is_nan_has_no_rank(labels):
+    """scikit-learn refuses it; a sort gives it the last rank, and an area like any other."""
+    x, y = draw()
+    x[5, 1] = np.nan
+    y = y if labels else np.eye(4, dtype=np.float32)[y]
+    names = ["roc_auc", "average_precision", "roc_curve"]
+    result = jaxonnx.evaluate(network(), (x, y), metrics=names)
+    assert np.isnan([*map(result.get, names[:2]), result["roc_curve"].area]).all()
+    weight = (np.arange(50) != 5).astype(np.float32)  # an example that does not count may have it
+    result = jaxonnx.evaluate(network(), (x, y, weight), metrics=names)
+    assert np.isfinite([*map(result.get, names[:2]), result["roc_curve"].area]).all()

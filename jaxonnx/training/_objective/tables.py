@@ -136,7 +136,8 @@ class Curve:
     thresholds: np.ndarray
     """Scores from which on a prediction is yes; infinite for the first point."""
     area: float
-    """Under the ROC curve, or the average precision; NaN where yes or no does not occur."""
+    """Under the ROC curve, or the average precision; NaN where yes or no does not occur, or where
+    any score is NaN."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -160,11 +161,13 @@ class Curves(_HasClassNames):
         make = {"roc": _roc, "precision_recall": _precision_recall}[kind]
         columns = zip(scores.T, true.T, strict=True)
         points = tuple(make(*_counts(s, t, weight)) for s, t in columns)
+        if np.isnan(scores).any():  # a sort would give it the last rank
+            points = tuple(replace(curve, area=np.nan) for curve in points)
         return cls(kind, points, _names(len(points)))
 
     @property
     def area(self) -> float:
-        """The mean over the classes that occur and are not all there is."""
+        """The mean over the classes that occur and are not all there is; NaN if a score is NaN."""
         areas = [curve.area for curve in self.points if not np.isnan(curve.area)]
         return float(np.mean(areas)) if areas else float("nan")
 
