@@ -378,6 +378,8 @@ class Adapters:
             if os.path.isdir(path):
                 from jaxonnx._io import checkpoints
 
+                if not any(name.isdigit() for name in os.listdir(path)):  # steps of a run
+                    raise files.refuse_folder(path)
                 newest = checkpoints.read(path)
                 values, about = newest.tensors, newest.adapters or {}
             else:

@@ -441,6 +441,20 @@ def read_peft(folder: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], di
     return {n: x.astype(np.float32) if x.dtype == half else x for n, x in arrays.items()}, config
 
 
+def refuse_folder(path: str | os.PathLike[str]) -> ModelError:
+    """Return the error for a folder that holds no adapters, with those in it that do.
+
+    PEFT writes adapters that have a name into a folder of this name, and transformers' Trainer
+    those of a step into "checkpoint-500".
+    """
+    inner = sorted(file.parent for file in Path(path).glob(f"*/{_CONFIG}"))
+    way = f": pass one of the folders in it, like '{inner[-1]}'" if inner else ""
+    return ModelError(
+        f"'{os.fspath(path)}' holds no adapters: it has neither {_CONFIG} and {_WEIGHTS} (PEFT) "
+        f"nor the checkpoints of a run{way}"
+    )
+
+
 def read_base(path: str | os.PathLike[str]) -> str:
     """Return the checksum of the base that a folder of PEFT has adapters of; "" if it has none."""
     weights = Path(path, _WEIGHTS)

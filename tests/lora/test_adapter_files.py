@@ -200,6 +200,18 @@ def test_folders_of_peft(tmp_path):
         jaxonnx.Adapters.load(folder, model)
 
 
+def test_folders_around_adapters_are_refused_with_those_inside(tmp_path):
+    """PEFT has a folder for an adapter with a name, and Trainer one for each checkpoint."""
+    model = jaxonnx.load(two_layers())
+    with pytest.raises(jaxonnx.ModelError, match=r"neither adapter_config.json and .* of a run$"):
+        jaxonnx.Adapters.load(tmp_path, model)
+    adapters = jaxonnx.Adapters.of(changed(model, 4, "*_proj*"))
+    adapters.save(tmp_path / "ranking", names=lambda name: name.partition(".MatMul")[0])
+    with pytest.raises(jaxonnx.ModelError, match=r"pass one of the folders in it, like .*ranking'"):
+        jaxonnx.Adapters.load(tmp_path, model)
+    assert jaxonnx.Adapters.load(tmp_path / "ranking", model).rank == 4
+
+
 def _rewritten(name):
     return name.partition(".MatMul")[0]
 
