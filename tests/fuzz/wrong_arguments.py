@@ -7,7 +7,6 @@ argument in turn is replaced by each of the values of `WRONG`.
 """
 
 import functools
-import importlib
 import inspect
 import os
 import sys
@@ -498,12 +497,10 @@ ALSO = {
 
 def find_names() -> Iterator[str]:
     """Yield the documented functions and methods that take arguments."""
-    seen: list[Any] = []
-    for module in docs.MODULES:
-        for name, value in docs._public(importlib.import_module(module)):
-            if value in seen or (inspect.isclass(value) and issubclass(value, Exception)):
+    for _, values in docs.public_names():
+        for name, value in values.items():
+            if inspect.isclass(value) and issubclass(value, Exception):
                 continue
-            seen.append(value)
             members = {name: value}
             if inspect.isclass(value):
                 inner = [item for one in docs._classes(value) for item in vars(one).items()]
@@ -515,7 +512,7 @@ def find_names() -> Iterator[str]:
                 }
             for member, function in members.items():
                 if {*inspect.signature(function).parameters} - {"self"}:
-                    yield f"{module}.{member}"
+                    yield member
 
 
 def find_fault(name: str, argument: str, label: str) -> str:
