@@ -35,6 +35,8 @@ class SparsityPattern(Protocol):
     """The greatest fraction of the weights that is kept."""
     transposable: bool = True
     """Whether the pattern holds along the output axis as well as along the input axis."""
+    is_fixed: bool = False
+    """Whether masks can only be those of the initial weights, as `sparse.fixed_mask` has them."""
 
     @property
     @abstractmethod
@@ -108,6 +110,7 @@ class Zeros(SparsityPattern):
 
     density = 1.0
     transposable = False
+    is_fixed = True
 
     @property
     def name(self) -> str:

@@ -305,3 +305,7 @@ def test_the_zeros_of_a_pruned_file_are_kept_or_named(tmp_path):
         assert any(way in note for note in filled.history.notes)
     with pytest.raises(jaxonnx.TrainingError, match="'zeros' is that of the initial weights"):
         train({"pattern": "zeros", "method": "sr_ste"})
+    both = jaxonnx.train(
+        model, DATA, sparsity={"pattern": dict.fromkeys(params, "zeros")}, **options
+    )
+    assert both.model.sparsity.method == "one_shot"  # pyright: ignore[reportOptionalMemberAccess]

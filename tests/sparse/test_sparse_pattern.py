@@ -179,3 +179,16 @@ def test_damaged_bits_and_unknown_names_are_errors(tmp_path):
 def test_a_pattern_that_is_neither_a_name_nor_one_is_refused():
     with pytest.raises(jaxonnx.SparsityError, match=r"a name like '2:4'.* got 24"):
         sparse.layers({"w": np.ones((4, 4))}, {"w": 24})
+
+
+class FixedBlocks(Blocks):
+    is_fixed = True
+
+
+def test_a_pattern_of_the_initial_weights_names_its_method():
+    x = np.zeros((8, 8), np.float32)
+    with pytest.raises(jaxonnx.TrainingError, match=r"'blocks4' .* pass method 'one_shot'"):
+        jaxonnx.train(
+            demo.mlp(), (x, x), loss="squared_error", epochs=3,
+            sparsity={"pattern": FixedBlocks(), "method": "sr_ste"},
+        )  # fmt: skip

@@ -86,15 +86,18 @@ def sparsify_weights(plan: Plan) -> None:
     options: dict[str, Any]
     options = dict(sparsity) if isinstance(sparsity, Mapping) else {"pattern": sparsity}
     chosen = options.get("pattern")
-    patterns = [*chosen.values()] if isinstance(chosen, Mapping) else [chosen]
-    method = options.pop("method", "one_shot" if patterns == ["zeros"] else "three_phase")
+    patterns: list[Any] = [*chosen.values()] if isinstance(chosen, Mapping) else [chosen]
+    parsed = [sparse.parse(p) for p in patterns if isinstance(p, str) or hasattr(p, "search")]
+    fixed = [pattern.name for pattern in parsed if pattern.is_fixed]
+    only_fixed = fixed and len(fixed) == len(patterns)
+    method = options.pop("method", "one_shot" if only_fixed else "three_phase")
     methods = {"three_phase": sparse.three_phase, "sr_ste": sparse.sr_ste,
                "s_ste": sparse.s_ste, "one_shot": sparse.fixed_mask}  # fmt: skip
     require_choice("the method of sparsity", method, [*methods], TrainingError)
     accepted = [*dict.fromkeys([*_CHOICE, *_options(method), "products"])]
-    if "zeros" in patterns and method != "one_shot":
+    if fixed and method != "one_shot":
         raise TrainingError(
-            f"the pattern 'zeros' is that of the initial weights: pass method 'one_shot', not "
+            f"the pattern {fixed[0]!r} is that of the initial weights: pass method 'one_shot', not "
             f"{method!r}"
         )
     if not isinstance(sparsity, str | Mapping) or options.keys() - {*accepted}:
@@ -103,6 +106,8 @@ def sparsify_weights(plan: Plan) -> None:
             f"any of {', '.join(accepted)}; not {sparsity!r}"
         )
     if method == "three_phase":
+        if epochs is not None and not _PHASES & {*options}:
+            plan.phases = _share(epochs)
         options = _share_out(options, epochs)
     choice = {name: options.pop(name) for name in _CHOICE if name in options}
     products = options.pop("products", "dense")
@@ -115,7 +120,6 @@ def sparsify_weights(plan: Plan) -> None:
     where = {name: storage.axes(name, goal.axes) for name, goal in goals.items()}
     if method in ("three_phase", "one_shot") or "refresh" in options:  # a step unless it is said
         options["steps_per_epoch"] = steps
-    plan.phases = find_shared_phases(sparsity, epochs) if method == "three_phase" else None
     plan.optimizer = methods[method](
         plan.optimizer,
         pattern={re.escape(name): goal.pattern for name, goal in goals.items()},
@@ -143,13 +147,6 @@ def _describe_dense(report: Sequence[Layer]) -> list[str]:
     parts = [f"{why} ({list_some(names, '')})" for why, names in reasons.items()]
     count = format_count(sum(map(len, reasons.values())), "dense tensor")
     return [f"{count}: {', '.join(parts)}"] if parts else []
-
-
-def find_shared_phases(sparsity: Any, epochs: int | None) -> list[int] | None:
-    """Return the epochs of the dense and the dynamic phase, if those of the run are shared out."""
-    options = sparsity if isinstance(sparsity, Mapping) else {}
-    other = options.get("method", "three_phase") != "three_phase" or _PHASES & {*options}
-    return None if sparsity is None or epochs is None or other else _share(epochs)
 
 
 def _share(epochs: int) -> list[int]:
