@@ -473,7 +473,7 @@ def iterate_inputs(batches: Iterable[Batch], values: Sequence[Value]) -> Iterato
     for batch in batches:
         counted = np.flatnonzero(np.asarray(batch.weight))
         if 0 < len(counted) < len(batch.weight):
-            inputs = _take_examples(batch.inputs, values, counted)
+            inputs = take_examples(batch.inputs, values, counted)
             yield tuple(batch.inputs) if inputs is None else inputs
         else:
             yield tuple(batch.inputs)
@@ -494,7 +494,7 @@ def drop_fill(batch: Batch, values: Sequence[Value]) -> Batch:
     if not 0 < len(counted) < len(batch.weight):
         return batch
     rest = jax.tree.map(lambda x: x[counted], batch.targets), batch.weight[counted]
-    inputs = _take_examples(batch.inputs, values, counted)
+    inputs = take_examples(batch.inputs, values, counted)
     if inputs is not None:
         return Batch(inputs, *rest)
     if counted[-1] >= len(counted):
@@ -506,7 +506,7 @@ def drop_fill(batch: Batch, values: Sequence[Value]) -> Batch:
     return ShortBatch(batch.inputs, *rest)
 
 
-def _take_examples(
+def take_examples(
     inputs: Sequence[Any], values: Sequence[Value], examples: np.ndarray
 ) -> tuple[Any, ...] | None:
     """Return the inputs of some examples of a batch; None if its size is fixed."""

@@ -458,6 +458,76 @@ def test_train_equals_train_with_the_same_optimizer():
         )
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["arrays", "stream"])
+def test_train_runs_a_short_batch_at_its_own_size(stream):
+    """The examples that fill it were counted: in the loss, the gradients and the validation."""
+    x, t = normal(21, 4), targets(False, 21)
+    rule = optim.momentum(0.5)
+    written = jaxonnx.add_training(mlp(), loss="squared_error", optimizer=rule)
+    if stream:
+        data = [(x[i : i + 8], t[i : i + 8]) for i in range(0, 21, 8)]
+        settings = {}
+    else:
+        data, settings = (x, t), {"batch_size": 8, "seed": 3}
+    ours = jaxonnx.train(written, data, epochs=2, validation=(x, t), **settings)
+    mean = float(np.square(np.asarray(ours.model(x)) - t).mean())
+    assert ours.history.epochs[-1]["validation_loss"] == pytest.approx(mean, rel=1e-5)
+    # the same run by optax, whose loss has a value for each example and so leaves out the fill
+    theirs = jaxonnx.train(
+        mlp(), data, epochs=2, loss="squared_error", optimizer=rule, validation=(x, t), **settings
+    )
+    np.testing.assert_allclose(ours.history.losses, theirs.history.losses, rtol=1e-5)
+    assert ours.history.epochs[-1]["loss"] == pytest.approx(
+        theirs.history.epochs[-1]["loss"], rel=1e-5
+    )
+    for name, value in theirs.model.params.items():
+        np.testing.assert_allclose(ours.model.params[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_train_leaves_out_examples_of_weight_0():
+    x, t = normal(16, 4), targets(False, 16)
+    written = jaxonnx.add_training(mlp(), loss="squared_error", optimizer=optim.momentum(0.5))
+    counts = np.arange(16) % 3 > 0
+    ours = jaxonnx.train(written, (x, t, counts.astype(np.float32)), batch_size=16)
+    training = jaxonnx.load(written).training
+    state, outputs = training.step(training.state, {"x": x[counts], "target": t[counts]})
+    assert ours.history.losses == pytest.approx([float(outputs["loss"])], rel=1e-6)
+    np.testing.assert_allclose(ours.model.params["A"], state["A"], rtol=1e-5, atol=1e-6)
+    # in a loop of one's own their loss is NaN, and nothing counts where all weights are 0
+    one = jaxonnx.training.step(written)
+    _, (loss, finite) = one.update(one.init(), (x, t, counts.astype(np.float32)))
+    assert (np.isnan(loss), finite) == (True, 0)
+    state, (_, finite) = one.update(one.init(), (x, t, np.zeros(16, np.float32)))
+    assert (finite, state.taken, state.params["T"]) == (1, 0, 0)
+
+
+@pytest.mark.parametrize("where", ["file", "target", "mesh"])
+@pytest.mark.parametrize("short", ["data", "validation", "stream"])
+def test_train_refuses_a_short_batch_of_a_fixed_size(where, short):
+    """The algorithm has no weights, so that the fill would count."""
+    proto = mlp()
+    for value in (*proto.graph.input, *proto.graph.output) if where == "file" else ():
+        value.type.tensor_type.shape.dim[0].dim_value = 8
+    written = jaxonnx.add_training(proto, loss="squared_error", optimizer=optim.adam(0.1))
+    if where == "target":
+        (target,) = written.training_info[0].algorithm.input
+        target.type.tensor_type.shape.dim[0].dim_value = 8
+    x, t = normal(21, 4), targets(False, 21)
+    settings = {"mesh": "all"} if where == "mesh" else {}
+    data = (x, t) if short == "data" else (x[:16], t[:16])
+    if short == "validation":
+        settings["validation"] = x, t
+    elif short == "stream":
+        data = [(x[:8], t[:8]), (x[8:13], t[8:13])]
+    with pytest.raises(jaxonnx.Error, match="batches of 8, of which one has 5: pass data of a m"):
+        jaxonnx.train(
+            written, data, epochs=1, batch_size=None if short == "stream" else 8, **settings
+        )
+    if short == "data":
+        result = jaxonnx.train(written, (x[:16], t[:16]), batch_size=8, **settings)
+        assert len(result.history.losses) == 2
+
+
 def test_train_stops_at_a_loss_that_is_not_finite():
     x, t = normal(32, 4), targets(False, 32)
     x[16:] = np.nan

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._data.batches import Batch, DataEnded, Source
+from jaxonnx._data.batches import Batch, DataEnded, Examples, Source
 from jaxonnx._data.inputs_and_targets import is_zero_or_one
 from jaxonnx._mesh.processes import Processes
 from jaxonnx.errors import Error, TrainingError, warn
@@ -196,7 +196,6 @@ class _Batches:
     Attributes:
       first: a batch, whose shapes the sums of validation are made for.
       checks: of batches.
-      is_scalar: whether the loss is a scalar, and does not take what fills a batch.
     """
 
     def __init__(
@@ -209,7 +208,6 @@ class _Batches:
         self._begun = batches if first is None else chain([first], batches)
         self.first = next(source.batches(epoch)) if first is None else first
         self.checks = BatchChecks(step, self.first, source)
-        self.is_scalar = step.counts_fill(self.first, self.checks.shapes, metrics=False)
 
     def of_epoch(self, epoch: int) -> Iterator[Batch]:
         """Iterate an epoch's batches on the host (of a resumed epoch, the rest)."""
@@ -230,7 +228,7 @@ class _Batches:
         source = self._source if source is None else source
         if is_unchecked(source):
             self.checks(batch, name)
-        if self.is_scalar if is_scalar is None else is_scalar:
+        if self.checks.is_scalar if is_scalar is None else is_scalar:
             batch = self._step.drop_fill(batch)
         return self._step.put(batch, source.in_shares)
 
@@ -243,6 +241,7 @@ class BatchChecks:
 
     Attributes:
       shapes: the result of `Step.check` for that batch.
+      is_scalar: whether the loss is a scalar, and does not take what fills a batch.
 
     Raises:
       TrainingError: the batch does not fit.
@@ -251,6 +250,7 @@ class BatchChecks:
     def __init__(self, step: Step, first: Batch, examples: Source):
         self._step = step
         self.shapes = step.check(_with_all_weights(first, examples))
+        self.is_scalar = step.counts_fill(first, self.shapes, metrics=False)
         self._checked = {_signature(first): self.shapes}
         self._late: deque[tuple[Any, Any, str]] = deque()
 
@@ -279,6 +279,12 @@ class BatchChecks:
         for data, what in ((examples, "data"), (held_out, "validation")):
             if data is None or is_unchecked(data):
                 continue
+            if self.is_scalar and isinstance(data, Examples):
+                short = [weight for _, weight in data.rows_of_batches(0, 0) if not weight.all()]
+                if short:
+                    first = next(data.batches(0))
+                    for weight in short:
+                        self._step.drop_fill(first._replace(weight=weight))
             if data.checks_batches:
                 for batch in data.batches(0):
                     self(batch, what)
@@ -316,7 +322,7 @@ class _Validation:
         self._interrupt = interrupt
         first = batches.first, batches.checks.shapes
         self._sums = None if held_out is None else step.sums(*first)
-        self._is_scalar = batches.is_scalar or (
+        self._is_scalar = batches.checks.is_scalar or (
             held_out is not None and step.counts_fill(*first, metrics=True)
         )
         self._evaluate: Callable = step.compile(step.evaluate)

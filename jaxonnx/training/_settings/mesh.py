@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxonnx._arguments import Argument
 from jaxonnx._arrays import put
-from jaxonnx._data.batches import Batch, ShortBatch, drop_fill
+from jaxonnx._data.batches import Batch, ShortBatch
 from jaxonnx._mesh.rules import DATA, Sharding, axes_of, mesh_of, specs
 from jaxonnx._mesh.shardings import Placement, inherit_shardings
 from jaxonnx.errors import TrainingError
@@ -175,8 +175,8 @@ class MeshStep(Step):
     def counts_fill(self, batch: Any, shapes: Any, metrics: bool) -> bool:
         return self._step.counts_fill(batch, shapes, metrics)
 
-    def drop_fill(self, batch: Batch) -> Batch:
-        return drop_fill(batch, ())  # the devices share whole batches
+    def drop_fill(self, batch: Batch, *, whole: bool = True) -> Batch:
+        return self._step.drop_fill(batch, whole=whole)
 
     def sums(self, batch: Any, shapes: Any = None) -> Any:
         return jax.tree.map(lambda x: put(x, self._whole), self._step.sums(batch, shapes))

@@ -186,16 +186,20 @@ class Step(ABC):
         """
         return False
 
-    def drop_fill(self, batch: Batch) -> Batch:
+    def drop_fill(self, batch: Batch, *, whole: bool = False) -> Batch:
         """Return a batch on the host of the examples whose weight is not 0.
 
         Inputs whose size is fixed keep all examples; the loss then takes as many outputs as there
         are weights.
 
+        Args:
+          whole: whether inputs keep all examples in any case, as devices that share them need.
+
         Raises:
-          TrainingError: the size is fixed, and an example of weight 0 is before others.
+          TrainingError: the size is fixed, and an example of weight 0 is before others, or the
+            algorithm of the file is run, which has no weights.
         """
-        return drop_fill(batch, self.model.inputs)
+        return drop_fill(batch, () if whole else self.model.inputs)
 
     @abstractmethod
     def sums(self, batch: Any, shapes: Any = None) -> Any:

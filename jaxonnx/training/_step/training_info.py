@@ -1,5 +1,6 @@
 """The step that a file carries itself (`training_info`)."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._data.batches import Batch
+from jaxonnx._data.batches import Batch, take_examples
+from jaxonnx._graph.values import to_value
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model, load
 from jaxonnx.training._objective import Objective
@@ -18,8 +20,8 @@ from jaxonnx.training._step import State, Step, copy, stays_finite
 class TrainingInfoStep(Step):
     """The step of `model.training`, whose variables are the parameters of its states.
 
-    The loss is the first scalar among the metrics of the algorithm. The fill of a short batch
-    counts: the file's loss knows no weights.
+    The loss is the first scalar among the metrics of the algorithm. It has no weights of examples:
+    a short batch is run at its own size, and refused where the file fixes the size.
 
     Args:
       goal: metrics of the file's outputs, and no loss.
@@ -38,6 +40,9 @@ class TrainingInfoStep(Step):
         self._inputs = [value.name for value in model.inputs]
         names_read = dict.fromkeys(name for names in self._training.inputs for name in names)
         self._targets = [name for name in names_read if name not in self._inputs]
+        values = [to_value(v) for info in model.proto.training_info for v in info.algorithm.input]
+        targets = [value for value in values if value.name in self._targets]
+        self._fixes_targets = any(v.shape and isinstance(v.shape[0], int) for v in targets)
 
     def init(self, params: Any = None) -> State:
         params = copy(self._training.state if params is None else dict(params))
@@ -50,17 +55,19 @@ class TrainingInfoStep(Step):
     def advance(self, state: State, batch: Any, frozen: Any = None) -> tuple[State, Any, Any]:
         key = jax.random.fold_in(jax.random.key(self.settings.seed), state.count)
         new, outputs = self._training.step(state.params, self._values(batch), key=key)
-        loss = self._loss(outputs)
+        loss, count = self._loss(outputs, batch)
         good = state.finite & jnp.isfinite(loss) & stays_finite(state.params, new)
-        params = jax.tree.map(lambda new, old: jnp.where(good, new, old), new, state.params)
+        moves = good & (count > 0)
+        params = jax.tree.map(lambda new, old: jnp.where(moves, new, old), new, state.params)
         skip = self.settings.nan == "skip"
         state = state.replace(
             params=params,
             count=jnp.where(good | skip, state.count + 1, state.count),
-            taken=jnp.where(good, state.taken + 1, state.taken),
+            taken=jnp.where(moves, state.taken + 1, state.taken),
             finite=state.finite | skip if skip else good,
         )
-        return state, jnp.stack([loss, good.astype(loss.dtype)]), jnp.array([[loss], [1.0]])
+        report = jnp.stack([loss, good.astype(loss.dtype)])
+        return state, report, jnp.array([[loss * count], [count]])
 
     def check(self, batch: Any) -> Any:
         if not np.isin(self.as_batch(batch).weight, (0, 1)).all():
@@ -71,10 +78,30 @@ class TrainingInfoStep(Step):
         values = self._values(batch)
         _, outputs = jax.eval_shape(self._training.step, self._training.state, values)
         shapes = self._goal.check(self._metric_batch(batch)) if self._goal.measures else None
-        return shapes, self._loss(outputs).dtype
+        return shapes, self._find_loss(outputs).dtype
 
     def check_labels(self, targets: Any, shapes: Any, what: str, classes: Any = None) -> None:
         """Accept any labels: their meaning is defined by the file."""
+
+    def counts_fill(self, batch: Any, shapes: Any, metrics: bool) -> bool:
+        return True
+
+    def drop_fill(self, batch: Batch, *, whole: bool = False) -> Batch:
+        counted = np.flatnonzero(np.asarray(batch.weight))
+        if not 0 < len(counted) < len(batch.weight):
+            return batch
+        whole = whole or self._fixes_targets
+        inputs = None if whole else take_examples(batch.inputs, self.model.inputs, counted)
+        if inputs is None:
+            size = len(batch.weight)
+            raise TrainingError(
+                f"the algorithm of the file has no weights of examples, and the file, or a mesh, "
+                f"takes batches of {size}, of which one has {len(counted)}: pass data of a "
+                f"multiple of {size} examples without weights, or loss= and optimizer="
+            )
+        return Batch(
+            inputs, jax.tree.map(lambda x: x[counted], batch.targets), batch.weight[counted]
+        )
 
     def sums(self, batch: Any, shapes: Any = None) -> Any:
         shapes, dtype = self.check(batch) if shapes is None else shapes
@@ -92,12 +119,14 @@ class TrainingInfoStep(Step):
             values = self._training.inference(state.params, inputs)
             values = tuple(values[name] for name in self._goal.names)
             measures = self._goal.add(measures, values, batch)
-        return {"loss 0": (total + self._loss(outputs), count + 1)} | measures
+        loss, weight = self._loss(outputs, batch)
+        return {"loss 0": (total + loss * weight, count + weight)} | measures
 
     def row(self, sums: Any) -> dict[str, float]:
         measures = {**sums}
         total, count = measures.pop("loss 0")
-        return {"validation_loss": float(total) / float(count)} | self._goal.row(measures)
+        loss = float(total) / float(count) if count else math.nan
+        return {"validation_loss": loss} | self._goal.row(measures)
 
     def view(self, state: State) -> dict[str, jax.Array]:
         return state.params
@@ -126,7 +155,13 @@ class TrainingInfoStep(Step):
         single = len(self._targets) == 1 and isinstance(batch.targets, Mapping)
         return batch._replace(targets=batch.targets[self._targets[0]]) if single else batch
 
-    def _loss(self, outputs: Mapping[str, Any]) -> Any:
+    def _loss(self, outputs: Mapping[str, Any], batch: Any) -> tuple[Any, Any]:
+        """Return the loss and its weight, the number of examples; NaN if some of them weigh 0."""
+        loss, weight = self._find_loss(outputs), jnp.asarray(self.as_batch(batch).weight)
+        loss = jnp.where((weight == weight[0]).all(), loss, jnp.nan)
+        return loss, weight.sum().astype(loss.dtype)
+
+    def _find_loss(self, outputs: Mapping[str, Any]) -> Any:
         for name in self._training.metrics:
             x = outputs[name]
             if x.shape == () and jnp.issubdtype(x.dtype, jnp.floating):
