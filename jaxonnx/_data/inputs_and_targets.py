@@ -19,6 +19,8 @@ from jaxonnx._graph.values import Value
 from jaxonnx._require import require
 from jaxonnx.errors import TrainingError
 
+_OF_BATCHES = "lists and other iterables are read as batches: make batches"
+
 
 def as_pair(
     data: Any, values: Sequence[Value], what: str, labels: bool, padding: Padding
@@ -49,6 +51,7 @@ def as_pair(
         for n, a in zip(names, x, strict=True)
     ]
     for value, array in zip(values, inputs, strict=True):
+        _check_rank(value, array, what)
         _check_rows(value, array, what, negative=not labels)
     targets = jax.tree_util.tree_map_with_path(
         lambda path, a: column(a, f"{what}: the targets{jax.tree_util.keystr(path)}"),
@@ -76,8 +79,7 @@ def as_pair(
     if labels and len(named) == len(names):
         raise TrainingError(f"{what} has no targets")
     for name, array in named:
-        is_no_number = array.dtype.kind in "OSUMm" or array.dtype.type is np.void
-        if is_no_number and not (name in texts and array.dtype.kind in "OU"):
+        if not _has_numbers(array) and not (name in texts and array.dtype.kind in "OU"):
             remedy = (
                 "; leave it out of the data if it is not a target"
                 if name.startswith("the targets[")
@@ -85,7 +87,7 @@ def as_pair(
             )
             raise TrainingError(f"{what}: {name} must be numbers, got {array.dtype}{remedy}")
         if not array.ndim and name not in whole:
-            way = "make batches of single examples"
+            way = f"{_OF_BATCHES}, or pass rows as (np.stack(xs), np.stack(ys))"
             way = _without_examples(name) if name in numbers else way
             raise TrainingError(
                 f"{what}: {name} is a scalar, not an array with one value per example; {way}"
@@ -109,6 +111,22 @@ def as_pair(
     if not all(counts.values()):
         raise TrainingError(f"{what} has no examples")
     return inputs, targets
+
+
+def _has_numbers(array: Any) -> bool:
+    return array.dtype.kind not in "OSUMm" and array.dtype.type is not np.void
+
+
+def _check_rank(value: Value, array: Any, what: str) -> None:
+    """Raise if an input has fewer axes than the model's, as a row where a batch is due has."""
+    if value.shape is None or value.whole or not isinstance(array, np.ndarray):
+        return
+    if array.ndim < len(value.shape) and _has_numbers(array):
+        raise TrainingError(
+            f"{what}: input {value.name!r} has the shape {[*array.shape]}, and the model takes "
+            f"{value}. Its first axis is that of examples; {_OF_BATCHES}, or pass rows as one "
+            f"array, np.stack(rows), or if their lengths differ {{{value.name!r}: rows}}"
+        )
 
 
 def _find_states(counts: Mapping[str, int], arrays: Mapping[str, Any]) -> list[str]:
@@ -218,7 +236,8 @@ def split_inputs(
     if len(x) != len(names):
         raise TrainingError(
             f"{what} has {len(x)} inputs; the model has {len(names)}: {names} "
-            "(fixed={name: value} gives one a value for all examples)"
+            "(fixed={name: value} gives one a value for all examples; a tuple has one array for "
+            "each input, and np.stack makes one of rows)"
         )
     return x, y
 

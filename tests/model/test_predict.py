@@ -90,6 +90,52 @@ def test_a_fixed_batch(model):
         jaxonnx.load(proto).predict(x, batch_size=4)
 
 
+ROWS = [np.zeros(8, np.float32), np.ones(8, np.float32), np.ones(8, np.float32)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "remedy"),
+    [
+        (ROWS[:2], r"shape \[8\].*pass rows as one array, np.stack\(rows\)"),
+        (ROWS, "np.stack"),
+        (iter(ROWS), "np.stack"),
+        ([x.tolist() for x in ROWS], "np.stack"),
+        (ROWS[0], "np.stack"),
+        (tuple(ROWS), "3 inputs; the model has 1: .*np.stack makes one of rows"),
+    ],
+)
+def test_rows_where_batches_are_due(model, rows, remedy):
+    with pytest.raises(jaxonnx.TrainingError, match=remedy):
+        model.predict(rows)
+
+
+def flat():
+    proto = onnx.parser.parse_model("""
+    <ir_version: 10, opset_import: ["" : 17]>
+    flat (float[n,2,2] x) => (float[n,1] y) <float[4,1] w = {1, 2, 3, 4}> {
+      f = Flatten(x)
+      y = MatMul(f, w)
+    }""")
+    return jaxonnx.load(proto)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        # it took each row for a batch, as the first node of the network flattens
+        lambda model: jaxonnx.quantize(flat(), [np.ones((2, 2), np.float32)] * 3),
+        lambda model: jaxonnx.evaluate(model, [(ROWS[0], 1)] * 3, metrics=["accuracy"]),
+        lambda model: jaxonnx.train(model, [(ROWS[0], 1)] * 3),
+        lambda model: jaxonnx.train(model, [(np.stack(ROWS), 1)] * 3),
+    ],
+    ids=["quantize", "evaluate", "train", "targets"],
+)
+def test_rows_are_no_batches_elsewhere(model, call):
+    message = r"read as batches: make batches, or pass rows as .*np\.stack"
+    with pytest.raises(jaxonnx.TrainingError, match=message):
+        call(model)
+
+
 def test_results_whose_shape_depends_on_values():
     text = '<ir_version: 10, opset_import: ["" : 17]> net (float[n] x) => (int64[1, m] y) '
     model = jaxonnx.load(onnx.parser.parse_model(text + "{ y = NonZero(x) }"))
