@@ -31,6 +31,10 @@ _KEYS = "role", "content", "tool_calls", "function_call", "tool_call_id"
 _PROBE = "jaxonnx_probe"
 """An argument of a call, or the text of a message, by which a rendered chat shows how its template
 writes these."""
+_PRINTED_PART = re.compile(rf"""text\\*["']: *\\*["']{_PROBE}""")
+"""A part of a message that is printed as an object, by Python or as JSON."""
+_CONTROL = "\x7f"
+"""A character that Python escapes in another way than JSON, which may leave it as it is."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,7 @@ class _ContentForms(NamedTuple):
         def writes(content: Any) -> bool:
             with suppress(TrainingError):
                 text = write([{"role": "user", "content": content}])
-                return _PROBE in text and not any(f"{x}{_PROBE}{x}" in text for x in "\"'")
+                return _PROBE in text and not _PRINTED_PART.search(text)
             return False
 
         return cls(writes(_PROBE), writes([{"type": "text", "text": _PROBE}]))
@@ -325,13 +329,14 @@ class ChatTemplates:
         Returns:
           The chat, and whether its template writes arguments.
         """
-        probe = chat.map_arguments(lambda _: {_PROBE: _PROBE})
+        probe = chat.map_arguments(lambda _: {_PROBE: _PROBE + _CONTROL})
         if probe == chat:  # there are none
             return chat, True
         objects = chat.map_arguments(_parse_object)
         with suppress(TrainingError):
             text = self.render(probe)
-            if f"{{'{_PROBE}'" not in text:  # as Python prints an object
+            # a template may exchange the quotes, of JSON or of an object as Python prints it
+            if str({_PROBE: _PROBE + _CONTROL}) not in text.replace('"', "'"):
                 return objects, _PROBE in text
         texts = chat.map_arguments(lambda x: x if isinstance(x, str) else _to_json(x))
         with suppress(TrainingError):

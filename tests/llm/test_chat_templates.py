@@ -255,6 +255,19 @@ JSON = '{"a": 1, "b": null, "c": "é<x>"}'
         # it writes Python's repr of objects
         ("c.function.arguments", JSON, TEXT),
         ("'(' ~ c.function.arguments ~ ')'", f"({JSON})", f"({TEXT})"),
+        # transformers writes objects like this, and puts the text into quotes
+        (
+            """c.function.arguments | tojson | replace('"', "'")""",
+            JSON.replace('"', "'"),
+            JSON.replace('"', "'"),
+        ),
+        (
+            """c.function.arguments | tojson(ensure_ascii=True) | replace('"', "'")""",
+            JSON.replace('"', "'").replace("é", "\\u00e9"),
+            JSON.replace('"', "'").replace("é", "\\u00e9"),
+        ),
+        # it writes None, which is no JSON, for null in objects
+        ("""c.function.arguments | string | replace("'", '"')""", JSON, TEXT),
         # it fails with texts: 'str object' has no attribute 'items'
         ("c.function.arguments.items() | map('first') | join", "abc", "abc"),
         (
@@ -271,6 +284,14 @@ def test_arguments_have_the_form_that_the_template_takes(write, expression, of_o
     assert apply(called(TEXT), tokenize=False) == f"q;{of_text};"
     old = {"role": "assistant", "content": "", "function_call": {"name": "f", "arguments": TEXT}}
     assert apply([USER, old], tokenize=False) == f"q;{of_text};"
+
+
+def test_quotes_around_a_part_are_no_printed_list(write):
+    template = """{% for m in messages %}{% for c in m['content'] %}'{{ c.text }}'{% endfor %}
+{%- endfor %}"""
+    apply = write(template).apply_chat_template
+    for content in ("q", [{"type": "text", "text": "q"}]):
+        assert apply([{"role": "user", "content": content}], tokenize=False) == "'q'"
 
 
 FORMS = {
