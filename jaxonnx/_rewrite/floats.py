@@ -50,8 +50,8 @@ _SIZES: dict[int, int] = {
     TensorProto.DOUBLE: 8,
 }
 """The floating-point types that networks compute in, with their bytes."""
-_SINGLE, _DOUBLE = "tensor(float)", "tensor(double)"
-_HALVES = {"tensor(float16)", "tensor(bfloat16)"}
+_SINGLE, _DOUBLE, _HALF = "tensor(float)", "tensor(double)", "tensor(float16)"
+_HALVES = {_HALF, "tensor(bfloat16)"}
 _CAST = 13
 """The opset of a Cast in a file of other operators alone, like those of trees."""
 _TYPES = ("dtype", "output_datatype", "softmax_precision", "to")
@@ -255,9 +255,9 @@ def _cast_to_single(file: Editor, types: Mapping[str, str], kinds: Mapping[str, 
 
 
 def _single_positions(
-    node: NodeProto, versions: Mapping[str, int], *, outputs: bool = False
+    node: NodeProto, versions: Mapping[str, int], *, other: str = _DOUBLE, outputs: bool = False
 ) -> Iterator[int]:
-    """Yield the positions of inputs, or of outputs, that have float32 in ONNX and not float64."""
+    """Yield the positions of inputs, or of outputs, that have float32 in ONNX and not `other`."""
     names, domain = node.output if outputs else node.input, _domain(node.domain)
     if any(a.name in ("value_float", "value_floats") for a in node.attribute):
         yield from range(len(names))  # of a Constant
@@ -268,7 +268,7 @@ def _single_positions(
     for i, name in enumerate(names):
         types = {*parameters[min(i, len(parameters) - 1)].types}
         of_floats = not outputs or types <= {_SINGLE, *_HALVES}
-        if name and _SINGLE in types and _DOUBLE not in types and of_floats:
+        if name and _SINGLE in types and other not in types and of_floats:
             yield i
 
 
@@ -297,6 +297,20 @@ def prepare_to_halve(proto: ModelProto) -> ModelProto:
                 tensor = from_array(np.asarray(numbers, np.float32))
                 attribute.CopyFrom(make_attribute("value", tensor))
     return proto
+
+
+def operators_without_half(proto: ModelProto) -> set[str]:
+    """Return the operators of a file that its opset has in float32 and not in float16.
+
+    Before opset 19 these are QuantizeLinear and DequantizeLinear.
+    """
+    versions = {_domain(entry.domain): entry.version for entry in proto.opset_import}
+    return {
+        node.op_type
+        for node in all_nodes(proto.graph)
+        for outputs in (False, True)
+        if [*_single_positions(node, versions, other=_HALF, outputs=outputs)]
+    }
 
 
 def constants_of_bodies(graph: GraphProto) -> Iterator[tuple[str, Any]]:

@@ -18,7 +18,13 @@ from jaxonnx._graph.caches import find_continued
 from jaxonnx._io.protos import all_nodes, opset_of
 from jaxonnx._require import check_arguments, require, require_integer
 from jaxonnx._rewrite import masks
-from jaxonnx._rewrite.floats import constants_of_bodies, move_casts, prepare_to_halve, with_dtype
+from jaxonnx._rewrite.floats import (
+    constants_of_bodies,
+    move_casts,
+    operators_without_half,
+    prepare_to_halve,
+    with_dtype,
+)
 from jaxonnx._rewrite.linear_models import open_linear_models
 from jaxonnx._rewrite.opset import to_opset
 from jaxonnx.errors import InputError, warn
@@ -179,10 +185,13 @@ def _to_float16(model: Model, keep: Sequence[str], keep_inputs: bool) -> ModelPr
     proto = prepare_to_halve(model.to_onnx())
     graph = proto.graph
     tensors = {**model.tensors, **dict(constants_of_bodies(graph))}
+    # of these, the converter itself keeps the inputs that are always float32
+    single = operators_without_half(proto) - float16.ALWAYS_FLOAT_INPUTS.keys()
+    blocked = {*float16.DEFAULT_OP_BLOCK_LIST, *single, *keep}
     halved: dict[str, dict[str, None]] = {}
     for node in all_nodes(graph):
         name = _name_of(node)
-        if {name, node.op_type} & {*keep}:
+        if {name, node.op_type} & blocked:
             node.name = name  # by which the converter finds it
             continue
         for tensor in {*node.input} & tensors.keys():
@@ -194,6 +203,10 @@ def _to_float16(model: Model, keep: Sequence[str], keep_inputs: bool) -> ModelPr
             f"numbers of {list_some([*map(repr, large)])} are beyond {_LARGEST:,.0f}, the largest "
             f"of float16: keep= takes the nodes that read them, {list_some([*readers])}"
         )
+    # tensors that an older file lists as inputs, which the converter would keep in float32
+    listed = [value for value in graph.input if value.name in tensors]
+    for value in listed:
+        graph.input.remove(value)
     ends = [value.name for value in (*graph.input, *graph.output)]
     carried = {*continued, *continued.values()}
     in_float32: Any = [name for name in ends if name not in carried] if keep_inputs else False
@@ -202,10 +215,14 @@ def _to_float16(model: Model, keep: Sequence[str], keep_inputs: bool) -> ModelPr
         half = float16.convert_float_to_float16(
             proto,
             keep_io_types=in_float32,
-            op_block_list=[*float16.DEFAULT_OP_BLOCK_LIST, *keep],
+            op_block_list=[*blocked],
             node_block_list=[*keep],
         )
     move_casts(half.graph)
+    types = {tensor.name: tensor.data_type for tensor in half.graph.initializer}
+    for value in listed:
+        value.type.tensor_type.elem_type = types[value.name]
+    half.graph.input.extend(listed)
     return half
 
 

@@ -89,6 +89,52 @@ def test_nodes_without_names_are_kept_by_their_output():
         jaxonnx.convert(proto, "float16", keep=[""])
 
 
+def test_tensors_that_the_file_lists_as_inputs_are_halved():
+    """As in the first versions of ONNX, and in files that let a caller override weights."""
+    proto = onnx.parser.parse_model(
+        '<ir_version: 3, opset_import: ["" : 9]> '
+        "g (float[n, 2] x, float[2, 3] w, float[3, 2] v) => (float[n, 2] y) "
+        "{ h = MatMul(x, w) y = MatMul(h, v) }"
+    )
+    for name, shape in {"w": (2, 3), "v": (3, 2)}.items():
+        weight = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+        proto.graph.initializer.append(numpy_helper.from_array(weight, name))
+    x = np.ones((2, 2), np.float32)
+    for keep, last, casts in ([], "float16", 2), (["y"], "float32", 4):
+        half = jaxonnx.convert(proto, "float16", keep=keep)
+        assert {n: p.dtype.name for n, p in half.params.items()} == {"w": "float16", "v": last}
+        file = half.to_onnx()
+        onnx.checker.check_model(file, full_check=True)
+        assert [value.name for value in file.graph.input] == ["x", "w", "v"]
+        assert [node.op_type for node in file.graph.node].count("Cast") == casts
+        np.testing.assert_allclose(run(half, x)[0], jaxonnx.load(proto)(x), rtol=5e-3)
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        "h = MatMul(x, w) y = Celu(h)",
+        "h = MatMul(x, w) y = Min(h, large)",  # onnxruntime has no kernel; nor has float16 1e5
+        "h = MatMul(x, w) q = QuantizeLinear(h, s, z) y = DequantizeLinear(q, s, z)",
+        "q, t, o = DynamicQuantizeLinear(x) d = DequantizeLinear(q, t, o) y = MatMul(d, w)",
+    ],
+)
+def test_operators_without_float16_in_the_opset_stay_in_float32(nodes):
+    proto = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["" : 13]> g (float[n, 2] x) => (float[n, 2] y) '
+        f"{{ {nodes} }}"
+    )
+    tensors = {"w": np.array([[1.5, 1], [1, -2]], np.float32), "large": np.float32(1e5)}
+    tensors |= {"s": np.float32(0.1), "z": np.int8(3)}
+    proto.graph.initializer.extend(
+        numpy_helper.from_array(np.asarray(x), name) for name, x in tensors.items()
+    )
+    half = jaxonnx.convert(proto, "float16")
+    assert half.tensors["w"].dtype == np.float16
+    x = np.array([[0.3, -0.7], [2, 1]], np.float32)
+    np.testing.assert_allclose(run(half, x)[0], run(jaxonnx.load(proto), x)[0], rtol=2e-3)
+
+
 def test_wrong_arguments():
     with pytest.raises(jaxonnx.InputError, match="keep must be names of nodes, or operators"):
         jaxonnx.convert(demo.mlp(), "float16", keep=["Softmax"])
