@@ -210,7 +210,10 @@ def _resize(
 ):
     """Resize `axes`; a `nearest_mode` of None is the rule before opset 11.
 
-    As in onnxruntime and ONNX's shape inference, `roi` has no part in the output's size.
+    As in onnxruntime and ONNX's shape inference, `roi` has no part in the output's size. Integers
+    that are antialiased are rounded along each axis, of images the width first, as in onnxruntime,
+    Pillow and PyTorch: what cubic interpolation adds beyond 0 and 255 along one axis is cut before
+    the next.
     """
     axes = axes_of(axes, x.ndim)
     is_whole = sizes is not None and sizes.size > 0 and policy == "stretch"
@@ -228,8 +231,12 @@ def _resize(
     integer = not jnp.issubdtype(dtype, jnp.inexact)
     if mode != "nearest":
         x = x.astype(canonical(np.float64) if integer else jnp.promote_types(dtype, np.float32))
+    rounds = integer and antialias and mode != "nearest"
+    steps = [*zip(axes, scales, sizes, starts, ends, strict=True)]
+    if rounds:
+        steps.sort(reverse=True)  # the last axis first
 
-    for axis, scale, out, start, end in zip(axes, scales, sizes, starts, ends, strict=True):
+    for axis, scale, out, start, end in steps:
         size = x.shape[axis]
         if scale == 1 and size == out and (start, end) == (0, 1):
             continue
@@ -250,6 +257,9 @@ def _resize(
                 kernel, radius = lambda t: np.maximum(1 - np.abs(t), 0), 1
             shrink = min(scale, 1.0) if antialias else 1.0
             x = _blend(x, *_taps(at, size, kernel, radius, shrink, exclude_outside), axis)
+            if rounds:  # halves away from zero
+                x = jnp.trunc(x + jnp.copysign(0.5, x))
+                x = jnp.clip(x, jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
         outside = (at < 0) | (at > size - 1)
         if crop and outside.any():
             line = outside.reshape([-1 if a == axis else 1 for a in range(x.ndim)])

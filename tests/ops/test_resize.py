@@ -6,8 +6,9 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from PIL import Image
 
-import jaxonnx.ops  # noqa: F401 - registers the operators
+import jaxonnx.ops
 from jaxonnx.errors import NodeError
 from jaxonnx.registry import lookup
 
@@ -50,6 +51,31 @@ def test_integers_are_rounded():
     y = resize(x, None, np.array([2], np.float32), mode="linear")
     assert y.dtype == np.uint8
     np.testing.assert_array_equal(y, [0, 64, 191, 255])
+
+
+@pytest.mark.parametrize("sizes", [(24, 20), (70, 61)])
+def test_antialiased_integers_are_rounded_along_each_axis(sizes):
+    """As in onnxruntime and Pillow: cubic overshoot of the width is cut before the height."""
+    image = np.zeros((1, 1, 32, 28), np.uint8)
+    image[..., 8:24, 5:19], image[..., 20:, 10:] = 180, 255
+    options = {"mode": "cubic", "antialias": 1, "cubic_coeff_a": -0.5, "exclude_outside": 1}
+    y = resize(image, None, None, np.array([1, 1, *sizes]), **options)
+    pillow = Image.fromarray(image[0, 0]).resize(sizes[::-1], Image.Resampling.BICUBIC)
+    assert abs(np.asarray(y[0, 0], int) - np.asarray(pillow, int)).max() <= 1
+
+    options |= {"cubic_coeff_a": -0.75, "exclude_outside": 0, "axes": [2, 3]}
+    for x in (image, 500 - 9 * image.astype(np.int32)):
+        shape, tensor = [*x.shape], onnx.helper.np_dtype_to_tensor_dtype(x.dtype)
+        inputs = [onnx.helper.make_tensor_value_info("x", tensor, shape)]
+        outputs = [onnx.helper.make_tensor_value_info("y", tensor, None)]
+        sides = onnx.numpy_helper.from_array(np.array(sizes), "sizes")
+        node = onnx.helper.make_node("Resize", ["x", "", "", "sizes"], ["y"], **options)
+        graph = onnx.helper.make_graph([node], "graph", inputs, outputs, [sides])
+        opset = [onnx.helper.make_opsetid("", 19)]
+        proto = onnx.helper.make_model(graph, opset_imports=opset, ir_version=10)
+        (expected,) = onnxruntime.InferenceSession(proto.SerializeToString()).run(None, {"x": x})
+        y = jaxonnx.load(proto)(x)
+        assert abs(np.asarray(y, int) - np.asarray(expected, int)).max() <= 1
 
 
 def test_refusals():
