@@ -460,7 +460,11 @@ def test_files_that_cannot_grow_end_the_run(tmp_path):
             {"monitor": "validation_loss", "patience": 1},
             "available: loss; pass validation= for validation metrics",
         ),
+        # what is no metric of the run needs no direction
+        ({"monitor": "validation_acc", "patience": 1}, "'validation_acc' is not a metric of this"),
+        ({"monitor": ("acc", "max"), "patience": 1}, "'acc' is not a metric of this run"),
         ({"monitor": 3, "patience": 1}, "monitor must be a name"),
+        ({"monitor": ("loss", "least"), "patience": 1}, "monitor must be a name"),
         ({"checkpoint_every": 3}, "needs a checkpoint_dir"),
         ({"checkpoint_every": 0, "checkpoint_dir": "x"}, "checkpoint_every must be an integer"),
         ({"checkpoint_dir": 3}, "checkpoint_dir must be the path of a folder, got 3"),

@@ -136,15 +136,16 @@ class Monitor:
     def __init__(self, settings: Settings, columns: list[str]):
         default = "validation_loss" if "validation_loss" in columns else "loss"
         monitor = default if settings.monitor is None else settings.monitor
-        self.name, self._sign = find_direction(monitor)
-        if self.name not in columns:
+        name = monitor[0] if isinstance(monitor, tuple) and monitor else monitor
+        if isinstance(name, str) and name not in columns:
             hint = (
                 "" if "validation_loss" in columns else "; pass validation= for validation metrics"
             )
             raise TrainingError(
-                f"monitor={self.name!r} is not a metric of this run; available: "
+                f"monitor={name!r} is not a metric of this run; available: "
                 f"{', '.join(columns)}{hint}"
             )
+        self.name, self._sign = find_direction(monitor)
         self._patience, self._least = settings.patience, settings.min_improvement
         self._unit = "epoch" if settings.validate_every is None else "step"
         self.best: dict[str, Any] | None = None
