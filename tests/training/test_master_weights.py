@@ -254,8 +254,13 @@ def test_what_no_scale_helps_is_an_event():
     settings = {"loss": LOSS, "optimizer": optax.sgd(0.1), "precision": "fp16", "batch_size": 16}
     result = jaxonnx.train(model, (x, y), epochs=1, nan="skip", **settings)
     assert [event["event"] for event in result.history.events] == ["skipped"]
-    with pytest.warns(UserWarning, match="not finite"):
-        assert jaxonnx.train(model, (x, y), epochs=2, **settings).history.stopped
+    # what is infinite in float16 alone is left out by no other setting of `nan`
+    for name, nan in (("fp16", "stop"), ("fp16", "rollback"), (None, "stop")):
+        settings |= {"precision": name, "nan": nan}
+        with pytest.warns(UserWarning, match="not finite") as warned:
+            assert jaxonnx.train(model, (x, y), epochs=5, **settings).history.stopped
+        hint = "precision='fp16' has no numbers beyond 65,504, which 'bf16' has"
+        assert (hint in str(warned[0].message)) == (name == "fp16")
 
 
 def test_a_run_with_a_scale_resumes(tmp_path):

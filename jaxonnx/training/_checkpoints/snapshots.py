@@ -57,6 +57,9 @@ class Snapshots:
         """The parameters, in the order of the file, and statistics of the best epoch."""
         self._rollback = settings.nan == "rollback"
         self._way = " (nan='skip' leaves out such steps)" if settings.nan == "stop" else ""
+        self._range = ""
+        if settings.precision == "fp16":
+            self._range = "; precision='fp16' has no numbers beyond 65,504, which 'bf16' has"
         self._spare: State | None = None
         self._saved = 0
         """The step of the last snapshot."""
@@ -188,10 +191,10 @@ class Snapshots:
             return state
         reason = str(self._record.trouble)
         if self._spare is None:
-            raise Stop(f"{reason}{self._way}", self._record.step - 1)
+            raise Stop(f"{reason}{self._way}{self._range}", self._record.step - 1)
         if self._retries == _RETRIES:
             reason += f", after {_RETRIES} returns to the weights of step {self._saved}"
-            raise Stop(reason, self._saved)
+            raise Stop(f"{reason}{self._range}", self._saved)
         self._retries += 1
         self._record.go_back(self._saved)
         self._back = self._record.step
@@ -212,7 +215,8 @@ class Snapshots:
         passed_over = sum(event["event"] == SKIPPED for event in events)
         if done and not (int(state.taken) and passed_over < done):
             why = events[-1]["why"] if events else "the gradient overflows at every scale so far"
-            raise Stop(f"none of {format_count(done, 'step')} was applied: {why} at step {done}", 0)
+            none = f"none of {format_count(done, 'step')} was applied: {why} at step {done}"
+            raise Stop(f"{none}{self._range}", 0)
         if self._retries > 1:
             back = [event for event in events if event["event"] == ROLLED_BACK][-self._retries :]
             raise Stop(
