@@ -77,7 +77,10 @@ def as_pair(
         for path, a in jax.tree_util.tree_leaves_with_path(targets)
     ]
     if labels and len(named) == len(names):
-        raise TrainingError(f"{what} has no targets")
+        raise TrainingError(
+            f"{what} has no targets: pass (x, y), or a dict with the targets, which a function "
+            "(outputs, targets) need not use"
+        )
     for name, array in named:
         if not _has_numbers(array) and not (name in texts and array.dtype.kind in "OU"):
             remedy = (

@@ -524,9 +524,10 @@ class LabelReader:
             )
         if self.group == 1 and shape in COMPARED:
             raise TrainingError(
-                f"{name} has rows with {columns}, and only the loss "
-                f"jaxonnx.losses.in_batch_negatives(negatives={count - 2}) compares these: here a "
-                'row is one text, {"text": "..."}, or a pair that is scored together, '
+                f"{name} has rows with {columns}, which a loss of groups compares: "
+                f"jaxonnx.losses.in_batch_negatives(negatives={count - 2}), or your own as a "
+                f"jaxonnx.losses.GroupLoss of group={count}. For other losses a row is one text, "
+                '{"text": "..."}, or a pair that is scored together, '
                 f"{SCORED[0].example}"
             )
 

@@ -276,7 +276,7 @@ BAD = {
     "no npz": (__file__, {}, "cannot be read|must be an .npz"),
     "kind": (3, {}, "a pair .* or a function .* it is a int"),
     "lacks": ({"z": X, "y": Y}, {}, "lacks the model's input 'x'"),
-    "no target": ({"x": X}, {}, "data has no targets"),
+    "no target": ({"x": X}, {}, r"data has no targets: pass \(x, y\), or a dict with the"),
     "words": ((X, np.array(["a"] * 12)), {}, "the targets must be numbers, got <U1"),
     "share of batches": (BATCHES, {"validation": 0.2}, "is a fraction"),
     "whole share": ((X, Y), {"validation": 1.0}, "between 0 and 1 of the 12"),

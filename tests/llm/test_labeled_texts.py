@@ -432,6 +432,27 @@ def test_columns_of_compared_texts_have_several_names(tmp_path, columns):
     np.testing.assert_allclose(value, contrast(model, len(columns)), rtol=1e-5)
 
 
+def test_triplets_are_compared_by_a_loss_of_ones_own(tmp_path):
+    """The distances are not those of normalized vectors, as in TripletLoss of PyTorch."""
+
+    def triplet(x, targets, weight):
+        anchor, near, far = x.reshape(-1, 3, x.shape[-1]).swapaxes(0, 1)
+        near, far = (jnp.linalg.norm(anchor - other, axis=1) for other in (near, far))
+        return jnp.repeat(jnp.maximum(near - far + 5, 0), 3)
+
+    model, texts = write(tmp_path, classes=6), TEXTS[:3] + TEXTS[2::-1]
+    names = ("anchor", "positive", "negative")
+    rows = [dict(zip(names, texts[i : i + 3], strict=True)) for i in (0, 3)]
+    loss = losses.GroupLoss(function=triplet, group=3, takes_targets=False, apart=True)
+    x = np.asarray(model.predict([{"text": text} for text in texts]), np.float64).reshape(2, 3, 6)
+    distances = np.linalg.norm(x[:, :1] - x[:, 1:], axis=2)
+    expected = np.maximum(distances[:, 0] - distances[:, 1] + 5, 0).mean()
+    value = jaxonnx.evaluate(model, rows, loss=loss, batch_size=3)["loss"]
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    result = jaxonnx.train(model, rows, loss=loss, optimizer="sgd", batch_size=6)
+    np.testing.assert_allclose(result.history.losses, [expected], rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("columns", "loss", "message"),
     [
@@ -441,8 +462,8 @@ def test_columns_of_compared_texts_have_several_names(tmp_path, columns):
             r"in_batch_negatives\(negatives=1\) compares these, or leave one",
         ),
         (2, losses.in_batch_negatives(negatives=1), r"negatives=0\) compares these$"),
-        (3, BINARY, r"only the loss jaxonnx.losses.in_batch_negatives\(negatives=1\)"),
-        (2, BINARY, r"only the loss jaxonnx.losses.in_batch_negatives\(negatives=0\)"),
+        (3, BINARY, r"in_batch_negatives\(negatives=1\), or your own .* of group=3"),
+        (2, BINARY, r"in_batch_negatives\(negatives=0\), or your own .* of group=2"),
     ],
 )
 def test_rows_of_another_number_of_texts_are_refused(tmp_path, columns, loss, message):
