@@ -21,6 +21,7 @@ from jaxonnx.llm._module_names import (
     find_blocks,
     find_family,
     find_matrices,
+    find_wrapper,
     includes_one,
     place_vectors,
     table_of,

@@ -66,6 +66,14 @@ BESIDE_VISION = "model.language_model."
 """Where transformers has the modules of a decoder's "model" beside a vision encoder."""
 EXPORTED = re.compile(r"\.MatMul\.|_t$")
 """Weights that onnxruntime-genai's builder and mobius name."""
+_WRAPPER = re.compile(
+    r"((?:\w+\.)*?)model\.(?:language_model\.|encoder\.|decoder\.)?(?:layers\.\d|embed_tokens\b)"
+    r"|((?:_orig_mod\.)+)"
+)
+"""What precedes "model.layers.0" of a network in transformers, or the prefix of torch.compile."""
+_PARTS = ("language_model", "text_model", "decoder", "depth_decoder", "speech_decoder_model")
+_PARTS += ("thinker", "talker", "code_predictor")
+"""Parts of models of transformers that are such networks."""
 
 
 class Block(NamedTuple):
@@ -82,13 +90,18 @@ class Block(NamedTuple):
         return Block(self.target, self.start, self.source, self.first, self.rows)
 
 
-def name_module(weight: str, aliases: Mapping[str, str]) -> str:
+def name_module(weight: str, aliases: Mapping[str, str], wrapper: str = "") -> str:
     """Return the module of a weight as transformers names it, where the file does not pack it.
+
+    Args:
+      weight: its name in the file.
+      aliases: the names of weights besides their own.
+      wrapper: the prefix to leave out (`find_wrapper`).
 
     >>> name_module("model.layers.0.attn.o_proj.MatMul.weight_Q4", {})
     'model.layers.0.self_attn.o_proj'
     """
-    name = module_name(aliases.get(weight, weight))
+    name = module_name(aliases.get(weight, weight)).removeprefix(wrapper)
     return re.sub(r"^(model\.layers\.\d+)\.attn\.", r"\1.self_attn.", name)
 
 
@@ -155,7 +168,24 @@ def name_modules(
     if names is not None:
         return {name: names(name) for name in weights}
     named = [name for name in weights if name in aliases or not is_numbered(name)]
-    return {name: name_module(name, aliases) for name in named}
+    wrapper = find_wrapper(named, aliases)
+    return {name: name_module(name, aliases, wrapper) for name in named}
+
+
+def find_wrapper(weights: Collection[str], aliases: Mapping[str, str]) -> str:
+    """Return the prefix that a module around the network gives to all others, if it is certain.
+
+    In transformers, `lm_head` and "model.layers" have no prefix but that of a part of a model.
+
+    >>> find_wrapper(["net.model.layers.0.mlp.up_proj.weight", "net.lm_head.weight"], {})
+    'net.'
+    """
+    modules = [module_name(aliases.get(weight, weight)) for weight in weights]
+    heads = [module.removesuffix(HEAD) for module in modules if module.endswith(f".{HEAD}")]
+    matches = (_WRAPPER.match(module) for module in modules)
+    wrappers = {*heads} or {match[1] or match[2] or "" for match in matches if match}
+    wrapper = wrappers.pop() if len(wrappers) == 1 else ""
+    return wrapper if {*wrapper.split(".")}.isdisjoint(_PARTS) else ""
 
 
 def find_blocks(
@@ -205,6 +235,7 @@ def find_vectors(
     modules: Mapping[str, str],
     parts: Mapping[str, Sequence[Block]],
     family: str,
+    wrapper: str,
 ) -> dict[str, list[Block]]:
     """Find the entries of vectors (sources) that are those of transformers' (targets).
 
@@ -217,15 +248,17 @@ def find_vectors(
       modules: the module of each matrix.
       parts: by matrix, its rows in modules (`find_blocks`).
       family: the model type.
+      wrapper: the prefix to leave out of their names (`find_wrapper`).
 
     Returns:
       Blocks by vector; 0 rows are all.
     """
     matrix_of = {blocks[0].target: matrix for matrix, blocks in parts.items()}
-    matrix_of |= {module: matrix for matrix, module in modules.items()}
+    for matrix, module in modules.items():
+        matrix_of |= {name_module(matrix, aliases): matrix, module: matrix}
     result = {}
     for name in vectors:
-        target = aliases.get(name, name)
+        target = aliases.get(name, name).removeprefix(wrapper)
         for pattern, new in (*_VECTORS, *_VECTORS_OF.get(family, ())):
             target = re.sub(pattern, new, target)
         bias = re.fullmatch(r"(.*?)\.bias(__.*)?", target)  # mobius joins the names of biases
@@ -359,7 +392,8 @@ def name_weights(
     for block in find_blocks(modules, rows, packed, family):
         parts.setdefault(block.source, []).append(block)
     tied = {*find_tied(model.graph, model.tensors)}
-    vectors = find_vectors(learned, model.aliases, modules, parts, family)
+    wrapper = find_wrapper(modules, model.aliases)
+    vectors = find_vectors(learned, model.aliases, modules, parts, family, wrapper)
     result: dict[str, list[Block]] = {}
     for name in learned:
         if ".rotary_emb." in model.aliases.get(name, name):
@@ -457,7 +491,7 @@ def describe_base(model: Network | None, base_model: str | None) -> dict[str, An
 
 
 def place_vectors(
-    model: Network, names: Collection[str], blocks: Sequence[Block]
+    model: Network, names: Collection[str], blocks: Sequence[Block], unwrap: bool = True
 ) -> dict[str, list[Block]]:
     """Return the entries of vectors (sources) that are those of transformers' (targets).
 
@@ -465,13 +499,15 @@ def place_vectors(
       model: the model of the vectors.
       names: biases and norms.
       blocks: the rows of its matrices in modules.
+      unwrap: leave the prefix of a module around the network out of their names.
     """
     modules, _, _ = find_matrices(model, None)
     beside_vision = model.folder is not None and model.folder.image_token is not None
     parts: dict[str, list[Block]] = {}
     for block in blocks:
         parts.setdefault(block.source, []).append(block)
-    blocks_of = find_vectors(names, model.aliases, modules, parts, find_family(model))
+    wrapper = find_wrapper(modules, model.aliases) if unwrap else ""
+    blocks_of = find_vectors(names, model.aliases, modules, parts, find_family(model), wrapper)
     result: dict[str, list[Block]] = {}
     for name, pieces in blocks_of.items():
         for block in pieces:

@@ -282,7 +282,8 @@ class Adapters:
             the modules are called in transformers, and which of them the file has in one matrix
             (qkv_proj) or apart. Each gets the ranks that reach it. PEFT ignores names that it does
             not find; a warning says if they are not certain.
-          names: as in `to_inputs`, for the two latter; by default, in a folder, transformers' name.
+          names: as in `to_inputs`, for the two latter; by default, in a folder, transformers' name,
+            without the prefix of a module around the network that was exported.
           base_model: the name on the hub, or the path, of transformers' model that PEFT is to load
             (`base_model_name_or_path` of a folder). By default, of a model that was loaded from a
             folder, `_name_or_path` of its `config.json`, its name on the hub, or its path.

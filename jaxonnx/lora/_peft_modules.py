@@ -26,6 +26,7 @@ from jaxonnx.llm import (
     find_blocks,
     find_family,
     find_matrices,
+    find_wrapper,
     includes_one,
     place_vectors,
     table_of,
@@ -106,13 +107,18 @@ def read(
             key = files.plain_name(block.target)
             targets.setdefault(key, []).append(block._replace(target=key).invert())
         vectors = targets | vectors
+    # of a module that wraps the network, which folders may have been trained in
+    wrapper = find_wrapper(modules, model.aliases)
     for table in (places, vectors):
+        for name, blocks in [*table.items()] if wrapper else ():
+            other = files.plain_name(wrapper + name)
+            table.setdefault(other, [block._replace(source=other) for block in blocks])
         for name, blocks in [*table.items()]:
             inner = name.removeprefix(BESIDE_VISION)
             if inner != name:  # also of a decoder trained alone, or by transformers before 4.52
                 for other in (f"model.{inner}", f"language_model.model.{inner}"):
                     table[other] = [block._replace(source=other) for block in blocks]
-        # of a module that wraps the network ("model.model.layers.0"), all weights have its prefix
+        # likewise where no name tells of it ("net.layers.0"), but that all weights have its prefix
         stems = [files.plain_name(module).split(".")[:-1] for module in modules.values()]
         shared = [*takewhile(lambda parts: len({*parts}) == 1, zip(*stems, strict=False))]
         for wrapper in accumulate(f"{part}." for part, *_ in shared):
@@ -452,7 +458,8 @@ def write(
     blocks = choose_blocks(model, names, rows)
     vectors: list[Block] = []
     if model:
-        vectors = [*chain(*place_vectors(model, others.keys() - whole, blocks).values())]
+        placed = place_vectors(model, others.keys() - whole, blocks, not names)
+        vectors = [*chain(*placed.values())]
         if any(not b.target.endswith((".bias", ".weight")) for b in vectors):
             refuse_others(values, layouts, whole)
         # PEFT takes each module whose name ends with that of one that was trained in full, too,
@@ -471,7 +478,7 @@ def write(
             whole[name] = meanings[name]
             rows[name] = sum(block.rows for block in blocks if block.source == name)
         single = (n for n, x in model.tensors.items() if x.ndim == 1 and is_float(x))
-        placed = place_vectors(model, [n for n in single if n not in others], blocks)
+        placed = place_vectors(model, [n for n in single if n not in others], blocks, not names)
         more = [b for b in chain(*placed.values()) if b.target.endswith((".bias", ".weight"))]
         more = [b for b in more if b.target.rpartition(".")[0].endswith((*saved,))]
         vectors += more

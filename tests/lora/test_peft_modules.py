@@ -361,6 +361,65 @@ def test_a_wrapper_around_the_network_is_left_out(tmp_path, prefix):
     for module, name in zip(modules, weights, strict=True):
         expected = 2 * pairs[module]["B"] @ pairs[module]["A"]
         np.testing.assert_allclose(product(adapters, name), expected, rtol=1e-4, atol=1e-5)
+    written, _ = saved(adapters, tmp_path / "back", model)
+    assert written.keys() == load_file(tmp_path / "peft" / "adapter_model.safetensors").keys()
+    peft_folder(tmp_path / "wrapped", {f"{prefix}{module}": pairs[module] for module in modules})
+    again = jaxonnx.Adapters.load(tmp_path / "wrapped", model)
+    np.testing.assert_array_equal(product(again, weights[1]), product(adapters, weights[1]))
+    raw, _ = saved(
+        again, tmp_path / "names", model, names=lambda name: name.removesuffix(".weight")
+    )
+    assert raw.keys() == load_file(tmp_path / "wrapped" / "adapter_model.safetensors").keys()
     peft_folder(tmp_path / "other", {"layers.1.q_proj": pairs["lm_head"]})
     with pytest.raises(jaxonnx.InputError, match=r"no weight of a module 'layers\.1\.q_proj'"):
         jaxonnx.Adapters.load(tmp_path / "other", model)
+
+
+@pytest.mark.parametrize(
+    ("modules", "wrapper"),
+    [
+        (["net.model.layers.0.mlp.up_proj", "net.lm_head", "value"], "net."),
+        (["a.net.model.layers.0.mlp.up_proj", "a.net.model.embed_tokens"], "a.net."),
+        (["_orig_mod.layers.0.mlp.up_proj", "_orig_mod.score"], "_orig_mod."),
+        (["model.model.layers.0.mlp.up_proj", "model.score"], "model."),
+        (["_orig_mod.module.model.layers.0.mlp.up_proj"], "_orig_mod.module."),
+        # the network's own names, or those of a part of a model, which PEFT has as well
+        (["model.layers.0.mlp.up_proj", "model.embed_tokens"], ""),
+        (["model.model.0.conv", "model.model.1.conv"], ""),
+        (["module.0.conv", "module.1.conv"], ""),
+        (["a.model.layers.0.mlp.up_proj", "b.model.layers.0.mlp.up_proj"], ""),
+        (["model.backbone.model.encoder.0.conv", "model.decoder.layers.0.fc1"], ""),
+        (["decoder.transformer.h.0.attn.c_attn", "decoder.lm_head"], ""),
+        (["language_model.model.layers.0.mlp.up_proj", "language_model.lm_head"], ""),
+    ],
+)
+def test_names_are_written_without_that_of_a_wrapper(tmp_path, modules, wrapper):
+    """Also of what is trained beside adapters, and of checkpoints."""
+    weights, bias = [f"{module}.weight" for module in modules], f"{modules[0]}.bias"
+    nodes, values = [], ["x"]
+    for weight in weights:
+        values.append(f"{weight}.product")
+        nodes.append(make_node("MatMul", [values[-2], weight], [values[-1]]))
+    nodes.append(make_node("Add", [values[-1], bias], ["y"]))
+    tensors = {name: normal(32, 32) for name in weights} | {bias: normal(32)}
+    model = jaxonnx.load(network(nodes, ("x", onnx.TensorProto.FLOAT, ["n", 32]), **tensors))
+    data, lora = (normal(4, 32), normal(4, 32)), jaxonnx.LoRA(2, where=weights)
+    settings = {"loss": "squared_error", "lora": lora, "trainable": [bias]}
+    adapters = jaxonnx.train(model, data, optimizer=optax.sgd(1e-4), **settings).lora
+    arrays, _ = saved(adapters, tmp_path / "peft")
+    stems = [module.removeprefix(wrapper) for module in modules]
+    keys = {f"{stem}.lora_{end}.weight" for stem in stems for end in "AB"}
+    keys.add(f"{stems[0]}.base_layer.bias")
+    assert {key.removeprefix("base_model.model.") for key in arrays} == keys
+    again = jaxonnx.Adapters.load(tmp_path / "peft", model)
+    assert again.values.keys() == adapters.values.keys()
+    raw, _ = saved(
+        again, tmp_path / "names", model, names=lambda name: name.removesuffix(".weight")
+    )
+    assert f"base_model.model.{modules[0]}.base_layer.bias" in raw
+    again = jaxonnx.Adapters.load(tmp_path / "names", model)
+    assert again.values.keys() == adapters.values.keys()
+    with pytest.warns(UserWarning, match=r"has no config\.json"):
+        jaxonnx.export_safetensors(model, tmp_path / "checkpoint")
+    stored = load_file(tmp_path / "checkpoint" / "model.safetensors")
+    assert stored.keys() == {f"{stem}.weight" for stem in stems} | {f"{stems[0]}.bias"}

@@ -448,3 +448,30 @@ def test_a_module_whose_name_ends_as_that_of_another_one(trainable, tmp_path):
     x = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
     outputs = loaded(torch.from_numpy(x)).detach().numpy()
     np.testing.assert_allclose(outputs, adapted.model(x), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_file_of_a_module_around_the_network(tied, tmp_path):
+    """PEFT finds the modules of the network, whose names the file has behind "net."."""
+    write_network("llama", {"tie_word_embeddings": tied}, tmp_path / "checkpoint")
+
+    class Wrapper(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = read_network(tmp_path / "checkpoint")
+
+        def forward(self, input_ids):
+            return self.net(input_ids=input_ids, use_cache=False).logits
+
+    path, named = tmp_path / "net.onnx", {"input_names": ["input_ids"], "verbose": False}
+    torch.onnx.export(Wrapper().eval(), (torch.from_numpy(IDS),), path, dynamo=True, **named)
+    model = jaxonnx.load(path)
+    adapted = changed(model, 2, "all-linear")
+    jaxonnx.Adapters.of(adapted).save(tmp_path / "peft", model)
+    theirs = peft.PeftModel.from_pretrained(
+        read_network(tmp_path / "checkpoint"), tmp_path / "peft"
+    )
+    wanted = run_network(theirs.eval())
+    np.testing.assert_allclose(adapted(IDS), wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+    again = jaxonnx.Adapters.load(tmp_path / "peft", model).attach(model)
+    np.testing.assert_allclose(again(IDS), wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
