@@ -74,7 +74,7 @@ class Distillation(Loss):
             return
         labels = self.find_labels(targets)
         axis = self.find_axis(outputs.shape, labels.shape)
-        check_classes(np.asarray(labels), outputs.shape[axis], self.ignore_index, what)
+        check_classes(np.asarray(labels), outputs.shape, axis, self.ignore_index, what)
 
     def find_axis(self, logits: tuple[int, ...], labels: tuple[int, ...] | None) -> int:
         """Return the axis of the classes, 1 or -1, from the shapes of logits and of labels.

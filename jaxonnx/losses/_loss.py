@@ -246,11 +246,12 @@ class Loss:
             shape = (*shape[:axis], *shape[axis:][1:])
         if targets.shape != shape:
             first = axis == -1 and targets.shape == (*outputs.shape[:1], *outputs.shape[2:])
+            last = axis == 1 and targets.shape == outputs.shape[:-1]
             raise TrainingError(
                 f"{what} needs targets of shape {shape} for outputs of shape {outputs.shape}; "
                 f"they have {targets.shape}"
-                + "; jaxonnx.losses.cross_entropy() has the classes on axis 1"
-                * first
+                + "; jaxonnx.losses.cross_entropy() has the classes on axis 1" * first
+                + "; jaxonnx.losses.cross_entropy(axis=-1) has the classes on the last axis" * last
             )
 
     def check_labels(
@@ -274,7 +275,7 @@ class Loss:
                 f"{what} has {len(names)} classes ({shown}), and the outputs have {classes}: "
                 f"head={len(names)} (--head {len(names)}) replaces the last layer"
             )
-        check_classes(targets, classes, self.ignore_index, what)
+        check_classes(targets, outputs.shape, self.class_axis, self.ignore_index, what)
 
     def _check_interval(self, targets: np.ndarray, what: str) -> None:
         """Refuse targets outside of `interval`; NaN stands for a missing one."""
@@ -431,25 +432,37 @@ def _are_one(sums: np.ndarray) -> bool:
     return bool(np.abs(sums - 1).max(initial=0) < _ROUNDING)
 
 
-def check_classes(targets: np.ndarray, classes: int, ignored: int | None, what: str) -> None:
-    """Refuse labels outside of 0 ... classes - 1 but for one that is ignored."""
+def check_classes(
+    targets: np.ndarray, shape: tuple[int, ...], axis: int, ignored: int | None, what: str
+) -> None:
+    """Refuse labels outside of 0 ... classes - 1 but for one that is ignored.
+
+    Args:
+      shape: that of the outputs.
+      axis: of the classes in them.
+    """
+    classes = shape[axis]
     wrong = (targets < 0) | (targets >= classes)
     if ignored is not None:
         wrong &= targets != ignored
     if wrong.any():
         first = tuple(np.argwhere(wrong)[0])
-        padding = ignored is None and targets[first] == IGNORED
-        alike = ignored is None and not padding and (targets[wrong] == targets[first]).all()
+        label, remedy = targets[first], ""
+        counted = targets if ignored is None else targets[targets != ignored]
+        alike = (targets[wrong] == label).all()
+        if (counted.min(), counted.max()) == (1, classes):
+            remedy = f"; classes are counted from 0: subtract 1 from labels 1 ... {classes}"
+        elif alike and ignored is None:
+            last = len(shape) > 2 and axis in (-1, len(shape) - 1)
+            arguments = "axis=-1, " * last + f"ignore_index={label}"
+            remedy = f"; jaxonnx.losses.cross_entropy({arguments}) leaves these out"
+            if last and label == IGNORED:
+                remedy += ", and so does 'causal_lm' where labels are the tokens, which it shifts"
+        elif alike and counted.size == targets.size:
+            remedy = f"; with ignore_index={label} the loss leaves these out"
         raise TrainingError(
             f"{what} has {format_count(int(wrong.sum()), 'label')} outside of 0 ... {classes - 1}, "
-            f"the first is {targets[first]} at {', '.join(map(str, first))}"
-            + (
-                "; jaxonnx.losses.cross_entropy(axis=-1, ignore_index=-100) ignores these where "
-                "labels are tags, and 'causal_lm' where they are the tokens, which it shifts"
-            )
-            * bool(padding)
-            + f"; jaxonnx.losses.cross_entropy with ignore_index={targets[first]} leaves these out"
-            * bool(alike)
+            f"the first is {label} at {', '.join(map(str, first))}{remedy}"
         )
 
 

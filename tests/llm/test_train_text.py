@@ -317,7 +317,7 @@ BAD = {
     "labels": (
         {"input_ids": IDS, "labels": IDS},
         {"loss": LABELS},
-        r"labels outside of 0 ... 6, the first is -100.*ignore_index=-100\) ignores",
+        r"labels outside of 0 ... 6, the first is -100.*ignore_index=-100\) leaves",
     ),
     "wrong label": ({"input_ids": IDS, "labels": [x + 1 for x in IDS]}, {}, "the first is 7"),
     "values": (

@@ -3,6 +3,8 @@
 The values of `jaxonnx.losses` are those of PyTorch 2.13.
 """
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -233,7 +235,15 @@ def pixels():
     return jaxonnx.load(onnx.parser.parse_model(text))
 
 
+def tags():
+    text = """<ir_version: 8, opset_import: ["": 17]>
+        net (float[n, l, 2] x) => (float[n, l, 3] y)
+        <float[2, 3] w = {0.5, -1, 2, 1, 0.25, -0.5}> { y = MatMul(x, w) }"""
+    return jaxonnx.load(onnx.parser.parse_model(text))
+
+
 IMAGES = np.random.default_rng(0).random((12, 2, 4, 5), np.float32)
+TOKENS = np.random.default_rng(0).random((12, 4, 2), np.float32)
 X, Y = examples()
 ONE = "y = MatMul(x, w)"
 BAD = {
@@ -247,7 +257,7 @@ BAD = {
     ),
     "ignored": (
         lambda: train(network(ONE), (X, Y - 1), cross_entropy(ignore_index=-2)),
-        "data has 1 label outside of 0 ... 2, the first is -1",
+        "data has 1 label outside of 0 ... 2, the first is -1 .*; with ignore_index=-1 the loss",
     ),
     "axis": (
         lambda: train(network(ONE), (X, np.zeros((12, 3), int)), cross_entropy()),
@@ -293,7 +303,15 @@ BAD = {
     ),
     "ignored label": (
         lambda: train(network(ONE), (X, np.where(Y > 1, 255, Y)), LABELS),
-        "the first is 255 .*cross_entropy with ignore_index=255 leaves these out",
+        r"the first is 255 .*cross_entropy\(ignore_index=255\) leaves these out",
+    ),
+    "labels from 1": (
+        lambda: train(network(ONE), (X, Y + 1), LABELS),
+        "the first is 3 .*; classes are counted from 0: subtract 1 from labels 1 ... 3",
+    ),
+    "labels of tokens": (
+        lambda: train(tags(), (TOKENS, TOKENS[..., 0].astype(int)), cross_entropy()),
+        r"they have \(8, 4\); jaxonnx.losses.cross_entropy\(axis=-1\) has the classes on the last",
     ),
     "mixtures": (  # tsai#791: mixup makes them of labels
         lambda: train(network(ONE), (X, np.eye(3)[Y] * 0.9 + 0.05), LABELS),
@@ -304,6 +322,27 @@ BAD = {
         "targets from 0.0 to 1.0; the loss 'hinge_loss' takes -1 or 1 .* 2 \\* y - 1",
     ),
 }
+
+
+@pytest.mark.parametrize("label", [-100, 255])
+@pytest.mark.parametrize(
+    ("model", "x", "loss"),
+    [(pixels, IMAGES, "SoftmaxCrossEntropyLoss"), (tags, TOKENS, LABELS)],
+    ids=["images", "tokens"],
+)
+def test_the_loss_that_an_error_names_leaves_labels_out(model, x, loss, label):
+    """OpenNMT#570: it has the classes on the axis of the loss that refused the labels."""
+    labels = np.where((x[:, 0] if model is pixels else x[..., 0]) > 0.5, label, 1)
+    with pytest.raises(jaxonnx.TrainingError, match="leaves these out") as refused:
+        jaxonnx.evaluate(model(), (x, labels), loss=loss, metrics=[])
+    axis, number = re.search(
+        r"losses\.cross_entropy\((axis=-1, )?ignore_index=(-?\d+)\)", str(refused.value)
+    ).groups()
+    loss = cross_entropy(axis=-1 if axis else 1, ignore_index=int(number))
+    value = jaxonnx.evaluate(model(), (x, labels), loss=loss, metrics=[])["loss"]
+    scores = np.moveaxis(model()(x), 1, -1) if model is pixels else model()(x)
+    each = optax.softmax_cross_entropy_with_integer_labels(scores, np.ones_like(labels))
+    np.testing.assert_allclose(value, each[labels == 1].mean(), rtol=1e-6)
 
 
 @pytest.mark.parametrize("loss", ["sigmoid_focal_loss", "sigmoid_binary_cross_entropy"])

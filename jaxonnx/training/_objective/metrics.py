@@ -410,4 +410,4 @@ def check_labels(metric: Any, reader: Reader, outputs: Any, targets: Any, what: 
     axis = reader.class_axis((len(targets), *outputs.shape[1:]), targets.shape)
     if axis is not None:
         ignored = None if reader.loss is None else reader.loss.ignore_index
-        check_classes(targets, outputs.shape[axis], ignored, what)
+        check_classes(targets, outputs.shape, axis, ignored, what)
