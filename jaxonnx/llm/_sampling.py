@@ -44,8 +44,8 @@ class Sampling:
       top_p: draws from the fewest most likely tokens that have this probability together.
       min_p: draws from tokens with at least this fraction of the probability of the most likely
         one.
-      repetition_penalty: logits of tokens that are in the prompt or were generated are divided by
-        it, or multiplied if they are negative.
+      repetition_penalty: logits of tokens that are in the decoder's prompt or were generated are
+        divided by it, or multiplied if they are negative.
       biases: sequences of tokens, and the number that is added to the logit of the last one behind
         the others.
       forced_end: tokens of which one is the last of the most tokens that are asked for.

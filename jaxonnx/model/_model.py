@@ -334,7 +334,8 @@ class Model(Network, Printable):
           min_p: draw from tokens with at least this fraction of the probability of the most likely
             one.
           repetition_penalty: divide positive logits of tokens that the prompt or the continuation
-            has by it, and multiply negative ones; this also applies at temperature 0.
+            has by it, and multiply negative ones; this also applies at temperature 0. Tokens of an
+            encoder have no penalty, as in transformers: the prompt is then that of the decoder.
           seed: the random seed for sampling.
           stop: tokens or texts that end a sequence; by default the tokens that `genai_config.json`
             in the model's folder names, or else `generation_config.json`, or else `config.json`.

@@ -114,6 +114,21 @@ def test_repeated_tokens_are_penalized_in_greedy_search():
     assert [row.tolist() for row in made] == rows
 
 
+@pytest.mark.parametrize("counted", [0, 4])
+def test_tokens_of_an_encoder_have_no_penalty(counted):
+    """Against NumPy on the decoder's logits; with the encoder's tokens the row is another."""
+    model, prompt = jaxonnx.load(DATA / "transformers" / "t5"), np.array([37, 28, 20, 30, 1])
+    ids = [0]
+    for _ in range(6):
+        logits = np.array(model(prompt[None], np.ones((1, 5), np.int64), np.array([ids])))[0, -1]
+        penalized = [*ids, *prompt[:counted]]
+        chosen = logits[penalized]
+        logits[penalized] = np.where(chosen < 0, chosen * 2, chosen / 2)
+        ids.append(int(logits.argmax()))
+    row = model.generate(prompt, max_new_tokens=6, stop=[], repetition_penalty=2.0)
+    assert (row.tolist() == ids) == (counted == 0)
+
+
 @pytest.fixture
 def folder_of(tmp_path):
     """Write a folder with search settings in its files; return its path."""
