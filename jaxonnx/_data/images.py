@@ -32,6 +32,9 @@ _RANGES = {
 """The preprocessing that each value of `Image.NominalPixelRange` in ONNX's own metadata means
 (MetadataProps.md)."""
 
+_NUMBERS = {"scale", "mean", "std"}
+"""The fields that say what becomes of the numbers of pixels."""
+
 _KINDS = {"labels": (str, int, float), "order": (str,), "size": (int,)}
 """The Python types of fields in the file's entry; the other fields are numbers."""
 
@@ -109,22 +112,36 @@ class Layout:
 
 
 def preparation(model: Network) -> Preparation:
-    """Return the preprocessing that the file declares, or the default.
+    """Return the preprocessing that the file or its folder declares, or the default.
 
-    The entry that jaxonnx writes takes precedence over the metadata that ONNX defines for images.
+    The entry that jaxonnx writes takes precedence over the files beside the graph, and these over
+    the metadata that ONNX defines for images.
 
     Raises:
-      ModelError: the entry is malformed.
+      ModelError: the entry, or a file beside the graph, is malformed.
     """
     usual = Preparation(scale=1 if model.inputs[0].dtype == np.uint8 else 1 / 255)
-    recorded = {**_standard(model.proto), **(records.get(model.proto, KEY, _entry) or {})}
-    return replace(usual, **recorded)
+    return replace(usual, **_declared(model))
 
 
 def says_numbers(model: Network) -> bool:
-    """Check whether the file declares how to scale pixels, or takes uint8 pixels unscaled."""
-    recorded = {**_standard(model.proto), **(records.get(model.proto, KEY, _entry) or {})}
-    return model.inputs[0].dtype == np.uint8 or bool(recorded.keys() & {"scale", "mean", "std"})
+    """Check whether a network declares how to scale pixels, or takes uint8 pixels unscaled."""
+    return model.inputs[0].dtype == np.uint8 or bool(_declared(model).keys() & _NUMBERS)
+
+
+def _declared(model: Network) -> dict[str, Any]:
+    """Return the fields of `Preparation` that the file and the files beside it give."""
+    beside, (first, *_) = dict(model.companion.image_settings), model.inputs
+    shape = (model.outputs[0].shape or (None,)) if model.outputs else (None,)
+    fits = not model.heads and len(beside.get("labels", ())) == shape[-1]
+    dropped = {"labels"} if not fits else set()
+    if first.dtype == np.uint8:
+        dropped |= _NUMBERS
+    if all(isinstance(n, int) for n in (first.shape or (None,))[1:]):
+        dropped.add("size")  # the file has one
+    beside = {name: value for name, value in beside.items() if name not in dropped}
+    entry = records.get(model.proto, KEY, _entry) or {}
+    return {**_standard(model.proto), **beside, **entry}
 
 
 def _entry(entry: Any) -> dict[str, Any]:

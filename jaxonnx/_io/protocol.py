@@ -42,6 +42,11 @@ class Companion:
         """The token that fills up rows of tokens; None if it is not known."""
         return None
 
+    @property
+    def image_settings(self) -> Mapping[str, Any]:
+        """Keys of `preprocess` for images that the files give: "mean", "std", "labels"..."""
+        return {}
+
     def freezes(self, name: str) -> bool:
         """Check whether a parameter is frozen, unless `trainable` names it."""
         return False

@@ -114,6 +114,20 @@ class ModelFolder(Companion):
         settings = self.read_json("preprocessor_config.json") or nested
         return settings if isinstance(settings, dict) else {}
 
+    @property
+    def image_settings(self) -> dict[str, Any]:
+        settings = self.read_image_settings()
+        with wrap_errors(f"'{self.path}': preprocessor_config.json is damaged", ModelError):
+            fields = _fields_of_processor(settings)
+        return fields | ({"labels": self.classes} if self.classes else {})
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the classes by `config.json`, in the order of the outputs; () without."""
+        named = self.read_json("config.json").get("id2label") or {}
+        numbers = [*map(str, range(len(named)))]
+        return tuple(str(named[n]) for n in numbers) if named.keys() == {*numbers} else ()
+
     def read_json(self, name: str) -> dict[str, Any]:
         """Return an object that the folder has as a JSON file; empty without the file.
 
@@ -321,6 +335,46 @@ class ModelFolder(Companion):
                 f"not copied to '{target}', because their weights are the old ones: "
                 f"{', '.join(left)}",
             )
+
+
+def _fields_of_processor(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of `preprocess` by the settings of an image processor of transformers.
+
+    Those of pixels are left out where a processor does what the keys do not say.
+    """
+    fields: dict[str, Any] = {}
+    rescales, normalizes = settings.get("do_rescale", True), settings.get("do_normalize")
+    unclear = normalizes and not {"image_mean", "image_std"} <= settings.keys()
+    others = ("include_top", "offset", "rescale_offset")
+    if settings and not unclear and not any(settings.get(name) for name in others):
+        fields["scale"] = float(settings.get("rescale_factor", 1 / 255)) if rescales else 1.0
+        fields["mean"] = tuple(map(float, settings["image_mean"])) if normalizes else (0.0,)
+        fields["std"] = tuple(map(float, settings["image_std"])) if normalizes else (1.0,)
+    if settings.get("do_flip_channel_order"):
+        fields["order"] = "BGR"
+    edge, size = _edge_and_size(settings.get("size") if settings.get("do_resize", True) else None)
+    crops, share = settings.get("do_center_crop"), settings.get("crop_pct")
+    if crops and edge and not share:
+        (_, size), kind = (
+            _edge_and_size(settings.get("crop_size")),
+            settings.get("image_processor_type"),
+        )
+        resized = edge * 256 // 224 if kind == "LevitImageProcessor" else edge
+        share = max(size) / resized if size else None
+    elif edge and edge >= 384 and not crops:  # ConvNeXt stretches these
+        share = None
+    if share is not None and share > 1:  # the crop comes first, or is padded
+        share = size = None
+    return fields | ({"crop": share} if share else {}) | ({"size": size} if size else {})
+
+
+def _edge_and_size(size: Any) -> tuple[int, tuple[int, int]] | tuple[None, None]:
+    """Return the shorter edge of a size of transformers, and its height and width."""
+    if isinstance(size, Mapping):
+        edge = size.get("shortest_edge")
+        size = (size.get("height", edge), size.get("width", edge))
+    height, width = size if isinstance(size, Sequence) else (size, size)
+    return (None, None) if None in (height, width) else (min(height, width), (height, width))
 
 
 def _describe_other_classes(config: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any]:

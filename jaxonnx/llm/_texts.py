@@ -408,10 +408,8 @@ def scores_texts(model: Network) -> bool:
 
 def class_names(model: Network) -> tuple[str, ...]:
     """Return the names of a model's classes: of its file, or `id2label` in its folder's config."""
-    if (labels := preparation(model).labels) or model.folder is None:
-        return labels
-    named = model.folder.read_json("config.json").get("id2label") or {}
-    return tuple(map(str, named.values())) if [*named] == [*map(str, range(len(named)))] else ()
+    labels = preparation(model).labels
+    return labels or (() if model.folder is None else model.folder.classes)
 
 
 def _are_names(labels: Any) -> bool:

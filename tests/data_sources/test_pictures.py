@@ -247,6 +247,87 @@ def test_labels_keep_the_order_that_the_file_has(photos):
     assert {*data.targets[:10]} == {1}
 
 
+def write_folder(path, processor, classes=("light", "dark"), **options):
+    """Write a network as a folder of transformers, with its image processor and classes."""
+    path.mkdir()
+    model(len(classes), metadata=None, **options).save(path / "model.onnx")
+    named = {str(number): name for number, name in enumerate(classes)}
+    config = {"architectures": ["ViTForImageClassification"], "id2label": named}
+    (path / "config.json").write_text(json.dumps(config, sort_keys=True))
+    (path / "preprocessor_config.json").write_text(json.dumps(processor))
+    return jaxonnx.load(path)
+
+
+VIT = {
+    "do_resize": True,
+    "size": {"height": 8, "width": 6},
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+    "image_mean": [0.4, 0.5, 0.6],
+    "image_std": [0.5, 0.5, 0.25],
+}
+
+
+def test_a_folder_of_transformers_has_numbers_and_classes(photos, tmp_path, capsys):
+    """Its classes are in the order of the outputs, not in that of the alphabet."""
+    net = write_folder(tmp_path / "vit", VIT)
+    x, y = by_hand(photos)
+    expected = (np.asarray(net(x)).argmax(1) == 1 - y).mean()
+    scores = jaxonnx.evaluate(net, photos, metrics="accuracy", batch_size=4)
+    assert scores["accuracy"] == pytest.approx(expected)
+    np.testing.assert_allclose(np.asarray(net.predict(photos)), net(x), atol=1e-4)
+    assert main(["classify", str(tmp_path / "vit"), str(next(photos.rglob("*.png")))]) == 0
+    assert "light" in capsys.readouterr().out
+
+    trained = train(photos, net, epochs=1).model
+    assert images.preparation(trained).labels == ("light", "dark")
+    trained.save(tmp_path / "alone.onnx")  # the file has them, too
+    alone = images.preparation(jaxonnx.load(tmp_path / "alone.onnx"))
+    assert alone == images.preparation(trained) == images.preparation(net)
+    assert opened(photos, {"labels": ["dark", "light"]}, net=net)[0].classes == ("dark", "light")
+    assert opened(photos, net=net.with_head(2))[0].classes == ("dark", "light")
+    many = write_folder(tmp_path / "many", VIT, [*"abcdefghijklm"])  # 10 sorts before 2
+    assert images.preparation(many).labels == (*"abcdefghijklm",)
+
+
+NUMBERS = {"mean": (0.4, 0.5, 0.6), "std": (0.5, 0.5, 0.25)}
+CROP = {"do_center_crop": True, "crop_size": {"height": 224, "width": 224}}
+
+
+@pytest.mark.parametrize(
+    ("processor", "expected"),
+    [
+        ({**CROP, "size": {"shortest_edge": 256}}, {**NUMBERS, "crop": 0.875, "size": (224, 224)}),
+        ({**CROP, "size": 224, "crop_pct": 0.9}, {**NUMBERS, "crop": 0.9, "size": (224, 224)}),
+        (
+            {"size": {"shortest_edge": 224}, "crop_pct": 0.875},  # ConvNeXt
+            {**NUMBERS, "crop": 0.875, "size": (224, 224)},
+        ),
+        ({"size": {"shortest_edge": 384}, "crop_pct": 0.875}, {**NUMBERS, "size": (384, 384)}),
+        ({**CROP, "size": {"height": 192, "width": 192}}, NUMBERS),  # Perceiver crops first
+        ({"do_normalize": None, "do_flip_channel_order": True}, {"order": "BGR", "size": (8, 6)}),
+        ({"do_rescale": False}, {**NUMBERS, "scale": 1.0, "size": (8, 6)}),
+        ({"include_top": True}, None),  # EfficientNet divides twice
+        ({"image_mean": [0.5]}, {**NUMBERS, "mean": (0.5,), "size": (8, 6)}),
+    ],
+)
+def test_image_processors_of_transformers(processor, expected, tmp_path):
+    net = write_folder(tmp_path / "net", VIT | processor, ["no"] * 3, shape=["n", 3, "h", "w"])
+    assert images.says_numbers(net) == (expected is not None)
+    if expected is not None:
+        expected = images.Preparation(**expected, labels=("no",) * 3)
+        assert images.preparation(net) == expected
+
+
+def test_a_damaged_image_processor_is_named(tmp_path):
+    net = write_folder(tmp_path / "net", VIT | {"image_std": "half"})
+    with pytest.raises(
+        jaxonnx.ModelError, match=r"preprocessor_config.json is damaged .*could not"
+    ):
+        images.preparation(net)
+
+
 def test_broken_pictures_are_named_and_weigh_nothing(broken):
     with pytest.warns(UserWarning, match="left out") as caught:
         result = train(broken, epochs=2, validation=broken)
