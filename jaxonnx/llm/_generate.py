@@ -34,7 +34,7 @@ from jaxonnx.llm._decoder import Decoder, Side, find_head_input
 from jaxonnx.llm._images import encode_chat, is_open, stack_images
 from jaxonnx.llm._sampling import Sampling, choose_tokens, stop_tokens
 from jaxonnx.llm._shapes import is_chat
-from jaxonnx.llm._tokenizer import Tokenizer
+from jaxonnx.llm._tokenizer import Tokenizer, clean_up, count_cleaned
 from jaxonnx.llm._tokens_and_logits import DECODER_TOKENS, AllSteps
 from jaxonnx.lowering import jit
 from jaxonnx.views import Outputs, Part
@@ -60,6 +60,7 @@ class Continuation:
       texts: the texts that end it.
       decode: converts tokens to text; not needed for tokens alone.
       room: the most tokens.
+      cleans_up: whether `clean_up` changes the text.
       tokens: those so far, with that which ended it.
       ended: whether a token or a text has ended it.
     """
@@ -68,10 +69,13 @@ class Continuation:
     texts: tuple[str, ...] = ()
     decode: Callable[[Sequence[int]], str] | None = None
     room: int = 0
+    cleans_up: bool = False
     tokens: list[int] = field(default_factory=list)
     ended: bool = False
     _held: str = ""
     """Text that may be the beginning of a stop."""
+    _open: str = ""
+    """Text that is to be cleaned up with what follows."""
     _before: Sequence[int] = ()
     """Tokens of the text that is continued."""
     _places: tuple[int, int] = 0, 0
@@ -96,11 +100,19 @@ class Continuation:
         self.ended = token in self.stops
         if self.decode is None:
             return ""
-        text = self._held + ("" if self.ended else self._decode_new(self.decode))
+        self._open += "" if self.ended else self._decode_new(self.decode)
+        text = self._held + (clean_up(self._open) if self.cleans_up else self._open)
         ends = [at for stop in self.texts if (at := text.find(stop)) >= 0]
         if ends:
             self.ended, text = True, text[: min(ends)]
-        self._held = "" if self.is_done else self._find_beginning(text)
+        if self.is_done:
+            return text
+        if self.cleans_up:
+            end = count_cleaned(self._open)
+            text, self._open = self._held + clean_up(self._open[:end]), self._open[end:]
+        else:
+            self._open = ""
+        self._held = self._find_beginning(text)
         return text.removesuffix(self._held)
 
     def _decode_new(self, decode: Callable[[Sequence[int]], str]) -> str:
@@ -618,8 +630,9 @@ def generate(
         texts = (*texts, *sampling.stop_texts)
     is_text = [stream or _is_text(prompt) for prompt in listed]
     needs_text = bool(texts) or any(is_text)
-    decode = model.tokenizer.decode if needs_text else None
-    written = [Continuation(tokens, texts, decode) for _ in rows]
+    decode = model.tokenizer.decode_part if needs_text else None
+    cleans_up = needs_text and model.tokenizer.cleans_up
+    written = [Continuation(tokens, texts, decode, cleans_up=cleans_up) for _ in rows]
     if needs_text and not generator._sources:
         special = model.tokenizer.special_tokens
         for prompt, row, part in zip(listed, rows, written, strict=True):

@@ -28,8 +28,29 @@ from jaxonnx.llm._shapes import is_chat, to_messages
 _TRANSFORMERS = {"max_length", "padding", "return_assistant_tokens_mask", "return_dict"}
 _TRANSFORMERS |= {"return_tensors", "sanitize_control_tokens", "tokenizer_kwargs", "truncation"}
 """Arguments of transformers' `apply_chat_template` that say what becomes of the tokens."""
+_CLEANED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
+"""Texts whose spaces transformers drops (`clean_up_tokenization_spaces`), one after the other."""
 _SPACES = "\u0120", "\u2581", "\u010a", "\u0109", "\u010d"
 """Spaces of byte-level BPE and SentencePiece, and line breaks and tabs of the former."""
+
+
+def clean_up(text: str) -> str:
+    """Drop spaces before punctuation and contractions, as transformers does.
+
+    >>> clean_up("I do n't , it ' s .")
+    "I don't, it's."
+    """
+    for spaced in _CLEANED:
+        text = text.replace(spaced, spaced.strip())
+    return text
+
+
+def count_cleaned(text: str) -> int:
+    """Return the length of the beginning that is cleaned up alike, whatever follows the text."""
+    end = text.rfind(" ")
+    while end > 0 and text[:end].endswith((" ", " '", " n")):  # which what follows completes
+        end = text.rfind(" ", 0, end)
+    return max(end, 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,7 +292,22 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of tokens, special ones included."""
+        text = self.decode_part(ids)
+        return clean_up(text) if self.cleans_up else text
+
+    def decode_part(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Return the text of tokens with all spaces, to which that of others is added."""
         return self._tokens.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    @functools.cached_property
+    def cleans_up(self) -> bool:
+        """Whether texts go without spaces before punctuation and contractions (`clean_up`).
+
+        As in transformers 5, the setting alone does not count for BPE, which keeps spaces.
+        """
+        setting, is_bpe = "clean_up_tokenization_spaces", type(self._tokens.model).__name__ == "BPE"
+        forced = self._settings.get(f"{setting}_for_bpe_even_though_it_will_corrupt_output")
+        return bool(self._settings.get(setting) and (forced or not is_bpe))
 
     def name(self, token: int) -> str:
         return repr(self._tokens.id_to_token(int(token)))

@@ -12,6 +12,7 @@ import tokenizers
 import jaxonnx
 from jaxonnx.cli import main
 from jaxonnx.llm._generate import Continuation, Generator
+from jaxonnx.llm._tokenizer import clean_up
 from tests.support.paths import DATA
 
 GENAI, OPTIMUM = DATA / "llm" / "qwen3-genai", DATA / "llm" / "qwen3-optimum"
@@ -60,6 +61,69 @@ def test_a_text_that_ends_never_appears(stop):
     assert "".join(map(ended.add, [*TEXT.encode(), 0, 65])) == TEXT.split(stop)[0]
     full = Continuation(texts=(stop, "本 é!"), decode=bytes_of, room=len(TEXT.encode()))
     assert "".join(map(full.add, TEXT.encode())) == TEXT.split(stop)[0]
+
+
+PIECES = ["▁", "▁n", "▁'", "'", "t", "▁'m", "▁s", "▁,", ".", "▁.", "▁ve", "n't", "▁n't", "do", "▁a"]
+
+
+def spaced(model):
+    """A tokenizer of 192 tokens with spaces before punctuation, each piece several times."""
+    names = {f"{PIECES[i % len(PIECES)]}#{i}": i for i in range(192)}
+    kinds = tokenizers.models
+    made = {
+        "WordLevel": lambda: kinds.WordLevel(names, unk_token="▁a#14"),
+        "Unigram": lambda: kinds.Unigram([(name, -1.0) for name in names], 0),
+        "BPE": lambda: kinds.BPE(names, []),
+    }
+    tokenizer = tokenizers.Tokenizer(made[model]())
+    parts = tokenizers.decoders
+    numbers = parts.Replace(tokenizers.Regex("#[0-9]+"), "")
+    tokenizer.decoder = parts.Sequence([numbers, parts.Replace("▁", " ")])
+    return tokenizer
+
+
+CLEANED = {"clean_up_tokenization_spaces": True}
+FORCED = CLEANED | {"clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output": True}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "text"),
+    [
+        # transformers 5.24
+        ("WordLevel", CLEANED, " adon't,n'tn't a's"),
+        ("Unigram", CLEANED, " adon't,n'tn't a's"),
+        ("Unigram", {}, " ado n ' t , n't n ' t a ' s"),
+        ("Unigram", {"clean_up_tokenization_spaces": None}, " ado n ' t , n't n ' t a ' s"),
+        ("BPE", CLEANED, " ado n ' t , n't n ' t a ' s"),
+        ("BPE", FORCED, " adon't,n'tn't a's"),
+    ],
+)
+def test_spaces_are_cleaned_up_as_transformers_does(copy_of, kind, settings, text):
+    model = copy_of(tokenizer_config=settings)
+    spaced(kind).save(str(model.folder.path / "tokenizer.json"))
+    tokenizer = jaxonnx.load(model.folder.path).tokenizer
+    assert tokenizer.decode([14, 13, 1, 2, 0, 4, 7, 12, 1, 2, 0, 4, 14, 2, 6]) == text
+
+
+def test_a_text_that_is_cleaned_up_is_that_of_its_stream(copy_of):
+    rng = np.random.default_rng(0)
+    read = spaced("WordLevel").decode
+    for _ in range(300):
+        ids = rng.integers(0, len(PIECES), 12).tolist()
+        written = Continuation(decode=read, room=len(ids), cleans_up=True)
+        assert "".join(map(written.add, ids)) == clean_up(read(ids)), read(ids)
+    stopped = Continuation(texts=("do,",), decode=read, room=9, cleans_up=True)
+    assert "".join(map(stopped.add, [14, 13, 7, 14])) == " a"
+    assert stopped.tokens == [14, 13, 7]
+    model = copy_of(tokenizer_config=CLEANED)
+    spaced("WordLevel").save(str(model.folder.path / "tokenizer.json"))
+    model = jaxonnx.load(model.folder.path)
+    more = {"max_new_tokens": 20, "repetition_penalty": 3.0, "stop": []}
+    tokens, text = model.generate([np.array([14]), "▁a#14"], **more)
+    assert text == clean_up(read(tokens[1:].tolist())) == model.tokenizer.decode(tokens[1:])
+    assert (
+        "".join(model.generate("▁a#14", stream=True, **more)) == text != read(tokens[1:].tolist())
+    )
 
 
 def test_a_text_is_continued_with_the_space_of_the_next_word():
