@@ -181,9 +181,14 @@ class jit:
             return self.alone.trace(*args, **named)
 
     def lower(self, traced: Any) -> Any:
-        """Lower a program that `trace` returned, for compilation ahead of time."""
+        """Lower a program that `trace` returned."""
         with self._forms():
             return traced.lower()
+
+    def compile(self, traced: Any) -> jax.stages.Compiled:
+        """Compile ahead of time a program that `trace` returned."""
+        with self._forms():
+            return traced.lower().compile()
 
     @contextmanager
     def _forms(self) -> Iterator[None]:

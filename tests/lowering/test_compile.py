@@ -1,6 +1,7 @@
 """Programs compiled with oneDNN: the same numbers as without, NaN among them."""
 
 import itertools
+import warnings
 from functools import partial
 
 import jax
@@ -202,3 +203,19 @@ def test_networks_that_are_compiled_with_onednn(precision, products, onednn):
     batch = np.ones((8, 64, 32, 32), np.float32), np.arange(8)
     compiled = text(step.compile(step.update), step.init(), batch)
     assert ("__onednn" in compiled) == onednn
+
+
+@pytest.mark.skipif(
+    jax.config.jax_compilation_cache_dir is None, reason="JAX keeps no compiled programs"
+)
+def test_a_run_does_not_warn_of_a_program_that_is_not_stored():
+    """XLA stores none with calls of oneDNN, of which JAX says that memory is out."""
+    proto = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 17]>
+        g (float[N, 1, 8, 8] x) => (float[N, 2] f) <float[2, 1, 3, 3] w = {
+            0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8}>
+        { y = Conv(x, w)  z = GlobalAveragePool(y)  f = Flatten(z) }""")
+    data = np.ones((8, 1, 8, 8), np.float32), np.arange(8) % 2
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        jaxonnx.train(proto, data, optimizer="sgd", batch_size=8, progress=False)
+    assert not [w for w in caught if "compilation cache" in str(w.message)]

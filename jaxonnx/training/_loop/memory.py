@@ -43,7 +43,7 @@ class FitCheck:
         if kind not in self._compiled:
             traced = self._update.trace(state, batch, *others)  # kept for the call
             with convert_errors("the compiled step"):
-                compiled = self._update.lower(traced).compile()
+                compiled = self._update.compile(traced)
             _check(compiled, jax.tree.leaves(compiled.output_shardings)[0].addressable_devices)
             self._compiled.add(kind)
             if (used := compiled.memory_analysis()) is not None:
