@@ -209,7 +209,7 @@ def find_layers(
 
 _LARGEST = 2**26
 """The most elements of a tensor that anything is computed from."""
-_FOLLOWED = ("Gemm", "LpNormalization", "MatMul", "Softmax")
+_FOLLOWED = ("Constant", "Gemm", "LpNormalization", "MatMul", "Softmax")
 _FOLLOWED += ("BatchNormalization", "InstanceNormalization")
 """Operators that are evaluated, besides pointwise ones, reductions and views."""
 _LOOKUPS = ("Gather", "GatherElements", "GatherND", "Expand", "Reshape", "Slice", "Tile")
@@ -260,7 +260,7 @@ def evaluate_constant_expressions(
         op = node.op
         followed = op.name in (*_FOLLOWED, *_LOOKUPS, *PARTS) or op.name.startswith("Reduce")
         simple = op.pointwise or op.view or (followed and not op.domain)
-        if not simple or op.dynamic or node.subgraphs or not node.reads:
+        if not simple or op.dynamic or node.subgraphs:
             continue
         if not all(name in sources for name in node.reads):
             continue

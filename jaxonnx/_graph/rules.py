@@ -262,12 +262,17 @@ def makes_waves(site: Site) -> bool:
 
 
 def is_filler(site: Site) -> bool:
-    """Find ones and zeros that PyTorch's exporters add to a bare normalization.
+    """Find ones and zeros that PyTorch's exporters add to a bare normalization or convolution.
 
-    They are Constant nodes, or have a number for a name.
+    They are Constant nodes, or have a number for a name. The bias of a convolution is one zero,
+    expanded.
     """
-    start = site.node.op.start(site.use.position)
-    if start is None or "Normalization" not in site.node.op.name or not site.in_main_graph:
+    op, position = site.node.op, site.use.position
+    start = op.start(position)
+    if "Normalization" not in op.name:
+        is_bias = site.role == "param" and op.form(position) is None
+        start = 0 if is_bias and site.use.view.expanded and site.tensor.array.size == 1 else None
+    if start is None or not site.in_main_graph:
         return False
     apart = site.facts.weights_stored and not site.tensor.stored
     unnamed = apart or UNNAMED.fullmatch(own_name(site.name)) is not None

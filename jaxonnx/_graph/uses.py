@@ -17,8 +17,11 @@ from jaxonnx.lowering import ChangedWeight, LowRank
 _SEVERAL = ("BeginRounding", "Concat")
 """Operators whose results are views of all their inputs, not of the first alone."""
 
-PARTS = ("Concat", "Expand", "Gather", "Slice", "Split", "Tile")
+PARTS = ("Concat", "Expand", "Gather", "GatherND", "Slice", "Split", "Tile")
 """Operators whose results are parts, joins or repetitions of their inputs."""
+
+_SEQUENCES = ("SequenceAt", "SplitToSequence")
+"""Operators that PyTorch's current exporter takes weights apart with, unless it optimizes them."""
 
 _RESAMPLES = ("AveragePool", "Pad", "Resize", "Upsample")
 """Operators that make a grid of another size, as ViTs do with learned tables of positions."""
@@ -235,7 +238,7 @@ def _views(
 ) -> tuple[View, ...]:
     """Return the views that the results of a node are; none if it computes something."""
     name, inputs = node.op.name, node.inputs
-    if not node.op.view and name not in (*PARTS, *_RESAMPLES):
+    if not node.op.view and name not in (*PARTS, *_RESAMPLES, *_SEQUENCES):
         return ()
     views: tuple[View, ...] = (behind.get(inputs[0]) if inputs else None) or ()
     others = [tensors.get(name) for name in inputs[1:]]
@@ -251,8 +254,12 @@ def _views(
         return _concat_views(joined, node.attributes.get("axis", 1))
     if name in ("Slice", "Split"):
         return tuple(_view_slice(view, node, others) for view in views)
+    if name in _SEQUENCES and node.attributes.get("keepdims", 1):
+        return tuple(replace(view, part=True) for view in views)
     if name == "Gather" and inputs[1] not in fed:
         return tuple(_view_gather(view, node, others[0]) for view in views)
+    if name == "GatherND" and inputs[1] not in fed:
+        return tuple(replace(view, axes=None, shape=(), part=True) for view in views)
     if name == "Tile":
         return tuple(_view_tile(view, others[0]) for view in views)
     if name == "Expand":

@@ -33,6 +33,19 @@ COMPUTED = {
         weight(8, 8),
         True,
     ),
+    "weight norm along an axis in a list": (
+        """a = Constant<value_ints = [1]>() q = Mul(p, p) n = ReduceSum(q, a) l = Sqrt(n)
+        u = Div(p, l) v = Mul(u, g) y = MatMul(x, v)""",
+        weight(8, 8),
+        True,
+    ),
+    "a vector of a spectral norm of a reshaped kernel": (
+        """a = Constant<value_int = 8>() l = Constant<value_ints = [-1]>() m = Unsqueeze(a, z)
+        s = Concat<axis = 0>(m, l) r = Reshape(w0, s) u = MatMul(r, p) d = MatMul(u, g)
+        v = Div(w0, d) y = MatMul(x, v)""",
+        weight(8),
+        False,
+    ),
     "a norm that the exporter computed": (
         "c = Clip(p, low) u = Div(w0, c) y = MatMul(x, u)",
         np.abs(weight(8, 1)),
@@ -95,6 +108,19 @@ PLACES = {
         weight(2, 11)[:, np.arange(6)[:, None] - np.arange(6) + 5],
         True,
     ),
+    "a bias of scores, by GatherND from computed indices": (
+        f"""{BACK} t = Transpose<perm = [0, 2, 1]>(h) s = MatMul(h, t) m = Max(index) n = Shape(m)
+        e = Expand(index, n) b = GatherND(p, e) a = Add(s, b) y = Softmax(a)""",
+        weight(11),
+        True,
+    ),
+    "a part of a matrix, taken out of a sequence": (
+        """i = Constant<value = int64 {0}>() n = Constant<value_ints = [8, 4]>()
+        q = SplitToSequence<axis = 0>(p, n) a = SequenceAt(q, i) t = Transpose(a)
+        y = MatMul(x, t)""",
+        weight(12, 8),
+        True,
+    ),
     "ALiBi": (
         f"{BACK} t = Transpose<perm = [0, 2, 1]>(h) s = MatMul(h, t) a = Add(s, p) y = Softmax(a)",
         -np.abs(np.arange(6)[:, None] - np.arange(6)) * np.array([[[0.25]], [[0.0625]]]),
@@ -121,6 +147,12 @@ PLACES = {
         np.stack([BLUR, BLUR])[:, None],
         False,
     ),
+    "the zero that PyTorch's exporter adds to a convolution without a bias": (
+        """a = Constant<value_ints = [1]>() u = Unsqueeze(x, a) s = Constant<value_ints = [2]>()
+        o = Constant<value = float {0}>() b = Expand(o, s) y = Conv(u, p, b)""",
+        weight(2, 1, 3, 3),
+        True,
+    ),
     "Sobel's kernels": (
         "a = Constant<value_ints = [1]>() u = Unsqueeze(x, a) c = Conv(u, p) y = Conv(c, w2)",
         np.stack([SOBEL, SOBEL.T])[:, None],
@@ -138,6 +170,9 @@ def file(nodes, value):
     tensors |= {"w2": weight(1, 2, 1, 1), "wg": weight(1, 24, 8), "rg": weight(1, 24, 8)}
     tensors |= {"g": weight(8), "places": np.arange(6.0)[:, None], "mask": np.tri(8), "p": value}
     tensors["low"] = 1e-12
+    index = np.arange(6)[:, None] - np.arange(6) + 5
+    for name, array in {"z": np.array([0]), "index": index[..., None]}.items():
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
     for name, array in tensors.items():
         if any(name in node.input for node in proto.graph.node):
             proto.graph.initializer.append(onnx.numpy_helper.from_array(np.float32(array), name))
@@ -153,7 +188,7 @@ def test_parameters_and_buffers(name):
     nodes, value, learned = (COMPUTED | PLACES)[name]
     model = jaxonnx.load(file(nodes, value))
     assert ("p" in model.params) == learned
-    assert "mask" not in model.params
+    assert model.params.keys().isdisjoint({"mask", "o"})
 
 
 @pytest.mark.parametrize("name", ["exp(A_log) of Mamba", "weight norm", "a threshold"])

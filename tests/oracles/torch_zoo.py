@@ -38,7 +38,8 @@ from tests.oracles.zoo_compare import LEARNING_RATE, STEPS, Finding, Golden, com
 
 BATCH = 3
 WORDS = 19
-OPSETS = {"legacy": (13, 14, 17, 20), "dynamo": (18, 20, 23)}
+OPSETS = {"legacy": (13, 14, 17, 20), "dynamo": (18, 20, 23), "unoptimized": (18, 20, 23)}
+"""The versions that are drawn, by exporter; "unoptimized" is `dynamo=True, optimize=False`."""
 NOT_EXPORTED = (
     *(RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError),
     *(NotImplementedError, AssertionError, ImportError),
@@ -98,7 +99,7 @@ class Spec(NamedTuple):
     @classmethod
     def draw(cls, number: int, seed: int) -> Self:
         rng = random.Random(f"{seed} {number}")
-        exporter = rng.choice(("legacy", "legacy", "dynamo"))
+        exporter = rng.choice(("legacy", "legacy", "dynamo", "unoptimized"))
         kind = rng.choice(("image", "image", "sequence", "sequence", "vector", "tokens", "tied"))
         names = sorted(BLOCKS[kind if kind in BLOCKS else "sequence"])
         count = rng.randint(1, 4)
@@ -171,6 +172,7 @@ def export(
         net,
         inputs,
         dynamo=True,
+        optimize=exporter == "dynamo",
         opset_version=opset,
         input_names=names,
         verbose=False,
