@@ -13,6 +13,7 @@ from jaxonnx._data.ragged import (
     Ragged,
     column,
     derived_inputs,
+    refuse_none,
     with_derived,
 )
 from jaxonnx._graph.values import Value
@@ -343,12 +344,17 @@ def checked_weights(weights: Any, count: int, what: str) -> np.ndarray:
       TrainingError: they are not one finite number of at least 0 for each example.
     """
     weights = np.asarray(weights)
+    if weights.dtype == object and weights.ndim:
+        refuse_none(weights, f"{what}: the weights")
     fits = weights.shape == (count,) and weights.dtype.kind in "biuf"
     expected = f"one number for each of {count} examples"
     require(f"{what}: the weights", weights, fits, expected, TrainingError)
     weights = weights.astype(np.float32)
-    if not (np.isfinite(weights) & (weights >= 0)).all():
-        raise TrainingError(f"{what}: a weight of an example is negative or not finite")
+    if not (usable := np.isfinite(weights) & (weights >= 0)).all():
+        number = int(np.argmin(usable))
+        raise TrainingError(
+            f"{what}: the weight of example {number} is negative or not finite: {weights[number]}"
+        )
     return weights
 
 

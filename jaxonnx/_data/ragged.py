@@ -61,6 +61,7 @@ class Ragged:
             parts = [np.asarray(sequence) for sequence in sequences]
         except ValueError:  # NumPy makes no array of lists of unequal length
             parts = []
+        refuse_none(parts, what)
         full = [part for part in parts if part.size]
         if not all(part.ndim for part in parts) or len({part.shape[1:] for part in full}) != 1:
             raise TrainingError(
@@ -145,7 +146,29 @@ def column(values: Any, what: str) -> Any:
     several = array.dtype == object and array.ndim == 1 and len(array) > 0
     if several and all(isinstance(part, list | np.ndarray) for part in array):
         return Ragged.of(array, what)
+    if array.dtype == object and array.ndim:
+        refuse_none(array, what)
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def refuse_none(examples: Any, what: str) -> None:
+    """Refuse examples that are None or have None in them, as empty cells of files are read.
+
+    Raises:
+      TrainingError: some are; it names the first.
+    """
+    if not (lacking := [i for i, example in enumerate(examples) if _has_none(example)]):
+        return
+    place, remedy = f"example {lacking[0]}", "fill it in, or leave the example"
+    if len(lacking) == len(examples):
+        place, remedy = "every example", "leave the column"
+    raise TrainingError(f"{what} must be numbers, and {place} has None: {remedy} out of the data")
+
+
+def _has_none(value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return value.dtype == object and any(map(_has_none, value.flat))
+    return value is None or (isinstance(value, list | tuple) and any(map(_has_none, value)))
 
 
 def derived_inputs(inputs: Sequence[Value]) -> list[str]:

@@ -235,9 +235,11 @@ class Loss:
                 use = "real targets use loss='squared_error'"
                 if targets.shape == shape:
                     use = f"mixtures of classes use loss='softmax_cross_entropy', for {use}"
+                missing = jnp.issubdtype(targets.dtype, jnp.floating)
+                missing = " (integers with a missing one, NaN, are)" if missing else ""
                 raise TrainingError(
-                    f"{what} needs integer labels; they are {targets.dtype}: {self.name} is a loss "
-                    f"of classes, for {use}"
+                    f"{what} needs integer labels; they are {targets.dtype}{missing}: {self.name} "
+                    f"is a loss of classes, for {use}"
                 )
             if len(shape) <= abs(axis):
                 raise TrainingError(

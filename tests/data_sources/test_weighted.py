@@ -254,7 +254,7 @@ def test_labels_that_a_function_made_are_not_waited_for(monkeypatch):
 
 
 REFUSED = {
-    "negative": ({"data": (X, Y, -W)}, "negative or not finite"),
+    "negative": ({"data": (X, Y, -W)}, r"the weight of example \d+ is negative or not finite: -"),
     "number": (
         {"data": (X, Y, W[:3])},
         r"one number for each of 21 examples, got float32\[3\]",
