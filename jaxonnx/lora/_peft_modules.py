@@ -14,7 +14,7 @@ import numpy as np
 from jaxonnx._graph.uses import Weight, find_tied, uses_by_tensor, weights
 from jaxonnx._graph.weight_names import module_name
 from jaxonnx._weights import Matrix, is_float
-from jaxonnx.errors import InputError
+from jaxonnx.errors import InputError, warn
 from jaxonnx.llm import (
     BESIDE_VISION,
     FAMILIES,
@@ -383,6 +383,19 @@ def _place_weights(
         part = name and (len(blocks) > 1 or blocks[0].rows < size == len(model.tensors[name]))
         size = sum(block.rows for block in blocks) if part else size
         alike = tied and sum(np.array_equal(value, other) for other in others.values()) > 1
+        rows = None  # of an embedding or output layer, which may have more than there
+        if name and not part and not meanings[name].storage:
+            is_head = module.removesuffix(".bias").endswith(HEAD)
+            if is_head or getattr(meanings[name].matrix, "lookup", False):
+                order = torch_axes(model, name, meanings[name])
+                present = np.transpose(model.tensors[name], order).astype(np.float32)
+                rows = len(present)
+                if len(value) < rows and value.shape[1:] == present.shape[1:]:
+                    warn(
+                        f"'{os.fspath(path)}': '{key}' has {len(value)} rows, and {rows} here: "
+                        "those beyond stay as they are"
+                    )
+                    value = np.concatenate([value.astype(np.float32), present[len(value) :]])
         if name is None and alike:  # an output layer that stayed tied
             continue
         if name is None:
@@ -395,6 +408,11 @@ def _place_weights(
             reason = "in few bits here"
         elif value.size != size:
             reason = f"of shape {[*model.tensors[name].shape]} here, not {[*value.shape]}"
+            if rows and rows < len(value):
+                reason = (
+                    f"of {rows} rows here, not {len(value)}: model.with_tokens(...) adds rows; "
+                    "name tokens also for rows that only fill the table up (pad_to_multiple_of)"
+                )
         elif part:  # of the bias of a matrix that packs several modules
             for block in blocks:
                 present = np.array(model.tensors[block.target])
@@ -580,6 +598,8 @@ def move_rows(
                 raise InputError(
                     f"the adapters are of another model: {source.rpartition('.')[2]} has "
                     f"{outputs[source]} outputs in this one, {len(b)} in the adapters"
+                    + "; model.with_tokens(...) adds rows"
+                    * source.endswith((HEAD, TABLE))
                 )
             if (rows, len(parts)) == (outputs[source], 1) and rows == heights[target]:
                 result[target] = a, b, norms

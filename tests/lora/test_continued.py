@@ -187,11 +187,33 @@ def test_embeddings_and_whole_layers_of_peft(tmp_path):
     again = jaxonnx.Adapters.load(tmp_path / "ours", model).apply(model)
     np.testing.assert_allclose(again(IDS), wanted, rtol=1e-5, atol=1e-5)
 
-    arrays["lm_head.weight"] = normal(8, 5)  # of a larger vocabulary
+
+@pytest.mark.parametrize("rows", [5, 8])
+@pytest.mark.filterwarnings("ignore:.*the embedding and the output layer are one weight")
+@pytest.mark.parametrize("tied", [False, True])
+def test_tables_of_another_vocabulary(rows, tied, tmp_path):
+    """PEFT saves tables whole where transformers resized them; the file may have more rows."""
+    model = decoder(tied)
+    table, head = normal(rows, 4), normal(rows, 5)
+    head = table if tied else head
+    peft_folder(tmp_path / "theirs", {})
+    arrays = {"model.embed_tokens.weight": table, "lm_head.weight": head}
+    arrays["layers.0.q_proj.lora_A.weight"] = normal(2, 4)
+    arrays["layers.0.q_proj.lora_B.weight"] = np.zeros((4 if tied else 5, 2), np.float32)
     named = {f"base_model.model.{name}": x for name, x in arrays.items()}
     save_file(named, tmp_path / "theirs" / "adapter_model.safetensors")
-    with pytest.raises(jaxonnx.InputError, match=r"'lm_head.weight' was trained in full, and is"):
-        jaxonnx.Adapters.load(tmp_path / "theirs", model)
+    if rows > 7:
+        message = r"'.*.weight' was .* is of 7 rows here, not 8: model.with_tokens\(...\) adds"
+        with pytest.raises(jaxonnx.InputError, match=message):
+            jaxonnx.Adapters.load(tmp_path / "theirs", model)
+        return
+    with pytest.warns(UserWarning, match="has 5 rows, and 7 here: those beyond stay as they are"):
+        adapted = jaxonnx.Adapters.load(tmp_path / "theirs", model).attach(model)
+    before = {name: np.asarray(model.params[name]) for name in model.params}
+    whole = np.concatenate([table, before[EMBED][5:]])
+    last = whole if tied else np.concatenate([head, before[HEAD].T[5:]])
+    wanted = whole[IDS] @ before[LAYER] @ last.T
+    np.testing.assert_allclose(adapted(IDS), wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_an_embedding_that_is_the_output_layer_too(tmp_path):
