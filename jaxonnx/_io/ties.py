@@ -46,6 +46,8 @@ def identity_pairs(graph: GraphProto) -> Iterator[tuple[str, str]]:
 
 _PLACE = "place of the initializer"
 """The key that marks a node in place of an initializer; the value is that one's place."""
+_STEP = "next node"
+"""The value of that key at a node whose result another such node moves."""
 
 
 def find_duplicates(graph: GraphProto, tensors: Mapping[str, Any]) -> dict[str, str]:
@@ -125,32 +127,38 @@ def _find_folded_copies(
     for place, name in enumerate(computed):
         if all(kind in _MEASURES or kind.startswith("Reduce") for kind in readers[name]):
             earlier = (n for n in computed[:place] if n not in copies)
-            of = next((n for n in earlier if _find_move(tensors[name], tensors[n])), None)
+            of = next((n for n in earlier if _find_moves(tensors[name], tensors[n])), None)
             copies |= {} if of is None else {name: of}
     return copies
 
 
-def _find_move(value: np.ndarray, of: np.ndarray) -> NodeProto | None:
-    """Return a node that makes one tensor from another; None if they differ in more than axes."""
+def _find_moves(value: np.ndarray, of: np.ndarray) -> list[NodeProto]:
+    """Return nodes that make one tensor from another; none if they differ in more than axes."""
     if value.dtype != of.dtype or value.size != of.size:
-        return None
+        return []
     if value.shape == of.shape and is_shared(value, of):
-        return helper.make_node("Identity", [""], [""])
+        return [helper.make_node("Identity", [""], [""])]
+    flatten = helper.make_node("Flatten", [""], [""], axis=1)
     if value.ndim == 2 and len(value) == len(of) and is_shared(value, of.reshape(value.shape)):
-        return helper.make_node("Flatten", [""], [""], axis=1)
+        return [flatten]
     turned = of.swapaxes(-1, -2)
     if value.shape == turned.shape and is_shared(value, turned):
         perm = [*range(of.ndim - 2), of.ndim - 1, of.ndim - 2]
         attributes: dict[str, Any] = {} if of.ndim == 2 else {"perm": perm}
-        return helper.make_node("Transpose", [""], [""], **attributes)
-    return None
+        return [helper.make_node("Transpose", [""], [""], **attributes)]
+    outputs_second = value.ndim == 2 < of.ndim and len(value) == of.shape[1]  # a ConvTranspose
+    if outputs_second and is_shared(value, of.swapaxes(0, 1).reshape(value.shape)):
+        perm = [1, 0, *range(2, of.ndim)]
+        return [helper.make_node("Transpose", [""], [""], perm=perm), flatten]
+    return []
 
 
 def _move(node: NodeProto, value: Any) -> np.ndarray:
-    """Return the result of a node that `_find_move` made."""
+    """Return the result of a node that `_find_moves` made."""
     if node.op_type == "Flatten":
         return value.reshape(len(value), -1)
-    return np.ascontiguousarray(value.swapaxes(-1, -2)) if node.op_type == "Transpose" else value
+    perm = next((attribute.ints for attribute in node.attribute), None)
+    return np.ascontiguousarray(np.transpose(value, perm)) if node.op_type == "Transpose" else value
 
 
 def _is_twin(value: np.ndarray, table: np.ndarray) -> bool:
@@ -169,12 +177,16 @@ def replace_duplicates(
     """Put nodes in the place of initializers that equal other tensors, moved or not."""
     for name, of in pairs.items():
         place = next(i for i, t in enumerate(graph.initializer) if t.name == name)
-        node = _find_move(tensors[name], tensors[of])
-        assert node is not None  # by which `find_duplicates` chose them
-        node.input[0], node.output[0], node.name = of, name, f"{name} (as '{of}')"
-        node.metadata_props.append(StringStringEntryProto(key=_PLACE, value=str(place)))
+        nodes = _find_moves(tensors[name], tensors[of])
+        assert nodes  # by which `find_duplicates` chose them
+        values = [of, *(f"{name} ({node.op_type})" for node in nodes[:-1]), name]
+        for node, before, after in zip(nodes, values, values[1:], strict=False):
+            node.input[0], node.output[0], node.name = before, after, f"{after} (as '{of}')"
+            mark = str(place) if after == name else _STEP
+            node.metadata_props.append(StringStringEntryProto(key=_PLACE, value=mark))
         del graph.initializer[place]
-        graph.node.insert(0, node)
+        for node in reversed(nodes):
+            graph.node.insert(0, node)
 
 
 def restore_duplicates(graph: GraphProto, values: Mapping[str, np.ndarray]) -> None:
@@ -182,13 +194,15 @@ def restore_duplicates(graph: GraphProto, values: Mapping[str, np.ndarray]) -> N
 
     A node whose tensor is not among `values` stays, as in a file that is written for its shapes.
     """
-    for node in [
-        node for node in graph.node if _is_marked(node, _PLACE) and node.input[0] in values
-    ]:
-        place = int(next(e.value for e in node.metadata_props if e.key == _PLACE))
-        value = np.ascontiguousarray(_move(node, values[node.input[0]]))
-        tensor = numpy_helper.from_array(value, node.output[0])
-        graph.initializer.insert(min(place, len(graph.initializer)), tensor)
+    values = {**values}
+    for node in [node for node in graph.node if _is_marked(node, _PLACE)]:
+        if node.input[0] not in values:
+            continue
+        value = values[node.output[0]] = _move(node, values[node.input[0]])
+        place = next(e.value for e in node.metadata_props if e.key == _PLACE)
+        if place != _STEP:
+            tensor = numpy_helper.from_array(np.ascontiguousarray(value), node.output[0])
+            graph.initializer.insert(min(int(place), len(graph.initializer)), tensor)
         graph.node.remove(node)
 
 
@@ -302,12 +316,13 @@ def sources(graph: GraphProto, tensors: Mapping[str, Any]) -> dict[str, str]:
 def tied_names(graph: GraphProto, tensors: Mapping[str, Any]) -> dict[str, str]:
     """Return the names under which nodes read a tensor besides its own, with the tensor's name."""
     roots: dict[str, str] = {}
-    stored = ((n.output[0], n.input[0]) for n in graph.node if _is_marked(n, _PLACE))
-    for name, of in dict.fromkeys([*stored, *identity_pairs(graph)]):
+    stored = {n.output[0]: n.input[0] for n in graph.node if _is_marked(n, _PLACE)}
+    for name, of in dict.fromkeys([*stored.items(), *identity_pairs(graph)]):
         root = roots.get(of, of)
         if name not in tensors and root in tensors:
             roots[name] = root
-    return roots
+    steps = {*stored} & {*stored.values()}
+    return {name: root for name, root in roots.items() if name not in steps}
 
 
 def update_tied(
@@ -330,8 +345,9 @@ def update_tied(
             result[name] = result[of]
     for name, of in find_duplicates(graph, tensors).items():
         if name not in new and result[of] is not tensors[of]:
-            node = _find_move(tensors[name], tensors[of])
-            result[name] = result[of] if node is None else _move(node, result[of])
+            result[name] = result[of]
+            for node in _find_moves(tensors[name], tensors[of]):
+                result[name] = _move(node, result[name])
     return result
 
 

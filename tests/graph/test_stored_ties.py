@@ -195,26 +195,31 @@ def test_an_adapter_of_both_places_is_announced():
     jaxonnx.LoRA(rank=2, where="first").attach(jaxonnx.load(file()), key)
 
 
-def test_the_matrix_of_a_spectral_norm_follows_its_kernel():
+@pytest.mark.parametrize("operator", ["Conv", "ConvTranspose"])
+def test_the_matrix_of_a_spectral_norm_follows_its_kernel(operator):
     """PyTorch's older exporter folds the Reshape before the norm, and stores the kernel twice."""
     random = np.random.default_rng(0)
     kernel = random.normal(size=(4, 2, 3)).astype(np.float32)
-    u, _, v = np.linalg.svd(kernel.reshape(4, 6))
-    proto = onnx.parser.parse_model("""
-    <ir_version: 9, opset_import: ["": 17]> g (float[n, 2, 5] x) => (float[n, 4, 3] y) {
-      rows = MatMul(matrix, v) norm = MatMul(u, rows) w = Div(kernel, norm) y = Conv(x, w)
-    }""")
-    tensors = {"kernel": kernel, "matrix": kernel.reshape(4, 6), "u": u[:, 0], "v": v[0]}
+    turned = operator == "ConvTranspose"  # its outputs are along the second axis
+    matrix = np.ascontiguousarray(kernel.swapaxes(0, 1) if turned else kernel)
+    matrix = matrix.reshape(len(matrix), -1)
+    u, _, v = np.linalg.svd(matrix)
+    proto = onnx.parser.parse_model(f"""
+    <ir_version: 9, opset_import: ["": 17]> g (float[n, c, 5] x) => (float[n, d, m] y) {{
+      rows = MatMul(matrix, v) norm = MatMul(u, rows) w = Div(kernel, norm) y = {operator}(x, w)
+    }}""")
+    tensors = {"kernel": kernel, "matrix": matrix, "u": u[:, 0], "v": v[0]}
     for name, value in tensors.items():
         proto.graph.initializer.append(onnx.numpy_helper.from_array(value, name))
     model = jaxonnx.load(proto)
     assert [*model.params] == ["kernel"]
+    assert "(Transpose)" not in str(model)
     assert model.to_onnx() == proto
     changed = model.replace(params={"kernel": 3 * model.params["kernel"]})
-    x = random.normal(size=(2, 2, 5)).astype(np.float32)
+    x = random.normal(size=(2, kernel.shape[not turned], 5)).astype(np.float32)
     np.testing.assert_allclose(changed(x), model(x), rtol=1e-5)  # the norm divides the factor out
     saved = changed.to_onnx()
-    np.testing.assert_array_equal(arrays(saved)["matrix"], 3 * kernel.reshape(4, 6))
+    np.testing.assert_array_equal(arrays(saved)["matrix"], 3 * matrix)
     session = onnxruntime.InferenceSession(saved.SerializeToString())
     np.testing.assert_allclose(session.run(None, {"x": x})[0], model(x), rtol=1e-5)
     loaded = jaxonnx.load(proto, weights={"kernel": 3 * kernel})
