@@ -1,5 +1,6 @@
 """Tokens that are added to a language model: its vocabulary, its tokenizer and its folder."""
 
+import itertools
 import json
 import shutil
 from dataclasses import replace
@@ -17,6 +18,7 @@ import jaxonnx
 from jaxonnx import demo
 from tests.support.few_bit_files import MS, normal, raw
 from tests.support.paths import DATA
+from tests.support.sweeps import sweep
 
 LLM = DATA / "llm"
 FOLDERS = [LLM / "qwen3-genai", LLM / "qwen3-optimum"]
@@ -298,8 +300,9 @@ def in_few_bits(zeros, tied=False):
     return helper.make_model(graph, opset_imports=opsets, ir_version=10)
 
 
-@pytest.mark.parametrize("words", [7, 6])
-@pytest.mark.parametrize("kind", ["", "zeros", "tied"])
+@pytest.mark.parametrize(
+    ("kind", "words"), sweep(itertools.product(["", "zeros", "tied"], [7, 6]), 1, 2, 4)
+)
 def test_rows_in_few_bits(kind, words, tmp_path):
     """They are the mean, rounded; what is trained of them is saved beside them."""
     proto = in_few_bits(kind == "zeros", kind == "tied")

@@ -17,6 +17,7 @@ from jaxonnx import losses
 from jaxonnx.cli import main
 from tests.support.lazy_cases import Module
 from tests.support.sources import read_texts
+from tests.support.sweeps import sweep
 
 datasets = Module("datasets")
 
@@ -324,19 +325,22 @@ BINARY, NUMBERS = "sigmoid_binary_cross_entropy", "squared_error"
 
 @pytest.mark.parametrize(
     ("before", "head", "label", "loss", "after"),
-    [
-        (None, ["a", "b"], [1, 0], BINARY, SEVERAL),
-        (ONE, ["a", "b"], [1, 0], BINARY, SEVERAL),
-        (ONE, None, [1, 0, 1], BINARY, SEVERAL),
-        (SEVERAL, None, [1, 0, 1], None, SEVERAL),
-        (SEVERAL, None, 1, "softmax_cross_entropy_with_integer_labels", None),
-        (SEVERAL, ["a", "b"], 1, None, None),
-        (ONE, None, 1, None, ONE),
-        (None, 1, 0.5, NUMBERS, "regression"),
-        ("regression", 1, 0.5, BINARY, SEVERAL),
-        (ONE, None, [1.0, 0.5, 2.0], NUMBERS, "regression"),
-        (ONE, None, 1, losses.cross_entropy(axis=-1), ONE),
-    ],
+    sweep(
+        [
+            (None, ["a", "b"], [1, 0], BINARY, SEVERAL),
+            (ONE, ["a", "b"], [1, 0], BINARY, SEVERAL),
+            (ONE, None, [1, 0, 1], BINARY, SEVERAL),
+            (SEVERAL, None, [1, 0, 1], None, SEVERAL),
+            (SEVERAL, None, 1, "softmax_cross_entropy_with_integer_labels", None),
+            (SEVERAL, ["a", "b"], 1, None, None),
+            (ONE, None, 1, None, ONE),
+            (None, 1, 0.5, NUMBERS, "regression"),
+            ("regression", 1, 0.5, BINARY, SEVERAL),
+            (ONE, None, [1.0, 0.5, 2.0], NUMBERS, "regression"),
+            (ONE, None, 1, losses.cross_entropy(axis=-1), ONE),
+        ],
+        *(1, 3, 5, 7, 10),
+    ),
 )
 def test_the_saved_configuration_has_the_kind_of_problem(
     tmp_path, before, head, label, loss, after

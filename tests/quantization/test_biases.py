@@ -8,6 +8,7 @@ from onnx import helper, numpy_helper
 
 import jaxonnx
 from tests.support.sessions import outputs_everywhere
+from tests.support.sweeps import sweep
 
 random = np.random.default_rng(0)
 X = random.normal(size=(20, 6)).astype(np.float32)
@@ -104,7 +105,7 @@ def test_a_channel_of_weights_near_zero_keeps_its_bias():
 
 
 @pytest.mark.parametrize("scheme", ["int8", jaxonnx.Quantization(dialect="qnn")])
-@pytest.mark.parametrize(("group", "per_group"), [(2, 3), (2, 2), (4, 1), (1, 3)])
+@pytest.mark.parametrize(("group", "per_group"), sweep([(2, 3), (2, 2), (4, 1), (1, 3)], 0))
 def test_the_scales_of_a_group_repeat_for_the_bias(group, per_group, scheme):
     proto = transposed_convolution(group, per_group)
     tensors = check(jaxonnx.quantize(proto, IMAGES, scheme), proto, IMAGES)

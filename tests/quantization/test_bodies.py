@@ -1,5 +1,7 @@
 """Values that both the main graph and the body of a Loop, a Scan or an If read."""
 
+import itertools
+
 import numpy as np
 import onnx
 import optax
@@ -9,6 +11,7 @@ from onnx import helper, numpy_helper
 import jaxonnx
 from jaxonnx import Quantization
 from tests.support.sessions import outputs_everywhere
+from tests.support.sweeps import sweep
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(8, 3, 8)).astype(np.float32)
@@ -85,8 +88,9 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("inner", [loop, scan, branch])
+@pytest.mark.parametrize(
+    ("inner", "way"), sweep(itertools.product([loop, scan, branch], WAYS), 0, 2, 3, 4, 5, 9, 10, 11)
+)
 def test_a_weight_is_rounded_for_the_body_that_captures_it(inner, way):
     proto = network(inner("w"), [("MatMul", "x0 w", "first")])
     model = WAYS[way](jaxonnx.load(proto))

@@ -8,6 +8,7 @@ import pytest
 import jaxonnx
 from jaxonnx import Quantization, demo
 from tests.support.sessions import outputs_everywhere
+from tests.support.sweeps import sweep
 
 LOSS = "softmax_cross_entropy_with_integer_labels"
 
@@ -112,12 +113,15 @@ def trained():
 
 @pytest.mark.parametrize(
     "outputs",
-    [
-        ["/5/Relu_output_0"],
-        ["/4/BatchNormalization_output_0"],
-        ["/3/Conv_output_0"],
-        ["/3/Conv_output_0", "logits"],
-    ],
+    sweep(
+        [
+            ["/5/Relu_output_0"],
+            ["/4/BatchNormalization_output_0"],
+            ["/3/Conv_output_0"],
+            ["/3/Conv_output_0", "logits"],
+        ],
+        *(0, 3),
+    ),
 )
 def test_selected_outputs_are_saved(trained, outputs):
     """A convolution whose result is an output keeps its normalization behind it."""

@@ -14,6 +14,7 @@ import pytest
 
 import jaxonnx
 from jaxonnx.training import step
+from tests.support.sweeps import sweep
 from tests.support.tiny_networks import LABELS, examples, mlp, same, train, weights
 
 WORDS, WIDTH, IGNORED, RATE = 11, 6, -100, 0.5
@@ -161,7 +162,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("case", SETTINGS)
+@pytest.mark.parametrize("case", sweep(SETTINGS, "lora", "average", "fp16"))
 def test_settings_see_one_batch(case):
     data, model = (*examples(8), UNEQUAL), jaxonnx.load(mlp())
     if case == "pruned":  # else the first batch is computed with dense weights
@@ -347,14 +348,17 @@ def test_batches_that_are_left_make_an_update_at_the_end_of_an_epoch():
 
 @pytest.mark.parametrize(
     ("batches", "group", "settings", "updates"),
-    [
-        (3, 4, {}, 1),
-        (7, 4, {"epochs": 2}, 4),
-        (7, 4, {"max_steps": 9}, 3),
-        (4, 2, {"max_steps": 3}, 2),
-        (1, 8, {"epochs": 3}, 3),
-        (5, 3, {"epochs": 2, "sparsity": {"dense": 1, "dynamic": 1}}, 4),
-    ],
+    sweep(
+        [
+            (3, 4, {}, 1),
+            (7, 4, {"epochs": 2}, 4),
+            (7, 4, {"max_steps": 9}, 3),
+            (4, 2, {"max_steps": 3}, 2),
+            (1, 8, {"epochs": 3}, 3),
+            (5, 3, {"epochs": 2, "sparsity": {"dense": 1, "dynamic": 1}}, 4),
+        ],
+        *(2, 5),
+    ),
 )
 def test_a_schedule_has_a_rate_for_each_update(batches, group, settings, updates):
     """The last update of a line to zero has the last of its rates."""

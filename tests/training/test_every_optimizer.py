@@ -9,6 +9,7 @@ import pytest
 from optax import contrib
 
 import jaxonnx
+from tests.support.sweeps import sweep
 from tests.support.tiny_networks import LABELS, examples, mlp, train, weights
 
 SGD = optax.sgd(0.1)
@@ -138,7 +139,9 @@ def test_an_optimizer_of_other_parameters_is_refused():
         train(optimizer=rule)
 
 
-@pytest.mark.parametrize("rule", [contrib.prodigy(), contrib.cocob(), contrib.mechanize(SGD)])
+@pytest.mark.parametrize(
+    "rule", sweep([contrib.mechanize(SGD)], 0) + sweep([contrib.prodigy(), contrib.cocob()])
+)
 def test_shared_buffers_on_a_mesh_and_after_a_rollback(rule):
     mesh = jax.make_mesh((1,), ("data",))
     plain, meshed = train(optimizer=rule), train(optimizer=rule, mesh=mesh)

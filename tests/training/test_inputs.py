@@ -12,6 +12,7 @@ import pytest
 import jaxonnx
 import jaxonnx.cli
 from tests.support.paths import DATA
+from tests.support.sweeps import sweep
 
 SGD = {"optimizer": optax.sgd(0.05)}
 LABELS = {"loss": "softmax_cross_entropy_with_integer_labels", **SGD}
@@ -275,7 +276,9 @@ RECURRENT = {
 }
 
 
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize(
+    "name", sweep(RECURRENT, "batch first", "one example", "steps first", "no batch")
+)
 def test_states_start_at_zeros(name):
     """The loss and the step of SGD are those of onnxruntime with states of zeros."""
     shape, states, nodes, x, targets = RECURRENT[name]

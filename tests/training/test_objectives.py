@@ -8,6 +8,7 @@ import optax
 import pytest
 
 import jaxonnx
+from tests.support.sweeps import sweep
 from tests.support.tiny_networks import examples, text, train
 
 
@@ -66,9 +67,13 @@ OTHER_OBJECTIVES = {
     "augmentation": ({"augment": lambda key, x: x + 0.5}, {"augment": lambda key, x: x + 2.5},
         "augment="),
 }  # fmt: skip
+RUN_ALWAYS = (
+    *("default loss", "number around a function", "argument", "code", "share of an output"),
+    *("rate", "hyperparameters", "pattern"),
+)
 
 
-@pytest.mark.parametrize("case", OTHER_OBJECTIVES)
+@pytest.mark.parametrize("case", sweep(OTHER_OBJECTIVES, *RUN_ALWAYS))
 def test_a_run_with_another_objective_does_not_resume(case, tmp_path):
     """The arrays of the checkpoint are those of both."""
     before, after, message = OTHER_OBJECTIVES[case]

@@ -19,7 +19,7 @@ SETTINGS = {"epochs": 1, "batch_size": 4, "progress": False}
 
 def classify():
     model = jaxonnx.load(DIGITS)
-    gradient = jax.grad(lambda p: model.apply(p, IMAGES).var())(model.params)
+    gradient = jax.jit(jax.grad(lambda p: model.apply(p, IMAGES).var()))(model.params)
     return [model(IMAGES), *gradient.values()]
 
 
@@ -47,7 +47,7 @@ def differentiate_experts():
         logits = model.apply(params, TOKENS, np.ones_like(TOKENS))
         return (logits[0] if isinstance(logits, tuple) else logits).var()
 
-    return [*jax.grad(loss)(model.params).values()]
+    return [*jax.jit(jax.grad(loss))(model.params).values()]
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from jaxonnx.cli import main
 from jaxonnx.training import optimizer, step
 from jaxonnx.training._step.optimizers import find_vectors
 from tests.support.paths import DATA
+from tests.support.sweeps import sweep
 from tests.support.tiny_networks import LABELS, examples, mlp, train, weights
 
 OPTAX = {
@@ -192,31 +193,34 @@ def test_labels_choose_loss_and_optimizer_as_the_command_does(tmp_path, monkeypa
 
 @pytest.mark.parametrize(
     ("settings", "theirs"),
-    [
-        ({"optimizer": "sgd", "learning_rate": 0.1}, optax.sgd(0.1)),
-        ({"optimizer": "adamw"}, optax.adamw(1e-3, mask=MATRICES)),
-        (
-            {"optimizer": "sgd", "learning_rate": 0.1, "weight_decay": 0.1, "clip": 0.5},
-            optax.chain(
-                optax.clip_by_global_norm(0.5),
-                optax.add_decayed_weights(0.1, mask=MATRICES),
-                optax.sgd(0.1),
+    sweep(
+        [
+            ({"optimizer": "sgd", "learning_rate": 0.1}, optax.sgd(0.1)),
+            ({"optimizer": "adamw"}, optax.adamw(1e-3, mask=MATRICES)),
+            (
+                {"optimizer": "sgd", "learning_rate": 0.1, "weight_decay": 0.1, "clip": 0.5},
+                optax.chain(
+                    optax.clip_by_global_norm(0.5),
+                    optax.add_decayed_weights(0.1, mask=MATRICES),
+                    optax.sgd(0.1),
+                ),
             ),
-        ),
-        (
-            {"schedule": "linear", "warmup": 0.4, "learning_rate": 0.1},
-            optax.adam(
-                optax.join_schedules(
-                    [optax.linear_schedule(0, 0.1, 2), optax.linear_schedule(0.1, 0, 3)], [2]
-                )
+            (
+                {"schedule": "linear", "warmup": 0.4, "learning_rate": 0.1},
+                optax.adam(
+                    optax.join_schedules(
+                        [optax.linear_schedule(0, 0.1, 2), optax.linear_schedule(0.1, 0, 3)], [2]
+                    )
+                ),
             ),
-        ),
-        ({"learning_rate": 1e-2}, optax.adam(1e-2)),
-        (
-            {"learning_rate": optax.linear_schedule(0.1, 0.2, 3)},
-            optax.adam(optax.linear_schedule(0.1, 0.2, 3)),
-        ),
-    ],
+            ({"learning_rate": 1e-2}, optax.adam(1e-2)),
+            (
+                {"learning_rate": optax.linear_schedule(0.1, 0.2, 3)},
+                optax.adam(optax.linear_schedule(0.1, 0.2, 3)),
+            ),
+        ],
+        *(1, 2, 3),
+    ),
 )
 def test_optimizers_by_name_are_those_of_optax(settings, theirs):
     ours = weights(train(**{"optimizer": None} | settings))

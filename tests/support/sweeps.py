@@ -1,0 +1,19 @@
+"""Cases of a sweep, of which most are deep."""
+
+from collections.abc import Iterable
+
+import pytest
+
+
+def sweep(cases: Iterable, *chosen: int | str) -> list:
+    """Return the cases as parameters of a test: the chosen ones, and all others marked as deep.
+
+    Args:
+      chosen: places of cases, or cases that are names.
+    """
+    parameters = []
+    for place, case in enumerate(cases):
+        marks = () if place in chosen or case in chosen else pytest.mark.deep
+        values = case if type(case) is tuple else (case,)
+        parameters.append(pytest.param(*values, marks=marks))
+    return parameters
