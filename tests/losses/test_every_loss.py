@@ -261,23 +261,61 @@ def test_pairs_of_a_batch_that_is_filled_up():
     check(network((CLASSES,)), "in_batch_negatives", (x[:6], None), pairs, ways=WAYS[:1])
 
 
+ANSWERS = np.random.default_rng(3).integers(0, CLASSES, (6, 4))
+SCORED = np.where(np.arange(4) < [[1], [2], [1], [1], [2], [1]], -100, ANSWERS)
+"""Labels of three pairs of rows."""
+
+
+def likelihoods(outputs):
+    """Return the log-likelihood of each row of answers, and the number of its tokens."""
+    scores = jax.nn.log_softmax(outputs[:, :-1])
+    chosen = jnp.where(SCORED[:, 1:] < 0, 0, SCORED[:, 1:])
+    values = jnp.take_along_axis(scores, chosen[..., None], -1)[..., 0]
+    return jnp.where(SCORED[:, 1:] < 0, 0, values).sum(1), (SCORED[:, 1:] >= 0).sum(1)
+
+
+def of_dpo(outputs, start, weight):
+    gain = likelihoods(outputs)[0] - start
+    return -jax.nn.log_sigmoid(0.5 * (gain[::2] - gain[1::2]))
+
+
+def of_orpo(outputs, start, weight):
+    total, count = likelihoods(outputs)
+    odds = total / count - jnp.log1p(-jnp.exp(total / count))
+    return -(total / count)[::2] - 0.5 * jax.nn.log_sigmoid(odds[::2] - odds[1::2])
+
+
+DESIRABLE = np.array([1, 0, 1])
+
+
+def of_kto(outputs, start, weight):
+    gain = likelihoods(outputs)[0] - start
+    counts = weight[1::2] > 0
+    z = jax.lax.stop_gradient(jnp.maximum((gain[1::2] * counts).sum() / counts.sum(), 0))
+    signs = 2 * DESIRABLE - 1
+    shares = jnp.where(DESIRABLE, 1.5, 0.5)
+    return shares * (1 - jax.nn.sigmoid(0.5 * signs * (gain[::2] - z)))
+
+
+PREFERENCES = {
+    "dpo": (jaxonnx.losses.dpo(beta=0.5), of_dpo),
+    "orpo": (jaxonnx.losses.orpo(beta=0.5), of_orpo),
+    "kto": (
+        jaxonnx.losses.kto(beta=0.5, desirable_weight=1.5, undesirable_weight=0.5),
+        of_kto,
+    ),
+}
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("weight", [None, np.repeat(WEIGHTS[1:4], 2)], ids=["plain", "weights"])
-def test_preferences(weight):
-    tokens = np.random.default_rng(3).integers(0, CLASSES, (6, 4))
-    labels = np.where(np.arange(4) < [[1], [2], [1], [1], [2], [1]], -100, tokens)
-
-    def likelihoods(outputs):
-        scores = jax.nn.log_softmax(outputs[:, :-1])
-        chosen = jnp.where(labels[:, 1:] < 0, 0, labels[:, 1:])
-        values = jnp.take_along_axis(scores, chosen[..., None], -1)[..., 0]
-        return jnp.where(labels[:, 1:] < 0, 0, values).sum(1)
-
-    start = likelihoods(jaxonnx.load(bigrams())(tokens))
+@pytest.mark.parametrize("name", PREFERENCES)
+def test_preferences(name, weight):
+    loss, of_pairs = PREFERENCES[name]
+    start = likelihoods(jaxonnx.load(bigrams())(ANSWERS))[0]
 
     def plain(outputs, targets, weight):
-        gain = likelihoods(outputs) - start
-        values = -jax.nn.log_sigmoid(0.5 * (gain[::2] - gain[1::2]))
+        values = of_pairs(outputs, start, weight)
         return (values * weight[::2]).sum() / weight[::2].sum()
 
     ways = (
@@ -285,8 +323,107 @@ def test_preferences(weight):
         {"batch_size": 4, "accumulate": 2},
         {"batch_size": 2, "accumulate": 5},
     )
-    loss = jaxonnx.losses.dpo(beta=0.5)
-    check(bigrams(), loss, (tokens, labels), plain, weight, ways=ways, seed=1)
+    targets = SCORED
+    if name == "kto":  # mismatched rows are those of a batch
+        ways, targets = ways[:1], {"labels": SCORED, "label": np.repeat(DESIRABLE, 2)}
+    check(bigrams(), loss, (ANSWERS, targets), plain, weight, ways=ways, seed=1)
+
+
+def of_teacher(axis, soft, scores, outputs, targets, weight):
+    """Return the loss of `distill` at a temperature of 2, of all places that count."""
+    outputs, scores = (jnp.moveaxis(x, axis, -1) for x in (outputs, scores))
+    logs = (jax.nn.log_softmax(x / 2) for x in (outputs, scores))
+    values = 4 * optax.losses.kl_divergence_with_log_targets(*logs)
+    counts = jnp.ones(values.shape) if targets is None else targets != IGNORED
+    if soft < 1:
+        chosen = jnp.where(counts, targets, 0)
+        learned = optax.losses.softmax_cross_entropy_with_integer_labels(outputs, chosen)
+        values = soft * values + (1 - soft) * learned
+    counts = counts * weight.reshape(-1, *(1,) * (values.ndim - 1))
+    return (values * counts).sum() / counts.sum()
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("shape", [(CLASSES,), (3, CLASSES), (CLASSES, 3)])
+@pytest.mark.parametrize(
+    ("form", "soft", "weight"),
+    [
+        ("teacher", 1.0, None),
+        ("teacher", 0.7, WEIGHTS),
+        ("top", 0.7, WEIGHTS),
+        ("logits", 1.0, WEIGHTS),
+        ("logits and labels", 0.7, WEIGHTS),
+    ],
+    ids=lambda x: "" if x is None or isinstance(x, np.ndarray) else str(x),
+)
+def test_another_model(form, soft, weight, shape):
+    axis = 1 + shape.index(CLASSES)
+    x, _ = draw("l2_loss", shape)
+    model = jaxonnx.load(network(shape))
+    teacher = model.replace(params={name: -2 * w for name, w in model.params.items()})
+    places = [size for size in shape if size != CLASSES]
+    labels = np.random.default_rng(2).integers(IGNORED, CLASSES, (ROWS, *places))
+    scores, settings = teacher(x), {"soft": soft, "ignore_index": IGNORED}
+    if form in ("teacher", "top"):  # classes beyond the greatest count as one: there is only one
+        settings |= {"teacher": teacher, "top": CLASSES - 1 if form == "top" else None}
+    if form == "logits":
+        settings["axis"] = 1 if axis == 1 else -1
+    targets = {"logits": scores, "logits and labels": (scores, labels)}.get(form, labels)
+
+    def plain(outputs, _, weight):
+        known = None if form == "logits" else labels
+        return of_teacher(axis, soft, scores, outputs, known, weight)
+
+    loss = jaxonnx.losses.distill(**settings)
+    check(network(shape), loss, (x, targets), plain, weight)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("weight", [None, WEIGHTS], ids=["plain", "weights"])
+def test_tokens_that_are_hidden(weight):
+    """The draws of a batch are those of its number, whatever fills it and however it is summed."""
+    random = np.random.default_rng(3)
+    tokens = random.integers(1, CLASSES, (ROWS, 4))
+    labels = np.where(random.random(tokens.shape) < 0.2, -100, tokens)
+    shares = np.ones(ROWS, np.float32) if weight is None else weight
+    loss = jaxonnx.losses.masked_lm(probability=0.6, mask_token=0, special_tokens=[1])
+    model = jaxonnx.load(bigrams())
+    hide = loss.draw(model)
+
+    def hidden(seed, purpose, size):
+        """Return all rows as the batches of this size have them, and their labels that count."""
+        inputs, targets = [], []
+        for number, start in enumerate(range(0, ROWS, size)):
+            rows = np.arange(start, start + size) % ROWS  # the draws do not depend on the fill
+            batch = jaxonnx.training.Batch((tokens[rows],), labels[rows], shares[rows])
+            batch = hide(np.random.default_rng([seed, purpose, 0, number]), batch)
+            inputs.append(batch.inputs[0])
+            targets.append(batch.targets)
+        return np.concatenate(inputs)[:ROWS], np.concatenate(targets)[:ROWS]
+
+    def measure(params, purpose, size, seed=0):
+        inputs, targets = hidden(seed, purpose, size)
+        outputs = model.apply(params, inputs)
+        return of_classes(-1, -100, jnp.ones(CLASSES), 0.0, outputs, targets, shares)
+
+    for size in (7, 4, 3):
+        before, gradient = jax.value_and_grad(measure)(model.params, 0, size, 1)
+        after = jax.tree.map(lambda w, g: w - RATE * g, model.params, gradient)
+        parts = [slice(i, i + size) for i in range(0, ROWS, size)]
+        result = jaxonnx.train(
+            model,
+            [(tokens[rows], labels[rows], shares[rows]) for rows in parts],
+            **{"loss": loss, "optimizer": optax.sgd(RATE), "accumulate": len(parts), "seed": 1},
+            **{"validation": (tokens, labels, shares), "metrics": [], "progress": False},
+        )
+        row = result.history.epochs[-1]
+        np.testing.assert_allclose(row["loss"], before, rtol=2e-5)
+        expected = measure(after, 1, 32, 1)  # of batches of the default size
+        np.testing.assert_allclose(row["validation_loss"], expected, rtol=2e-5)
+        for name, value in result.model.params.items():
+            np.testing.assert_allclose(value, after[name], rtol=1e-4, atol=1e-5)
+        row = jaxonnx.evaluate(model, (tokens, labels, shares), loss=loss, batch_size=size)
+        np.testing.assert_allclose(row["loss"], measure(model.params, 1, size), rtol=2e-5)
 
 
 @pytest.mark.deep
