@@ -172,8 +172,8 @@ class BasicArguments(TypedDict, total=False):
 
     A binary output is true above 0.5. If the loss takes logits and the file does not end in
     Sigmoid, it is true above 0. All metrics are exact over the epoch, except for functions that
-    return a scalar: these are averaged over the batches. The default is "accuracy" for losses of
-    labels."""
+    return a scalar: these are averaged over the batches. They are NaN where an output that counts
+    is NaN. The default is "accuracy" for losses of labels."""
     seed: Annotated[int, Argument(0, form="N", least=0, most=0x7FFFFFFFFFFFFFFF, resume=True)]
     """The random seed: of the order of the examples, and of random operators."""
     master: Annotated[bool, Argument(True, form="switch", resume=True)]

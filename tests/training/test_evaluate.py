@@ -238,3 +238,57 @@ def test_a_score_that_is_nan_has_no_rank(labels):
     weight = (np.arange(50) != 5).astype(np.float32)  # an example that does not count may have it
     result = jaxonnx.evaluate(network(), (x, y, weight), metrics=names)
     assert np.isfinite([*map(result.get, names[:2]), result["roc_curve"].area]).all()
+
+
+def undecided(scores):
+    """The values of all metrics of 50 examples, of which scores of the sixth may be NaN."""
+    settings = {"loss": "squared_error"} if scores == "numbers" else {}
+    x, y = draw()
+    if scores == "classes":
+        names = ["accuracy", "top_2", "perplexity", "f1", "dice", "iou", "precision", "recall"]
+    elif scores == "answers":
+        names, y = ["accuracy", "f1", "iou", "recall"], np.eye(4, dtype=np.float32)[y]
+        settings = {"loss": "sigmoid_binary_cross_entropy"}
+    else:
+        names, y = ["mse", "mae", "r2"], np.ones((50, 4), np.float32)
+
+    def values(x, y=y, weight=None):
+        weight = np.ones(50, np.float32) if weight is None else weight
+        data, more = (x, y, weight), {"metrics": names, "batch_size": 16, **settings}
+        row = jaxonnx.evaluate(network(), data, **more)
+        return np.array([row[name] for name in names])
+
+    return x, y, values
+
+
+@pytest.mark.parametrize("scores", ["classes", "answers", "numbers"])
+def test_metrics_of_outputs_that_are_nan_are_nan(scores):
+    """They counted as the class that argmax says, or as no; scikit-learn refuses them."""
+    x, y, values = undecided(scores)
+    whole, (broken, odd) = values(x), (x.copy(), (np.arange(50) != 5).astype(np.float32))
+    broken[5, 1] = np.nan
+    assert np.isfinite(whole).all()
+    assert np.isnan(values(broken)).all()
+    # an example that does not count may have them
+    assert np.isfinite(values(broken, weight=odd)).all()
+    np.testing.assert_allclose(values(broken, weight=odd), values(x, weight=odd), rtol=1e-6)
+    if scores != "classes":  # as of targets that are
+        y = y.copy()
+        y[5, 1] = np.nan
+        assert np.isnan(values(x, y)).all()
+        assert np.isfinite(values(x, y, weight=odd)).all()
+
+
+def test_tables_of_outputs_that_are_nan():
+    x, y = draw()
+    broken, counts = x.copy(), np.arange(50) != 5
+    broken[5, 1] = np.nan
+    names = ["confusion_matrix", "per_class"]
+    with pytest.warns(UserWarning, match="outputs of 1 prediction are NaN, which is no class"):
+        row = jaxonnx.evaluate(network(), (broken, y), metrics=names)
+    rest = jaxonnx.evaluate(network(), (x[counts], y[counts]), metrics=names)
+    np.testing.assert_array_equal(row["confusion_matrix"].counts, rest["confusion_matrix"].counts)
+    assert np.isnan(
+        [row["per_class"].precision, row["per_class"].recall, row["per_class"].f1]
+    ).all()
+    np.testing.assert_array_equal(row["per_class"].support, np.bincount(y))

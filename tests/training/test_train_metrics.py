@@ -1,5 +1,6 @@
 """Metrics of a run against scikit-learn, over batches whose fill does not count."""
 
+from dataclasses import replace
 from math import prod
 
 import jax
@@ -121,7 +122,8 @@ def test_the_binary_case(shape):
     goal = find_objective(network("Sigmoid"), "sigmoid_binary_cross_entropy", NAMES)
     targets, chosen = random.integers(0, 2, (2, *shape))
     probabilities = np.where(chosen, 0.7, 0.2).astype(np.float32)
-    batches = make_source((probabilities, targets), network().inputs, 8, 0)
+    inputs = [replace(network().inputs[0], shape=("n", *shape[1:]))]
+    batches = make_source((probabilities, targets), inputs, 8, 0)
     sums = None
     for batch in batches.batches(0):
         values = batch.inputs[0], jnp.log(batch.inputs[0])  # the output, and its logits

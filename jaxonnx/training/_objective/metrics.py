@@ -2,7 +2,8 @@
 
 Each metric is exact over the epoch: nothing is a mean of the batches' values. Examples of weight 0
 (the fill of a short batch) and labels that the loss ignores do not count. Metrics of classes take
-the decisions that a `Reader` makes of outputs and targets.
+the decisions that a `Reader` makes of outputs and targets; they are NaN where an output or a target
+that counts is NaN.
 """
 
 import re
@@ -76,6 +77,8 @@ class Reader:
         """Return predictions in rows, from labels, distributions or yes-and-no targets."""
         if self.loss is not None:
             outputs, targets = self.loss.align(outputs, targets)
+        if targets.shape == outputs.shape:
+            outputs = jnp.where(targets != targets, jnp.nan, outputs)
         axis = self.class_axis(outputs.shape, targets.shape)
         if axis is None:
             return self._binary(outputs, targets, weight)
@@ -144,12 +147,23 @@ def _divide(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.where(b > 0, a / jnp.where(b > 0, b, 1), 0)
 
 
+def _is_undecided(decisions: Choices | Answers) -> jax.Array:
+    """Check whether each prediction counts and has a score that is NaN."""
+    return (decisions.scores != decisions.scores).any(1) & (decisions.weight > 0)
+
+
+def _mean(right: jax.Array, decisions: Choices | Answers) -> Sums:
+    """Return the sums of a mean over predictions, which is NaN where one is undecided."""
+    right = jnp.where(_is_undecided(decisions), jnp.nan, right)
+    return (right * decisions.weight).sum(), decisions.weight.sum()
+
+
 def _count_right(decisions: Choices | Answers) -> Sums:
     if isinstance(decisions, Choices):
         right = decisions.scores.argmax(1) == decisions.labels
     else:
         right = (decisions.given == decisions.true).mean(1)
-    return (right * decisions.weight).sum(), decisions.weight.sum()
+    return _mean(right, decisions)
 
 
 def _negative_log_probability(ending: str | None, decisions: Choices) -> Sums:
@@ -158,26 +172,27 @@ def _negative_log_probability(ending: str | None, decisions: Choices) -> Sums:
     logs = jnp.log(scores) if ending == "Softmax" else jax.nn.log_softmax(scores, 1)
     label = jnp.clip(decisions.labels, 0, scores.shape[1] - 1)[:, None]
     losses = jnp.where(decisions.weight > 0, -jnp.take_along_axis(logs, label, 1)[:, 0], 0)
-    return (losses * decisions.weight).sum(), decisions.weight.sum()
+    return _mean(losses, decisions)
 
 
 def _among_best(count: int, decisions: Choices) -> Sums:
     _, best = jax.lax.top_k(decisions.scores, count)
-    right = (best == decisions.labels[:, None]).any(1)
-    return (right * decisions.weight).sum(), decisions.weight.sum()
+    return _mean((best == decisions.labels[:, None]).any(1), decisions)
 
 
 def _matrix(decisions: Choices | Answers) -> Sums:
-    """Return the confusion matrix, unweighted."""
+    """Return the confusion matrix, unweighted, and how many predictions it leaves out as NaN."""
     if isinstance(decisions, Choices):
         classes, chosen = decisions.scores.shape[1], decisions.scores.argmax(1)
         true = decisions.labels
     else:
         classes, chosen = 2, decisions.given[:, 0].astype(int)
         true = decisions.true[:, 0].astype(int)
-    counts = (true >= 0) & (true < classes) & (decisions.weight > 0)
+    undecided = _is_undecided(decisions)
+    counts = (true >= 0) & (true < classes) & (decisions.weight > 0) & ~undecided
     place = jnp.where(counts, true * classes + chosen, classes**2)
-    return jnp.zeros(classes**2, jnp.int32).at[place].add(1, mode="drop").reshape(classes, classes)
+    matrix = jnp.zeros(classes**2, jnp.int32).at[place].add(1, mode="drop")
+    return matrix.reshape(classes, classes), undecided.sum()
 
 
 def _gather_predictions(decisions: Choices | Answers) -> Sums:
@@ -202,7 +217,9 @@ def _confusion(decisions: Choices | Answers) -> Sums:
         true = jax.nn.one_hot(decisions.labels, classes, dtype=bool)
     else:
         chosen, true = decisions.given, decisions.true
-    counts = ((decisions.weight[:, None] * x).sum(0) for x in (chosen, true, chosen & true))
+    undecided = _is_undecided(decisions)[:, None]
+    chosen, both = (jnp.where(undecided, jnp.nan, x) for x in (chosen, chosen & true))
+    counts = ((decisions.weight[:, None] * x).sum(0) for x in (chosen, true, both))
     # of classes those that occur count, of yes or no all: both as in scikit-learn
     always = isinstance(decisions, Answers) * decisions.weight.sum()
     return _Confusion(*counts), always
@@ -212,7 +229,8 @@ def _macro(of_class: Callable[[_Confusion], jax.Array]) -> Callable[[Sums], jax.
     def value(sums):
         counts, always = sums
         occurs = counts.chosen + counts.true + always > 0
-        return _divide((of_class(counts) * occurs).sum(), occurs.sum())
+        mean = _divide((of_class(counts) * occurs).sum(), occurs.sum())
+        return jnp.where(jnp.isnan(counts.chosen).any(), jnp.nan, mean)
 
     return value
 
@@ -252,7 +270,8 @@ def _merge_moments(a: _Moments, b: _Moments) -> _Moments:
 def _r_squared(sums: _Moments) -> jax.Array:
     constant = sums.squares == 0
     score = 1 - sums.error / jnp.where(constant, 1, sums.squares)
-    return jnp.where(constant, jnp.where(sums.error == 0, 1.0, 0.0), score).mean()
+    of_constant = jnp.where(sums.error == 0, 1.0, jnp.where(jnp.isnan(sums.error), jnp.nan, 0.0))
+    return jnp.where(constant, of_constant, score).mean()
 
 
 _CLASSES = {
@@ -266,7 +285,7 @@ _CLASSES = {
 """Metrics of decisions: their sums, and the value."""
 
 _TABLES = {
-    "confusion_matrix": (_matrix, ConfusionMatrix.of, add),
+    "confusion_matrix": (_matrix, lambda sums: ConfusionMatrix.of(*sums), add),
     "per_class": (_confusion, lambda sums: PerClass.of(*sums[0]), add),
     "roc_curve": (_gather_predictions, partial(Curves.of, "roc"), None),
     "precision_recall_curve": (

@@ -9,7 +9,8 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from jaxonnx._display import new_axes
+from jaxonnx._display import format_count, new_axes
+from jaxonnx.errors import warn
 
 _WRITTEN = 30
 """Classes up to which the cells of a plotted matrix have their numbers."""
@@ -61,7 +62,12 @@ class ConfusionMatrix(_HasClassNames):
     classes: tuple[str, ...]
 
     @classmethod
-    def of(cls, counts: Any) -> Self:
+    def of(cls, counts: Any, undecided: Any = 0) -> Self:
+        if undecided:
+            warn(
+                f"the outputs of {format_count(int(undecided), 'prediction')} are NaN, which is no "
+                "class: the confusion matrix leaves them out"
+            )
         return cls(np.asarray(counts, np.int64), _names(len(counts)))
 
     def __str__(self) -> str:
@@ -204,7 +210,7 @@ class Curves(_HasClassNames):
 
 def _shares(part: np.ndarray, whole: Any) -> np.ndarray:
     """Return a part of the whole; 0 where there is nothing."""
-    return part / np.where(whole > 0, whole, 1)
+    return part / np.where(whole == 0, 1, whole)
 
 
 def _probabilities(scores: np.ndarray) -> np.ndarray:
