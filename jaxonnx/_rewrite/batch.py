@@ -206,6 +206,8 @@ class _Changes:
     stateless: set[str] = field(default_factory=set)
     """Recurrent layers whose initial states are constant zeros: the inputs are dropped, because an
     absent initial state is zero for any batch size."""
+    copying: set[str] = field(default_factory=set)
+    """Reshapes with `allowzero`, which goes, as their new target copies the batch by a 0."""
     shapes: dict[str, tuple[Shape, Shape]] = field(default_factory=dict)
     """The shapes of each value for the file's batch size and for the other one."""
 
@@ -230,6 +232,8 @@ class _Changes:
         )
         if first in self.stateless:
             inputs = tuple("" if i in _INITIAL else name for i, name in enumerate(inputs))
+        if first in self.copying:
+            node = replace(node, attributes={**node.attributes, "allowzero": 0})
         reads = (*(n for n in inputs if n), *(n for n in node.reads if n not in node.inputs))
         return replace(node, inputs=inputs, reads=tuple(dict.fromkeys(reads)))
 
@@ -279,6 +283,10 @@ def _find_changes(
                     if new != resolve_target(target, now):
                         new[axes[0]] = -1
                         target = np.array(new, np.int64)
+                    elif (
+                        0 in target and 0 not in targets[first] and node.attributes.get("allowzero")
+                    ):
+                        changes.copying.add(first)
                     replace_input(first, 1, target, scope)
         elif node.op.name in _RECURRENT and _starts_at_zero(node, scope):
             changes.stateless.add(first)  # zeros of the file's size are left out
@@ -405,6 +413,8 @@ def _write_changes(graph: GraphProto, inputs: list[str], changes: _Changes, size
             for i in _INITIAL:
                 if i < len(node.input):
                     node.input[i] = ""
+        if first in changes.copying:
+            node.attribute.remove(next(a for a in node.attribute if a.name == "allowzero"))
     # 3. rows, repeated right in front of their readers, as nodes must be sorted
     nodes = [*graph.node]
     del graph.node[:]

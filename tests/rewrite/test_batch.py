@@ -54,6 +54,8 @@ def load(nodes, size="2,6", out="2,6", **options):
             { h = Reshape(x, s) y = Reshape(h, t) }""",
             (5, 2, 3),
         ),
+        # both a number for the batch and an inferred axis, as PyTorch's current exporter writes
+        ("<int64[3] s = {2,-1,2}> { y = Reshape<allowzero = 1>(x, s) }", (5, 3, 2)),
         # targets that are right already
         ("<int64[2] s = {-1,3}> { y = Reshape(x, s) }", (10, 3)),
         ("<int64[2] s = {0,-1}> { y = Reshape(x, s) }", (5, 6)),
@@ -262,7 +264,7 @@ KERNEL = ", ".join(f"{x:.2f}" for x in np.random.default_rng(1).normal(size=108)
                 c = Transpose <perm = [0,2,1,3,4]> (b) y = Reshape(c, t) }}""",
             "4,p",
         ),
-        ("t,4", "<int64[4] s = {1,-1,2,2}> { y = Reshape(x, s) }", "t,2,2"),
+        ("t,4", "<int64[4] s = {1,-1,2,2}> { y = Reshape<allowzero = 1>(x, s) }", "t,2,2"),
         ("1,t", "<int64[2] s = {1,-1}> { y = Reshape(x, s) }", "t"),
     ],
     ids=["picture", "text", "wave"],
