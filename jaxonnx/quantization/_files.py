@@ -425,7 +425,7 @@ def unfold(
     ]
     part = select_part(graph, [node.output[0] for node in nodes])
     results = map(np.asarray, run(part, {}, Context(tensors)))
-    removed, inverses = [], []
+    removed, inverses, points_of_biases = [], [], set()
     # 2. each becomes a float tensor: a bias alone, a weight in front of a QuantizeLinear
     for node, value in zip(nodes, results, strict=True):
         name, output = node.input[0], node.output[0]
@@ -437,6 +437,7 @@ def unfold(
                 continue  # it stays as it is: something else reads its numbers or its scale
             biases.append(bias)
             removed += [name, node.input[1], output]
+            points_of_biases.update(node.input[2:])
             floats[output] = value
             continue
         if name in folds:  # another node reads the same integers
@@ -466,6 +467,7 @@ def unfold(
     }
     # 4. the file with these tensors, and its record
     remove_values(file.graph, removed)
+    remove_values(file.graph, points_of_biases - count_readers(file.graph).keys())
     file.graph.node.extend(inverses)
     for name, value in (floats | points).items():
         file.add_tensor(name, value)

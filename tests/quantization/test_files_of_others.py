@@ -148,6 +148,8 @@ def test_a_file_of_others_is_trained_at_its_own_scales(name, tmp_path):
     result = jaxonnx.train(before, (X, targets), optimizer=optimizer, **SETTINGS)
     after = result.model.to_onnx()
     assert describe(after)[0] == nodes
+    inputs = {part for node in after.graph.node for part in node.input}
+    assert {tensor.name for tensor in after.graph.initializer} <= inputs
     changed = {n for n, x in describe(after)[1].items() if not np.array_equal(x, tensors[n])}
     assert sum(tensors[n].ndim > 1 for n in changed) == 3
     first, last = (row["loss"] for row in result.history.epochs)
