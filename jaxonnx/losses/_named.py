@@ -137,6 +137,15 @@ _ALSO_CALLED = {
     "huber_loss": "huber smoothl1",
     "kl_divergence": "kl kldiv",
 }
+_NO_LOSSES = {
+    "cosine_similarity": "is greater where outputs fit better; 'cosine_distance' is 1 minus it",
+    "ctc_loss_with_forward_probs": "returns more than the loss, which 'ctc_loss' does not",
+    "make_fenchel_young_loss": "makes a loss of a function: pass the result",
+    "smooth_labels": "changes labels, as label_smoothing= does beside a cross entropy",
+}
+"""Functions in `optax.losses` that are none."""
+_CALLED = ("cross_entropy", "negative_log_likelihood", "distill")
+"""Functions in `jaxonnx.losses` whose results are losses without a name."""
 
 
 @cache
@@ -145,7 +154,7 @@ def _optax_losses() -> dict[str, Loss]:
     losses: dict[str, Loss] = {}
     for name in dir(optax.losses):
         function = getattr(optax.losses, name)
-        if callable(function) and name not in ("smooth_labels", "ntxent"):
+        if callable(function) and name not in ("ntxent", *_NO_LOSSES):
             parameters = inspect.signature(function).parameters.values()
             needed = [p for p in parameters if p.default is p.empty or p.name == "targets"]
             if len(needed) == 2:
@@ -172,12 +181,31 @@ def find(loss: Any) -> Loss:
         return next(same, FunctionLoss(function=loss))
     named = _named_losses()
     if not isinstance(loss, str) or loss not in named:
-        near = ", ".join(f"{name} ({named[name].takes})" for name in _near(str(loss)))
-        raise TrainingError(
-            f"there is no loss {loss!r} of predictions and targets; try {near}, "
-            "or pass a callable (outputs, targets) -> loss"
-        )
+        raise _refuse(loss, named)
     return named[loss]
+
+
+def _refuse(loss: Any, named: Mapping[str, Loss]) -> TrainingError:
+    """Return the error about a loss without such a name, with what can be written in its place."""
+    if isinstance(loss, str) and loss in _NO_LOSSES:
+        return TrainingError(f"optax.losses.{loss} is no loss: it {_NO_LOSSES[loss]}")
+    plain = _plain(str(loss))
+    ways = [f"{name} ({named[name].takes})" for name in _near(str(loss))]
+    ways += [f"jaxonnx.losses.{name}(...)" for name in _CALLED if plain and plain in _plain(name)]
+    for name in dir(optax.losses):
+        if name in named or not plain or plain not in _plain(name) or name in _NO_LOSSES:
+            continue
+        # a function of more than outputs and targets, which is called by one of these two
+        parameters = inspect.signature(getattr(optax.losses, name)).parameters.values()
+        _, *rest = [p.name for p in parameters if p.default is p.empty]
+        others = [f"targets[{x!r}]" for x in rest] if len(rest) > 1 else ["targets"]
+        call = f"optax.losses.{name}({', '.join(['outputs', *others])})"
+        ways.append(f"loss=lambda outputs, targets: {call}")
+    return TrainingError(
+        f"there is no loss {loss!r} of predictions and targets; "
+        f"{'try' if ways else 'there are'} {', '.join(ways or sorted(named))}, "
+        "or pass a function (outputs, targets) that returns a loss for each example, or a scalar"
+    )
 
 
 def find_by_output(loss: Any) -> dict[str | None, Loss]:
@@ -200,7 +228,7 @@ def _near(name: str) -> list[str]:
     spelled = difflib.get_close_matches(plain, named, n=3)
     parts = [key for key in named if plain and (plain in key or key in plain)]
     near = dict.fromkeys([*meant, *(named[key] for key in (*spelled, *parts))])
-    return [name for name in near if name in losses][:4] or sorted(losses)
+    return [name for name in near if name in losses][:4]
 
 
 def _plain(name: str) -> str:

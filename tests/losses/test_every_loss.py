@@ -43,7 +43,6 @@ REAL = (
     "huber_loss",
     "log_cosh",
     "cosine_distance",
-    "cosine_similarity",
     "kl_divergence_with_log_targets",
 )
 

@@ -421,9 +421,46 @@ def test_weights_of_unknown_classes_are_refused(loss, smoothing):
         ("BCEWithLogitsLoss", r"try sigmoid_binary_cross_entropy \(0 or 1 for each output\)"),
         ("MSELoss", r"try squared_error \(targets of the shape of the outputs\)"),
         ("hinge", r"hinge_loss \(-1 or 1 for each output\)"),
-        ("?", "absolute_error .*squared_error"),
+        ("?", "absolute_error, .*squared_error"),
     ],
 )
 def test_losses_are_suggested_with_what_they_take(name, near):
     with pytest.raises(jaxonnx.TrainingError, match=near):
         losses.find(name)
+
+
+def test_a_loss_of_optax_that_takes_more_is_written_as_a_function():
+    """The error names the call, which is that of optax."""
+    numbers = np.random.default_rng(0)
+    labels = numbers.integers(1, 3, (len(TOKENS), 2))
+    targets = {"labels": labels, "label_paddings": np.zeros(labels.shape, np.float32)}
+    targets["logit_paddings"] = np.zeros(TOKENS.shape[:2], np.float32)
+    for name in ("ctc_loss", "CTCLoss", "ctc"):
+        with pytest.raises(jaxonnx.TrainingError, match="try loss=lambda") as refused:
+            jaxonnx.evaluate(tags(), (TOKENS, targets), loss=name)
+        call = re.search(r"loss=(lambda .*?\))(,|$)", str(refused.value).split(", or pass")[0])[1]
+    loss = eval(call, {"optax": optax})
+    value = jaxonnx.evaluate(tags(), (TOKENS, targets), loss=loss, metrics=[])["loss"]
+    padding = targets["logit_paddings"], labels, targets["label_paddings"]
+    expected = optax.losses.ctc_loss(tags()(TOKENS), *padding).mean()
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        ("triplet", r"optax.losses.triplet_margin_loss\(outputs, targets\['positives'\], "),
+        ("ntxent", r"try loss=lambda outputs, targets: optax.losses.ntxent\(outputs, targets\)"),
+        ("distill", r"try jaxonnx.losses.distill\(...\), or pass a function \(outputs, targets\)"),
+        ("cross_entropy", r"labels \(integer labels.*, jaxonnx.losses.cross_entropy\(...\), or"),
+        ("smooth_labels", "is no loss: it changes labels, as label_smoothing= does"),
+        # it was minimized, so that outputs became as unlike their targets as they could
+        ("cosine_similarity", "is greater where outputs fit better; 'cosine_distance' is 1 minus"),
+        ("huberr", "try huber_loss"),
+        ("xyz", "there are NegativeLogLikelihoodLoss, .*, squared_error, or pass a function"),
+        ({"y": ["mse"]}, r"no loss \['mse'\] of .*; try squared_error"),
+    ],
+)
+def test_what_to_write_instead_of_an_unknown_name(loss, words):
+    with pytest.raises(jaxonnx.TrainingError, match=words):
+        jaxonnx.evaluate(network(ONE), (X, Y), loss=loss)
