@@ -4,6 +4,8 @@
 its result. The steps and the ranges are state, as running statistics are.
 """
 
+from functools import cache
+
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -15,6 +17,7 @@ from jaxonnx.registry import Training, op, xp
 DOMAIN = "jaxonnx"
 
 
+@cache
 def limits_of(dtype):
     """Return the least, the middle and the greatest number of a quantized type."""
     if "float" in dtype.name:
