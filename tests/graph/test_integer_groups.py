@@ -14,6 +14,7 @@ from onnxruntime.quantization import QuantType, quantize_dynamic
 
 import jaxonnx
 from tests.support.adapter_files import base_tensors, session
+from tests.support.sweeps import sweep
 
 DRAW = np.random.default_rng(0)
 SIZE, HIDDEN = 32, 48
@@ -219,10 +220,11 @@ def test_parts_of_a_group_that_others_read(tmp_path):
 
 
 @pytest.mark.parametrize("batch", [(), (3,)])
-@pytest.mark.parametrize("shape", [(), (1,), (HIDDEN,), (1, HIDDEN)])
+@pytest.mark.parametrize("rank", sweep([0, 1, 2, 3], 0, 3))
 @pytest.mark.parametrize("kind", ["group", "DynamicQuantizeMatMul", "MatMulIntegerToFloat"])
-def test_parameters_of_columns_may_be_rows(kind, shape, batch):
+def test_parameters_of_columns_may_be_rows(kind, rank, batch):
     """Scales and zero points of shape (1, N), which onnxruntime takes as those of shape (N)."""
+    shape = [(), (1,), (HIDDEN,), (1, HIDDEN)][rank]
     draw = np.random.default_rng(1)
     zeros = draw.integers(90, 160, shape).astype(np.uint8)
     scales = draw.uniform(0.002, 0.02, shape).astype(np.float32)

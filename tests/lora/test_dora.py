@@ -18,6 +18,7 @@ from tests.support.adapter_files import changed, two_layers
 from tests.support.few_bit_files import FILES, MS, K, N, floats, network, raw, runtime
 from tests.support.lora_networks import FORMS, X, Y, mlp, normal, parse, train
 from tests.support.paths import DATA
+from tests.support.sweeps import sweep
 
 ALPHA, RANK = 6.0, 3
 LABELS = "softmax_cross_entropy_with_integer_labels"
@@ -109,7 +110,14 @@ def test_slopes_by_finite_differences():
                 )
 
 
-@pytest.mark.parametrize("kind", FILES)
+@pytest.mark.parametrize(
+    "kind",
+    sweep(
+        FILES,
+        *("4 bits", "4 bits, zeros", "4 bits, g_idx", "nf4, blocks over rows"),
+        *("a scale a row", "blocks of columns"),
+    ),
+)
 def test_weights_in_few_bits(kind, tmp_path, monkeypatch):
     """The base stays in few bits; its matrix is the one that onnxruntime computes.
 
@@ -311,7 +319,10 @@ def test_groups_of_an_optimizer_choose_magnitudes():
         np.testing.assert_allclose(moved, 1e-3 if name[-1] == "A" else 16e-3, rtol=0.05)
 
 
-@pytest.mark.parametrize("base", ["floats", "4 bits", "4 bits, adapted before"])
+@pytest.mark.parametrize(
+    "base",
+    sweep(["floats", "4 bits", "4 bits, adapted before"], "floats", "4 bits, adapted before"),
+)
 def test_an_exported_step_trains_the_same(base, tmp_path):
     from tests.support.exported_steps import trained
 

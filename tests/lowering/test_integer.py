@@ -9,6 +9,7 @@ import pytest
 
 from jaxonnx.lowering import KernelFirst, _integer, integer_convolution, integer_product
 from jaxonnx.ops.pool import place_windows
+from tests.support.sweeps import sweep
 
 TYPES = (np.int8, np.uint8)
 
@@ -23,7 +24,7 @@ def draw(random, dtype, *shape):
     return random.integers(info.min, info.max + 1, shape, dtype=dtype)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 17])
+@pytest.mark.parametrize("rows", sweep([1, 2, 17], 0))
 @pytest.mark.usefixtures("formulation")
 def test_products_equal_those_of_int64(rows):
     random = np.random.default_rng(0)

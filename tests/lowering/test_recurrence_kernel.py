@@ -17,6 +17,7 @@ from jaxonnx import lowering
 from jaxonnx.lowering import _recurrence, _recurrence_kernel
 from jaxonnx.ops import rnn
 from jaxonnx.training._settings.precision import round_products
+from tests.support.sweeps import sweep
 
 lstm, gru = rnn.lstm, partial(rnn.gru, linear_before_reset=1)
 CALL = "custom_call @jaxonnx_recurrence"
@@ -99,8 +100,17 @@ def file(kind, values, lengths, direction, layout):
     return helper.make_model(graph, opset_imports=opsets, ir_version=8), feeds
 
 
-@pytest.mark.parametrize("direction", ["forward", "reverse", "bidirectional"])
-@pytest.mark.parametrize(("kind", "operator"), [("LSTM", lstm), ("GRU", gru)])
+@pytest.mark.parametrize(
+    ("kind", "operator", "direction"),
+    sweep(
+        [
+            (kind, operator, direction)
+            for kind, operator in (("LSTM", lstm), ("GRU", gru))
+            for direction in ("forward", "reverse", "bidirectional")
+        ],
+        *(1, 2, 3),
+    ),
+)
 def test_files_compute_what_onnxruntime_does(kind, operator, direction):
     for size in SIZES:
         values = arguments(operator, *size, ways=2 if direction == "bidirectional" else 1)

@@ -1,5 +1,6 @@
 """Products of rounded factors on CPU, beside NumPy's products of the rounded factors in float64."""
 
+import itertools
 from functools import partial
 
 import jax
@@ -16,6 +17,7 @@ from jaxonnx.lowering import _compile, _conv, _rounded, contract, jit
 from jaxonnx.lowering._conv import Conv
 from jaxonnx.ops.pool import place_windows
 from jaxonnx.training._settings.precision import round_products
+from tests.support.sweeps import sweep
 
 has_units_for_onednn = pytest.mark.skipif(
     not (_compile.compiler_options("cpu") and _rounded.has_units(jnp.bfloat16)),
@@ -105,14 +107,20 @@ def test_under_vmap_and_scan(units):
     np.testing.assert_allclose(jax.jit(loop)(a, b), exact, **LEAST)
 
 
-@pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize(
-    ("kernel", "stride", "pads"),
-    [(1, 1, 0), (1, 2, 0), (3, 2, 1), (3, 1, 1)],
-    ids=["pointwise", "pointwise, strided", "strided", "Winograd"],
+    ("window", "out", "turned"),
+    sweep(
+        itertools.product(
+            # pointwise, pointwise and strided, strided, by Winograd's algorithm
+            [(1, 1, 0), (1, 2, 0), (3, 2, 1), (3, 1, 1)],
+            [0, 1, 2],
+            [False, True],
+        ),
+        *range(0, 24, 5),
+    ),
 )
-@pytest.mark.parametrize("out", [0, 1, 2])
-def test_convolutions(kernel, stride, pads, out, turned, units):
+def test_convolutions(window, out, turned, units):
+    kernel, stride, pads = window
     c, m, size = 32, 64, 16
     windows = place_windows((size,) * 2, (kernel,) * 2, strides=(stride,) * 2, pads=[pads] * 4)
     form = Conv((size,) * 2, *windows, groups=1, turned=turned)
@@ -151,14 +159,23 @@ def test_products_by_onednn(subscripts):
 
 
 @has_units_for_onednn
-@pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize(
-    ("kernel", "stride", "pads", "outputs"),
-    [(1, 1, 0, 64), (1, 2, 0, 64), (3, 2, 1, 64), (3, 1, 1, 64), (3, 1, 1, 2048), (5, 3, 2, 64)],
-    ids=["pointwise", "pointwise, strided", "strided", "3x3", "products of taps", "5x5"],
+    ("window", "out", "turned"),
+    sweep(
+        itertools.product(
+            # pointwise, pointwise and strided, strided, 3x3, products of taps, 5x5
+            [
+                *((1, 1, 0, 64), (1, 2, 0, 64), (3, 2, 1, 64)),
+                *((3, 1, 1, 64), (3, 1, 1, 2048), (5, 3, 2, 64)),
+            ],
+            [0, 1, 2],
+            [False, True],
+        ),
+        *range(0, 36, 5),
+    ),
 )
-@pytest.mark.parametrize("out", [0, 1, 2])
-def test_convolutions_by_onednn(kernel, stride, pads, outputs, out, turned, monkeypatch):
+def test_convolutions_by_onednn(window, out, turned, monkeypatch):
+    kernel, stride, pads, outputs = window
     monkeypatch.setattr(_conv, "WORK_OF_ONEDNN", 1)
     c, size = 32, 32
     windows = place_windows((size,) * 2, (kernel,) * 2, strides=(stride,) * 2, pads=[pads] * 4)

@@ -13,7 +13,8 @@ def sweep(cases: Iterable, *chosen: int | str) -> list:
     """
     parameters = []
     for place, case in enumerate(cases):
-        marks = () if place in chosen or case in chosen else pytest.mark.deep
+        is_chosen = place in chosen or (isinstance(case, str) and case in chosen)
+        marks = () if is_chosen else pytest.mark.deep
         values = case if type(case) is tuple else (case,)
         parameters.append(pytest.param(*values, marks=marks))
     return parameters
