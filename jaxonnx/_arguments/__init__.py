@@ -126,6 +126,10 @@ class DataArguments(TypedDict, total=False):
     * "order": the order of the channels, "RGB" or "BGR".
     * "crop": the fraction of each side of the image that is kept, around its center. 1 by default;
       0.875 cuts 224 of 256 pixels.
+    * "stretch": whether images are stretched to the aspect ratio of the input. By default they are
+      cropped to it.
+    * "filter": Pillow's filter for resizing: "bilinear" (the default), "bicubic", "lanczos", "box",
+      "hamming" or "nearest". Images for random crops are resized bilinearly.
     * "size": (height, width), for a network that accepts any size.
     * "labels": the names of the classes, in the order of the outputs. The default is the names in
       the file if it has all of them, else the names of the folders, sorted.

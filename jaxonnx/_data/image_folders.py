@@ -112,7 +112,7 @@ class Folder:
         def make() -> tuple[np.ndarray, float]:
             if whole:
                 return images.read_whole(path, settings.where, self.size(True))
-            return images.read(path, settings.where, settings.how.crop)[0], 1.0
+            return images.read(path, settings.where, settings.how)[0], 1.0
 
         return settings.decoded.get((path, whole), make)
 
@@ -514,6 +514,8 @@ def _preprocess(model: Network, preprocess: Mapping[str, Any]) -> Preprocess:
         "order": str,
         "crop": float,
         "size": _sides,
+        "stretch": lambda value: value,
+        "filter": str,
         "labels": lambda names: tuple(map(str, names)),
         "augment": Augment.of,
         "memory": int,

@@ -35,7 +35,13 @@ _RANGES = {
 _NUMBERS = {"scale", "mean", "std"}
 """The fields that say what becomes of the numbers of pixels."""
 
-_KINDS = {"labels": (str, int, float), "order": (str,), "size": (int,)}
+_KINDS = {
+    "labels": (str, int, float),
+    "order": (str,),
+    "size": (int,),
+    "stretch": (bool,),
+    "filter": (str,),
+}
 """The Python types of fields in the file's entry; the other fields are numbers."""
 
 _ORIENTATION = 0x0112
@@ -43,6 +49,10 @@ _ORIENTATION = 0x0112
 
 _BROKEN = (OSError, SyntaxError, ValueError, struct.error)
 """Exceptions of Pillow for truncated or corrupt files."""
+
+
+FILTERS = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
+"""Filters that resize images, in the order of Pillow's numbers."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +70,10 @@ class Preparation:
     """The fraction of each side that the center crop keeps: 0.875 for 224 of 256."""
     size: tuple[int, int] | None = None
     """Height and width, for a network that takes any size."""
+    stretch: bool = False
+    """Whether the image is stretched to the aspect ratio of the input, in place of a crop to it."""
+    filter: str = "bilinear"
+    """The filter that resizes images, one of `FILTERS`."""
 
     def check(self, layout: "Layout") -> None:
         """Raise an `InputError` if these settings do not fit the layout of the network's input."""
@@ -72,6 +86,8 @@ class Preparation:
         require("scale", self.scale, np.isfinite(self.scale), "a finite number")
         require_choice("order", self.order, ("RGB", "BGR"))
         require("crop", self.crop, 0 < self.crop <= 1, "a share above 0, up to 1")
+        require("stretch", self.stretch, isinstance(self.stretch, bool), "True or False")
+        require_choice("filter", self.filter, FILTERS)
         pixels = (self.scale, {*self.mean}, {*self.std}) == (1, {0}, {1})
         if layout.dtype == np.uint8 and not pixels:
             raise InputError("the network takes pixels as they are: scale 1, mean 0, std 1")
@@ -178,7 +194,7 @@ def with_preparation(model: M, value: Preparation) -> M:
     proto = ModelProto()
     proto.CopyFrom(model.proto)
     # newer fields are left out at their default, so that readers that do not know them accept it
-    new = {"order": "RGB", "crop": 1.0, "size": None}
+    new = {"order": "RGB", "crop": 1.0, "size": None, "stretch": False, "filter": "bilinear"}
     entry = {k: v for k, v in asdict(value).items() if k not in new or v != new[k]}
     records.put(proto, KEY, entry)
     return replace(model, proto=proto)
@@ -241,13 +257,13 @@ def _count_channels(proto: ModelProto, name: str) -> int | None:
     return None
 
 
-def read(path: Path, where: Layout, crop: float = 1.0) -> np.ndarray:
+def read(path: Path, where: Layout, how: Preparation = Preparation()) -> np.ndarray:
     """Read an image file as uint8[1, height, width, channels]: a center crop, resized to fit.
 
     Args:
       path: the file.
       where: the size and the channels.
-      crop: the fraction of the sides that is kept.
+      how: the crop, and how it is resized.
 
     Raises:
       Error: Pillow is not installed.
@@ -255,9 +271,14 @@ def read(path: Path, where: Layout, crop: float = 1.0) -> np.ndarray:
     """
     Image, ImageOps = _pillow()
     height, width = where.size
-    picture = decode(path, where.channels, max(where.size) / crop)
-    border = (1 - crop) / 2
-    fitted = ImageOps.fit(picture, (width, height), Image.Resampling.BILINEAR, bleed=border)
+    picture = decode(path, where.channels, max(where.size) / how.crop)
+    border, kind = (1 - how.crop) / 2, Image.Resampling[how.filter.upper()]
+    if how.stretch:
+        left, top = border * picture.width, border * picture.height
+        box = (left, top, picture.width - left, picture.height - top)
+        fitted = picture.resize((width, height), kind, box)
+    else:
+        fitted = ImageOps.fit(picture, (width, height), kind, bleed=border)
     return np.asarray(fitted).reshape(1, height, width, where.channels)
 
 

@@ -229,7 +229,7 @@ def classify(options: argparse.Namespace) -> Report:
         paths += inside
     for path in paths:
         try:
-            pixels = images.read(path, where, prepare.crop)
+            pixels = images.read(path, where, prepare)
         except InputError as error:
             broken.append(error)
             data.append({"picture": path, "error": str(error)})

@@ -22,7 +22,7 @@ from jaxonnx.losses import find, scores_tokens
 from jaxonnx.model import Model, load
 from jaxonnx.training import target_names
 
-_PREPARATION = ("scale", "mean", "std", "labels", "order", "crop", "size")
+_PREPARATION = ("scale", "mean", "std", "labels", "order", "crop", "size", "stretch", "filter")
 """Flags that are fields of `images.Preparation` by the same name."""
 _DECODING = ("workers", "memory")
 """Flags that are keys of `preprocess` for folders of images."""
@@ -230,7 +230,7 @@ def image_options(options: argparse.Namespace) -> dict[str, Any]:
     flags = {name: getattr(options, name, None) for name in _PREPARATION}
     if flags["labels"] is not None:
         flags["labels"] = class_names(flags["labels"])
-    return {name: value for name, value in flags.items() if value is not None}
+    return {name: x for name, x in flags.items() if x is not None and x is not False}
 
 
 def preprocessing(options: argparse.Namespace, path: Path) -> dict[str, Any]:

@@ -51,6 +51,8 @@ _PICTURES = {
     --size HxW        height and width of the images, for a network that accepts any size
     --order RGB|BGR   the order of the channels (fallback: RGB)
     --crop X          the fraction of each side to keep, like 0.875 (fallback: 1)
+    --stretch         stretch images to the size, instead of cropping them to its aspect ratio
+    --filter bilinear|bicubic|lanczos|box|hamming|nearest  the filter (fallback: bilinear)
 """
 }
 _TEXTS = {

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import onnx
 from onnx import ModelProto, NodeProto
 
+from jaxonnx._data.images import FILTERS
 from jaxonnx._files import wrap_errors, write_atomically
 from jaxonnx._io.files import LIMIT, OnnxFormat, list_data_files
 from jaxonnx._io.protocol import Companion, File, Graph, check_exists, is_folder
@@ -53,6 +54,8 @@ _TASKS = {
 }
 """The tasks of the hub, by the end of the class of transformers."""
 
+_SQUARE = ("Beit", "DPT", "DeiT", "Perceiver", "Segformer", "ViT")
+"""Image processors for which a size that is one number is both sides, not the shorter edge."""
 _PROBLEMS = {
     "Softmax": (None, "single_label_classification"),
     "Sigmoid": ("multi_label_classification",),
@@ -352,29 +355,41 @@ def _fields_of_processor(settings: Mapping[str, Any]) -> dict[str, Any]:
         fields["std"] = tuple(map(float, settings["image_std"])) if normalizes else (1.0,)
     if settings.get("do_flip_channel_order"):
         fields["order"] = "BGR"
-    edge, size = _edge_and_size(settings.get("size") if settings.get("do_resize", True) else None)
-    crops, share = settings.get("do_center_crop"), settings.get("crop_pct")
-    if crops and edge and not share:
-        (_, size), kind = (
-            _edge_and_size(settings.get("crop_size")),
-            settings.get("image_processor_type"),
-        )
-        resized = edge * 256 // 224 if kind == "LevitImageProcessor" else edge
+    if not settings.get("do_resize", True):
+        return fields
+    filters = dict(enumerate(FILTERS))
+    if (name := filters.get(settings.get("resample", -1))) is not None:
+        fields["filter"] = name
+    kind = str(settings.get("image_processor_type") or settings.get("feature_extractor_type"))
+    size, stretches = _read_size(settings.get("size"), kind.startswith(_SQUARE))
+    if size is None:
+        return fields
+    edge, share = min(size), settings.get("crop_pct")
+    if settings.get("do_center_crop") and not share:
+        size, _ = _read_size(settings.get("crop_size"))
+        resized = edge * 256 // 224 if kind.startswith("Levit") else edge
         share = max(size) / resized if size else None
-    elif edge and edge >= 384 and not crops:  # ConvNeXt stretches these
-        share = None
+    elif share and edge >= 384 and not settings.get("do_center_crop"):
+        share, stretches = None, True  # ConvNeXt crops smaller ones
     if share is not None and share > 1:  # the crop comes first, or is padded
-        share = size = None
-    return fields | ({"crop": share} if share else {}) | ({"size": size} if size else {})
+        return fields
+    fields |= {"crop": share} if share else {}
+    return fields | ({"stretch": True} if stretches else {}) | ({"size": size} if size else {})
 
 
-def _edge_and_size(size: Any) -> tuple[int, tuple[int, int]] | tuple[None, None]:
-    """Return the shorter edge of a size of transformers, and its height and width."""
+def _read_size(size: Any, square: bool = True) -> tuple[tuple[int, int] | None, bool]:
+    """Return height and width of a size of transformers, and whether images are stretched to it.
+
+    If they are not, it is that of their shorter edge.
+
+    Args:
+      square: what a single number means: both sides, or the shorter edge.
+    """
     if isinstance(size, Mapping):
-        edge = size.get("shortest_edge")
-        size = (size.get("height", edge), size.get("width", edge))
+        square, edge = "height" in size, size.get("shortest_edge")
+        size = [size.get("height", edge), size.get("width", edge)]
     height, width = size if isinstance(size, Sequence) else (size, size)
-    return (None, None) if None in (height, width) else (min(height, width), (height, width))
+    return (None, False) if None in (height, width) else ((height, width), square)
 
 
 def _describe_other_classes(config: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any]:

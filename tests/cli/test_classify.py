@@ -13,8 +13,9 @@ from jaxonnx._data import images
 from jaxonnx.cli import main
 from jaxonnx.errors import InputError, ModelError
 from tests.support.paths import DATA
-from tests.support.pictures import RNG, net
+from tests.support.pictures import net
 
+RNG = np.random.default_rng(0)
 LAYOUTS = {
     "NCHW": ["n", 1, 8, 6],
     "NCHW in color": ["n", 3, 8, 6],

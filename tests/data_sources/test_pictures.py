@@ -3,6 +3,7 @@
 import json
 import re
 import threading
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -189,7 +190,7 @@ def test_the_middle_is_that_of_resizing_and_cutting(tmp_path):
     smooth = Image.fromarray(pixels(8, 12, False)).resize((96, 64), Image.Resampling.BICUBIC)
     smooth.save(tmp_path / "a.png")
     where = images.layout(model(shape=["n", 3, 28, 28]))
-    shown = images.read(tmp_path / "a.png", where, crop=0.875)[0].astype(int)
+    shown = images.read(tmp_path / "a.png", where, images.Preparation(crop=0.875))[0].astype(int)
     resized_ = smooth.resize((48, 32), Image.Resampling.BILINEAR).crop((10, 2, 38, 30))
     assert np.abs(shown - np.asarray(resized_)).max() <= 1
 
@@ -271,7 +272,8 @@ VIT = {
 
 def test_a_folder_of_transformers_has_numbers_and_classes(photos, tmp_path, capsys):
     """Its classes are in the order of the outputs, not in that of the alphabet."""
-    net = write_folder(tmp_path / "vit", VIT)
+    crop = {"size": 8, "do_center_crop": True, "crop_size": {"height": 8, "width": 6}}
+    net = write_folder(tmp_path / "vit", VIT | crop)
     x, y = by_hand(photos)
     expected = (np.asarray(net(x)).argmax(1) == 1 - y).mean()
     scores = jaxonnx.evaluate(net, photos, metrics="accuracy", batch_size=4)
@@ -292,24 +294,36 @@ def test_a_folder_of_transformers_has_numbers_and_classes(photos, tmp_path, caps
 
 
 NUMBERS = {"mean": (0.4, 0.5, 0.6), "std": (0.5, 0.5, 0.25)}
+STRETCHED = {**NUMBERS, "size": (8, 6), "stretch": True}
+SQUARE = {**NUMBERS, "size": (224, 224)}
 CROP = {"do_center_crop": True, "crop_size": {"height": 224, "width": 224}}
 
 
 @pytest.mark.parametrize(
     ("processor", "expected"),
     [
-        ({**CROP, "size": {"shortest_edge": 256}}, {**NUMBERS, "crop": 0.875, "size": (224, 224)}),
-        ({**CROP, "size": 224, "crop_pct": 0.9}, {**NUMBERS, "crop": 0.9, "size": (224, 224)}),
+        ({"resample": 3}, {**STRETCHED, "filter": "bicubic"}),
+        ({**CROP, "size": {"shortest_edge": 256}}, {**SQUARE, "crop": 0.875}),
+        ({**CROP, "size": 256}, {**SQUARE, "crop": 0.875}),
         (
-            {"size": {"shortest_edge": 224}, "crop_pct": 0.875},  # ConvNeXt
-            {**NUMBERS, "crop": 0.875, "size": (224, 224)},
+            {**CROP, "size": 256, "image_processor_type": "DeiTImageProcessor"},
+            {**SQUARE, "crop": 0.875, "stretch": True},
         ),
-        ({"size": {"shortest_edge": 384}, "crop_pct": 0.875}, {**NUMBERS, "size": (384, 384)}),
+        ({**CROP, "size": 224, "crop_pct": 0.9}, {**SQUARE, "crop": 0.9}),
+        ({"size": {"shortest_edge": 224}, "crop_pct": 0.875}, {**SQUARE, "crop": 0.875}),
+        (  # ConvNeXt stretches to this size
+            {"size": {"shortest_edge": 384}, "crop_pct": 0.875},
+            {**NUMBERS, "size": (384, 384), "stretch": True},
+        ),
         ({**CROP, "size": {"height": 192, "width": 192}}, NUMBERS),  # Perceiver crops first
-        ({"do_normalize": None, "do_flip_channel_order": True}, {"order": "BGR", "size": (8, 6)}),
-        ({"do_rescale": False}, {**NUMBERS, "scale": 1.0, "size": (8, 6)}),
+        ({"do_resize": False}, NUMBERS),
+        (
+            {"do_normalize": None, "do_flip_channel_order": True},
+            {"order": "BGR", "size": (8, 6), "stretch": True},
+        ),
+        ({"do_rescale": False}, {**STRETCHED, "scale": 1.0}),
         ({"include_top": True}, None),  # EfficientNet divides twice
-        ({"image_mean": [0.5]}, {**NUMBERS, "mean": (0.5,), "size": (8, 6)}),
+        ({"image_mean": [0.5]}, {**STRETCHED, "mean": (0.5,)}),
     ],
 )
 def test_image_processors_of_transformers(processor, expected, tmp_path):
@@ -318,6 +332,19 @@ def test_image_processors_of_transformers(processor, expected, tmp_path):
     if expected is not None:
         expected = images.Preparation(**expected, labels=("no",) * 3)
         assert images.preparation(net) == expected
+
+
+def test_stretched_images_are_those_of_pillow(tmp_path):
+    path, net = tmp_path / "a.png", model()
+    image = Image.fromarray(pixels(40, 64, False))
+    image.save(path)
+    plain = {"mean": 0, "std": 1, "stretch": True, "filter": "bicubic"}
+    stretched = image.resize((6, 8), Image.Resampling.BICUBIC)
+    x = (np.asarray(stretched, np.float32) / 255).transpose(2, 0, 1)[None]
+    np.testing.assert_allclose(np.asarray(net.predict(path, preprocess=plain)), net(x), atol=1e-4)
+    for wrong, message in ({"filter": "cubic"}, "filter"), ({"stretch": "no"}, "stretch"):
+        with pytest.raises(jaxonnx.Error, match=message):
+            net.predict(path, preprocess=plain | wrong)
 
 
 def test_a_damaged_image_processor_is_named(tmp_path):
@@ -539,10 +566,12 @@ def test_from_the_command_line(photos, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     model(2, metadata=None).save("net.onnx")
     flags = "--mean 0.5 --std 0.5 --order BGR --crop 0.9 --augment flip --epochs 8 --rate 0.01"
+    flags += " --stretch --filter box"
     command = ["train", "net.onnx", str(photos), "--validation", str(photos), "-o", "out.onnx"]
     assert main([*command, "--batch-size", "4", *flags.split()]) == 0
     said = images.preparation(jaxonnx.load("out.onnx"))
-    assert said == images.Preparation(1 / 255, (0.5,), (0.5,), ("dark", "light"), "BGR", 0.9)
+    expected = images.Preparation(1 / 255, (0.5,), (0.5,), ("dark", "light"), "BGR", 0.9)
+    assert said == replace(expected, stretch=True, filter="box")
     capsys.readouterr()
     for name in ("dark", "light"):
         assert main(["classify", "out.onnx", str(photos / name / "0.png"), "--top", "1"]) == 0

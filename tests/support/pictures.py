@@ -5,13 +5,11 @@ from onnx import TensorProto, helper, numpy_helper
 
 import jaxonnx
 
-RNG = np.random.default_rng(0)
-
 
 def net(shape, classes=3, kind=TensorProto.FLOAT, metadata=None, softmax=False):
-    """Scores are products of the flattened input with a weight."""
+    """Scores are products of the flattened input with a weight, the same in each call."""
     size = int(np.prod([d if isinstance(d, int) else 1 for d in shape[1:]]))
-    weight = numpy_helper.from_array(RNG.normal(size=(size, classes)).astype(np.float32), "w")
+    weight = np.random.default_rng(0).normal(size=(size, classes)).astype(np.float32)
     nodes = [
         helper.make_node("Cast", ["x"], ["float"], to=TensorProto.FLOAT),
         helper.make_node("Flatten", ["float"], ["flat"]),
@@ -23,7 +21,7 @@ def net(shape, classes=3, kind=TensorProto.FLOAT, metadata=None, softmax=False):
         "net",
         [helper.make_tensor_value_info("x", kind, shape)],
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, [shape[0], classes])],
-        [weight],
+        [numpy_helper.from_array(weight, "w")],
     )
     proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 22)], ir_version=10)
     for key, value in (metadata or {}).items():
