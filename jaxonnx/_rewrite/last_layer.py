@@ -27,6 +27,36 @@ _LISTED = 5
 Shape = tuple[int | str | None, ...]
 
 
+def find_ending(graph: Graph, output: str) -> Node | None:
+    """Return the node of `ENDINGS` that gives an output."""
+    for node in reversed(graph.nodes):
+        if node.outputs and node.outputs[0] == output:
+            if node.op.name == "Identity" and not node.op.domain:
+                output = node.inputs[0]
+            else:
+                return node if node.op.name in ENDINGS and not node.op.domain else None
+    return None
+
+
+def normalizes(ending: Node, axes: Collection[int], shape: Shape | None) -> bool:
+    """Check whether an ending makes probabilities along one of these axes; a Sigmoid has none.
+
+    Args:
+      ending: as `find_ending` returns it.
+      axes: -1 or 1.
+      shape: that of the output, where it is known.
+    """
+    if ending.op.name == "Sigmoid":
+        return True
+    axis = ending.attributes.get("axis", -1 if ending.op.since >= 13 else 1)
+    if shape is None:
+        return axis in axes and ending.op.since >= 13
+    rank = len(shape)
+    # before opset 13 all axes from `axis` on were one
+    alone = ending.op.since >= 13 or axis % rank == rank - 1
+    return alone and axis % rank in {other % rank for other in axes}
+
+
 @dataclass(frozen=True)
 class LastLayer:
     """The last matrix product or convolution before an output."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxonnx._data.batches import Batch
 from jaxonnx._require import check_arguments, require, require_integer
+from jaxonnx._rewrite.last_layer import ENDINGS, find_ending, normalizes
 from jaxonnx.errors import TrainingError
 from jaxonnx.losses._loss import Loss, check_classes, load_second, take_inputs
 from jaxonnx.model import Model
@@ -27,6 +28,8 @@ class Distillation(Loss):
     top: int | None
     next_token: bool
     class_axis: int | None
+    name = "distill"
+    logits_of = "Softmax"
     of_tokens = True
 
     def second(self, model: Model) -> Callable[[Batch], Any] | None:
@@ -44,6 +47,14 @@ class Distillation(Loss):
                 f"distill: the teacher has {len(teacher.outputs)} outputs: choose that of the "
                 "logits, with model.with_outputs(NAME)"
             )
+        (output,) = teacher.outputs
+        ending = find_ending(teacher.graph, output.name)
+        if (
+            ending is not None
+            and ENDINGS[ending.op.name] == self.logits_of
+            and normalizes(ending, self.class_axes, output.shape)
+        ):
+            teacher = teacher.with_outputs([ending.inputs[0]])
 
         shapes = [value.shape for value in (*teacher.outputs, *model.outputs)]
 
@@ -64,6 +75,10 @@ class Distillation(Loss):
 
         return add
 
+    @property
+    def class_axes(self) -> tuple[int, ...]:
+        return (-1, 1) if self.class_axis is None else (self.class_axis,)
+
     def find_labels(self, targets: Any) -> Any:
         return targets[1] if isinstance(targets, tuple | list) else targets
 
@@ -82,7 +97,7 @@ class Distillation(Loss):
         Raises:
           TrainingError: these shapes do not fit, or leave it open.
         """
-        axes = (-1, 1) if self.class_axis is None else (self.class_axis,)
+        axes = self.class_axes
         places = {a: (*logits[:a], *logits[a:][1:])[1:] for a in axes if len(logits) > 1}
         fitting = [a for a, shape in places.items() if labels is None or labels[1:] == shape]
         if not fitting:
@@ -202,10 +217,12 @@ def distill(
     `evaluate` take the mean over all places that count, as of `causal_lm`. Hinton, Vinyals and
     Dean, "Distilling the Knowledge in a Neural Network", 2015 (arXiv:1503.02531).
 
-    With `teacher`, `train` evaluates that model on each batch, and data has labels as usual.
-    Without, targets are the teacher's logits; or a pair of these and labels (N, ...). Labels of
-    `ignore_index` mark places that do not count, and the others are learned as well if `soft` is
-    below 1.
+    With `teacher`, `train` evaluates that model on each batch, and data has labels as usual. It may
+    be the loss of one of several outputs: `loss={"logits": ..., "distilled": distill(...)}`, with
+    labels for each. If the model or the teacher ends in Softmax or LogSoftmax, its logits are those
+    before. Without `teacher`, targets are the teacher's logits; or a pair of these and labels (N,
+    ...). Labels of `ignore_index` mark places that do not count, and the others are learned as well
+    if `soft` is below 1.
 
     >>> loss = distill(temperature=1.0)
     >>> print(loss(jnp.zeros((1, 2)), jnp.log(jnp.array([[0.25, 0.75]]))).round(4))

@@ -110,6 +110,11 @@ class Loss:
         """The divisor of `totals`: "examples" (their weights), "none", or None for its own."""
         return "examples"
 
+    @property
+    def class_axes(self) -> tuple[int, ...]:
+        """The axes of the outputs of which one is that of the classes."""
+        return (-1 if self.class_axis is None else self.class_axis,)
+
     def find_labels(self, targets: Any) -> Any:
         """Return the part of the targets that metrics compare with the outputs."""
         return targets

@@ -5,8 +5,10 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import onnx.parser
 import optax
 import pytest
+from onnx import helper, numpy_helper
 
 import jaxonnx
 from jaxonnx import losses
@@ -393,3 +395,70 @@ def test_teachers_of_packed_texts(top, options):
     for name, x in model.params.items():
         expected, found = (x - run.model.params[name] for run in (alone, packed))
         np.testing.assert_allclose(found, expected, atol=2e-5 * np.abs(expected).max())
+
+
+def with_ending(proto, node):
+    """The network with one more node behind its only output."""
+    proto.graph.node.append(node)
+    proto.graph.output[0].name = node.output[0]
+    return proto
+
+
+def pictures(seed):
+    kernel = np.random.default_rng(seed).normal(size=(4, 3, 1, 1))
+    return onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["": 17]>
+    pictures (float[n, 3, 2, 5] x) => (float[n, 4, 2, 5] y)
+    <float[4, 3, 1, 1] w = {{{", ".join(map(str, kernel.ravel()))}}}> {{ y = Conv(x, w) }}""")
+
+
+@pytest.mark.parametrize("axis", [-1, 1])
+def test_endings_of_teacher_and_student_are_left_out(axis):
+    """The divergence is that of the logits before, not of a softmax of probabilities."""
+    x, y = examples(10)
+    networks = [mlp(), mlp(hidden=24)]
+    if axis == 1:  # pictures
+        x, y = RNG.normal(size=(10, 3, 2, 5)).astype(np.float32), RNG.integers(0, 4, (10, 2, 5))
+        networks = [pictures(0), pictures(1)]
+    plain = [jaxonnx.load(net) for net in networks]
+    a, b = (jnp.moveaxis(net(x), axis, -1) / 3 for net in plain)
+    expected = float(
+        9 * optax.losses.kl_divergence(jax.nn.log_softmax(a), jax.nn.softmax(b)).mean()
+    )
+    end = helper.make_node("Softmax", ["y"], ["p"], axis=axis)
+    ended = [jaxonnx.load(with_ending(net, end)) for net in networks]
+    for student, teacher in ((plain[0], ended[1]), (ended[0], plain[1]), ended):
+        loss = losses.distill(teacher=teacher, temperature=3.0)
+        value = jaxonnx.evaluate(student, (x, y), loss=loss, batch_size=4)["loss"]
+        assert value == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_teacher_of_one_of_several_outputs():
+    """As DeiT trains: one layer learns the labels, and one the teacher."""
+    proto, teacher = mlp(), jaxonnx.load(mlp(hidden=24))
+    proto.graph.initializer.append(
+        numpy_helper.from_array(RNG.normal(size=(16, 4)).astype(np.float32), "w3")
+    )
+    proto.graph.node.append(helper.make_node("MatMul", ["d", "w3"], ["distilled"]))
+    proto.graph.output.append(helper.make_tensor_value_info("distilled", 1, ["batch", 4]))
+    model, (x, y) = jaxonnx.load(proto), examples(10)
+    weight = RNG.uniform(0.5, 2, 10).astype(np.float32)
+    data = x, {"y": y, "distilled": y}, weight
+    loss = {
+        "y": "softmax_cross_entropy_with_integer_labels",
+        "distilled": (losses.distill(teacher=teacher), 0.5),
+    }
+
+    def objective(params):
+        logits, distilled = model.apply(params, x)
+        learned = optax.softmax_cross_entropy_with_integer_labels(logits, y)
+        student, soft = jax.nn.log_softmax(distilled / 2), jax.nn.softmax(teacher(x) / 2)
+        each = learned + 0.5 * 4 * optax.losses.kl_divergence(student, soft)
+        return (each * weight).sum() / weight.sum()
+
+    expected, gradient = jax.value_and_grad(objective)(model.params)
+    run = train(model, data, loss=loss, optimizer=optax.sgd(0.1), batch_size=10, validation=data)
+    assert run.history.losses == [pytest.approx(float(expected), rel=1e-5)]
+    for name, value in weights(run).items():
+        np.testing.assert_allclose(value, model.params[name] - 0.1 * gradient[name], atol=1e-6)
+    value = jaxonnx.evaluate(model, data, loss=loss, batch_size=4)["loss"]
+    assert value == pytest.approx(float(expected), rel=1e-5)

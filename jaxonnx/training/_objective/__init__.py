@@ -13,9 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._data.batches import Batch, ShortBatch
-from jaxonnx._graph.bind import Node
 from jaxonnx._require import require
-from jaxonnx._rewrite.last_layer import ENDINGS
+from jaxonnx._rewrite.last_layer import ENDINGS, find_ending, normalizes
 from jaxonnx.errors import TrainingError
 from jaxonnx.losses import Loss
 from jaxonnx.losses import find as find_loss
@@ -169,7 +168,7 @@ class Objective:
             listed = [(t.output, metric) for t in terms for metric in t.loss.metrics]
         measures: dict[str, Measure] = {}
         for output, argument in listed:
-            node = _find_ending(self.model, names[0] if output is None else output)
+            node = find_ending(self.model.graph, names[0] if output is None else output)
             loss = losses_of.get(output, losses_of.get(None) if len(names) == 1 else None)
             reader = Reader(loss, None if node is None else node.op.name)
             name, metric = metrics.find(argument, reader)
@@ -341,8 +340,13 @@ def find_losses(model: Model, loss: Any) -> Objective:
         if output is None and len(names) > 1:
             return Term(resolved, None, None, share)
         position = 0 if output is None else names.index(output)
-        node = _find_ending(model, names[position])
-        if node is None or not _fits(node, resolved, model.outputs[position].shape):
+        node = find_ending(model.graph, names[position])
+        shape = model.outputs[position].shape
+        if (
+            node is None
+            or ENDINGS[node.op.name] != resolved.logits_of
+            or not normalizes(node, resolved.class_axes, shape)
+        ):
             return Term(resolved, output, position, share)
         if node.inputs[0] not in logits:
             logits.append(node.inputs[0])
@@ -384,31 +388,3 @@ def _with_weight(output: str, argument: Any) -> tuple[Any, float]:
 
 def _list(argument: Any) -> list[Any]:
     return list(argument) if isinstance(argument, list | tuple) else [argument]
-
-
-def _find_ending(model: Model, output: str) -> Node | None:
-    """Return the node of `ENDINGS` that gives an output."""
-    for node in reversed(model.graph.nodes):
-        if node.outputs and node.outputs[0] == output:
-            if node.op.name == "Identity" and not node.op.domain:
-                output = node.inputs[0]
-            else:
-                return node if node.op.name in ENDINGS and not node.op.domain else None
-    return None
-
-
-def _fits(node: Node, loss: Loss, shape: tuple | None) -> bool:
-    """Check whether the loss contains this operator, over the same axis."""
-    if ENDINGS[node.op.name] != loss.logits_of:
-        return False
-    if node.op.name == "Sigmoid":
-        return True
-    class_axis = -1 if loss.class_axis is None else loss.class_axis
-    axis = node.attributes.get("axis", -1 if node.op.since >= 13 else 1)
-    if shape is None:
-        return axis == class_axis and node.op.since >= 13
-    rank = len(shape)
-    last = rank - 1
-    # before opset 13 all axes from `axis` on were one
-    same_meaning = node.op.since >= 13 or axis % rank == last
-    return axis % rank == class_axis % rank and same_meaning

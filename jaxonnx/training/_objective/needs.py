@@ -1,7 +1,7 @@
 """Meet the needs of a run's losses: of the model, of the data, and of each batch.
 
 Each loss declares its needs (`losses.Loss`). Only a single loss prepares the model, changes
-batches, or makes inputs of labels.
+batches at random, or makes inputs of labels.
 """
 
 import math
@@ -86,11 +86,19 @@ def complete_batches(
     only, sources = find_only(loss), [*sources]
     # 1. Targets of a second model. It is evaluated in inference mode, batch by batch, so that no
     # table of all logits is kept.
-    add = only.second(model) if trains or not only.compares_with_start else None
-    if add is not None:
+    losses = find_by_output(loss)
+    adds = {o: x.second(model) for o, x in losses.items() if trains or not x.compares_with_start}
+    if any(adds.values()):
 
         def ask(key: Any, epoch: Any, number: Any, batch: Batch) -> Batch:
-            return batch._replace(targets=add(batch))
+            for output, add in adds.items():
+                targets = batch.targets
+                if add is not None and isinstance(targets, Mapping) and output in targets:
+                    added = add(batch._replace(targets=targets[output]))
+                    batch = batch._replace(targets={**targets, output: added})
+                elif add is not None and len(losses) == 1:  # `fit` refuses what several lack
+                    batch = batch._replace(targets=add(batch))
+            return batch
 
         sources = [source and AugmentedSource(source, ask, jax.random.key(0)) for source in sources]
     # 2. Changes at random, as `masked_lm` hides tokens. They depend on the seed, the epoch and the
