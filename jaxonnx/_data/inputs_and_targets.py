@@ -14,6 +14,7 @@ from jaxonnx._data.ragged import (
     column,
     derived_inputs,
     refuse_none,
+    token_inputs,
     with_derived,
 )
 from jaxonnx._graph.values import Value
@@ -53,7 +54,8 @@ def as_pair(
     ]
     for value, array in zip(values, inputs, strict=True):
         _check_rank(value, array, what)
-        _check_rows(value, array, what, negative=not labels)
+        of_tokens = value.name in token_inputs(values)
+        _check_rows(value, array, what, negative=not labels, of_tokens=of_tokens)
     targets = jax.tree_util.tree_map_with_path(
         lambda path, a: column(a, f"{what}: the targets{jax.tree_util.keystr(path)}"),
         y,
@@ -148,7 +150,7 @@ def _find_states(counts: Mapping[str, int], arrays: Mapping[str, Any]) -> list[s
     return []
 
 
-def _check_rows(value: Value, array: Any, what: str, negative: bool) -> None:
+def _check_rows(value: Value, array: Any, what: str, negative: bool, of_tokens: bool) -> None:
     """Raise if an input has an index beyond the table that the network looks it up in.
 
     Args:
@@ -156,6 +158,7 @@ def _check_rows(value: Value, array: Any, what: str, negative: bool) -> None:
       array: its data.
       what: the data, for errors.
       negative: allow negative indices, which count from the end as in Gather.
+      of_tokens: whether the table has a row for each token.
     """
     numbers = array.values if isinstance(array, Ragged) else array
     if value.rows is None or not isinstance(numbers, np.ndarray) or numbers.dtype.kind not in "iu":
@@ -172,6 +175,8 @@ def _check_rows(value: Value, array: Any, what: str, negative: bool) -> None:
     raise TrainingError(
         f"{what}: example {row} has {first} at place {place} of input {value.name!r}, which "
         f"chooses from a table of {value.rows} rows, 0 ... {value.rows - 1}"
+        + "; model.with_tokens(...) adds the rows of tokens"
+        * of_tokens
     )
 
 

@@ -117,6 +117,11 @@ class Tokenizer:
         """The number of tokens, added ones included."""
         return self._tokens.get_vocab_size(with_added_tokens=True)
 
+    @property
+    def last(self) -> int:
+        """The largest token, added ones included."""
+        return max(self._tokens.get_vocab(with_added_tokens=True).values(), default=-1)
+
     def encode(self, text: str, special: bool = True, end: bool = True) -> np.ndarray:
         """Convert a text to tokens, int64[n]; the arguments are those of `locate_tokens`."""
         return self.locate_tokens(text, special, end)[0]

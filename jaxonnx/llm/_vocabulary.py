@@ -350,12 +350,6 @@ def add_tokens(model: M, tokenizer: Tokenizer, tokens: Sequence[str], special: b
         raise InputError(f"tokens: {repeated[0]!r} comes twice")
     present = tokenizer.size
     tokenizer, new, old = tokenizer.add_tokens(tokens, special)
-    if old:
-        listed = [f"{text!r} ({token})" for text, token in old.items()]
-        warn(
-            f"{list_some(listed, '')}: tokens already, which stay as they are until train(lora=) "
-            "trains their rows"
-        )
     vocabulary = Vocabulary.find(model.graph, model.tensors, token_inputs(model.inputs))
     if unnamed := find_unnamed_outputs(model.proto, vocabulary):
         raise InputError(
@@ -363,8 +357,16 @@ def add_tokens(model: M, tokenizer: Tokenizer, tokens: Sequence[str], special: b
             "and the layer that computes them was not found: add the tokens in transformers "
             "(add_tokens, resize_token_embeddings), and export again"
         )
+    # a tokenizer may have tokens beyond the table already, whose rows were never added
+    rows = sorted({*new.values(), *range(vocabulary.rows, tokenizer.last + 1)})
+    if old := {text: token for text, token in old.items() if token < vocabulary.rows}:
+        listed = [f"{text!r} ({token})" for text, token in old.items()]
+        warn(
+            f"{list_some(listed, '')}: tokens already, which stay as they are until train(lora=) "
+            "trains their rows"
+        )
     net = model
-    if rows := [*new.values()]:
+    if rows:
         grown = add_rows(vocabulary, model._file_values, present, rows)
         net = _replace_tensors(model, vocabulary, grown, rows)
         floats = jnp.floating

@@ -636,7 +636,8 @@ class Model(Network, Printable):
         Args:
           tokens: their texts. The rows of texts that are tokens already stay as they are, and
             `lora=` trains them with the others: so do those that an earlier call added to a folder
-            that was saved and loaded again. A warning names them.
+            that was saved and loaded again. A warning names them. Tokens of the tokenizer beyond
+            the table, for which a network was never resized, get their rows, too.
           special_tokens: whether they are no text, as end tokens are, so that
             `decode(..., skip_special_tokens=True)` of other tokenizers leaves them out.
 

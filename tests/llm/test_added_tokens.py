@@ -3,6 +3,7 @@
 import itertools
 import json
 import shutil
+import warnings
 from dataclasses import replace
 
 import jax
@@ -170,6 +171,28 @@ def test_rows_without_a_token_come_first(tmp_path):
     assert three.params["table"].shape == (8, 4)
     assert three.new_rows == {"table": (5, 6, 7), "head": (5, 6, 7)}
     assert three.tokenizer.encode("w1xyz").tolist() == [1, 5, 6, 7]
+
+
+@pytest.mark.parametrize("texts", [["w7"], ["x"], ["w1", "w8"]])
+def test_tokens_beyond_the_table_get_rows(tmp_path, texts):
+    """A tokenizer may have tokens that the network was never resized for."""
+    model = write_folder(tmp_path / "old", decoder(last=7), 9)
+    table = np.asarray(model.params["table"])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        wider = model.with_tokens(texts)
+    assert ["'w1' (1): tokens" in str(w.message) for w in caught] == [True] * ("w1" in texts)
+    count = 9 + ("x" in texts)
+    assert wider.outputs[0].shape[-1] == count
+    grown = np.concatenate([table, [table.mean(0, "f8")] * (count - 7)])
+    np.testing.assert_allclose(wider.params["table"], grown, rtol=1e-6)
+    assert wider.new_rows["table"] == (*[1] * ("w1" in texts), *range(7, count))
+    wider.save(f"{tmp_path}/new/")
+    assert json.loads((tmp_path / "new/config.json").read_text())["vocab_size"] == count
+    ids = wider.tokenizer.encode("w2 w7 w8 " + texts[0])[None]
+    np.testing.assert_allclose(
+        run(f"{tmp_path}/new/model.onnx", input_ids=ids), wider(ids), atol=1e-5
+    )
 
 
 def fit(model, rows, **more):
