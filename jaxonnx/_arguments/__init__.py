@@ -168,16 +168,18 @@ class BasicArguments(TypedDict, total=False):
 
     * "accuracy", "top_5" (or another number).
     * "precision", "recall", "f1", "iou" (intersection over union), "dice": means over the classes
-      that occur. For binary targets of the shape of the outputs, means over the labels.
+      that occur. For binary targets of the shape of the outputs, means over the labels. Labels may
+      lack the axis of a single binary output.
     * "perplexity": exp of the mean negative log probability of the labels, or of the next tokens
       for "causal_lm".
     * "mae", "mse", "r2": means over the columns of the outputs.
     * A function `(outputs, targets)` that returns a scalar, or one value per example.
 
     A binary output is true above 0.5. If the loss takes logits and the file does not end in
-    Sigmoid, it is true above 0. All metrics are exact over the epoch, except for functions that
-    return a scalar: these are averaged over the batches. They are NaN where an output that counts
-    is NaN. The default is "accuracy" for losses of labels."""
+    Sigmoid, it is true above 0. Beside a loss that is a function, labels of -100 do not count. All
+    metrics are exact over the epoch, except for functions that return a scalar: these are averaged
+    over the batches. They are NaN where an output that counts is NaN. The default is "accuracy" for
+    losses of labels."""
     seed: Annotated[int, Argument(0, form="N", least=0, most=0x7FFFFFFFFFFFFFFF, resume=True)]
     """The random seed: of the order of the examples, and of random operators."""
     master: Annotated[bool, Argument(True, form="switch", resume=True)]

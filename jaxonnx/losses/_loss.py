@@ -442,7 +442,7 @@ def _are_one(sums: np.ndarray) -> bool:
 def check_classes(
     targets: np.ndarray, shape: tuple[int, ...], axis: int, ignored: int | None, what: str
 ) -> None:
-    """Refuse labels outside of 0 ... classes - 1 but for one that is ignored.
+    """Refuse labels other than 0 ... classes - 1 but for one that is ignored.
 
     Args:
       shape: that of the outputs.
@@ -450,6 +450,8 @@ def check_classes(
     """
     classes = shape[axis]
     wrong = (targets < 0) | (targets >= classes)
+    if targets.dtype.kind == "f":
+        wrong |= targets % 1 != 0
     if ignored is not None:
         wrong &= targets != ignored
     if wrong.any():
@@ -457,7 +459,12 @@ def check_classes(
         label, remedy = targets[first], ""
         counted = targets if ignored is None else targets[targets != ignored]
         alike = (targets[wrong] == label).all()
-        if (counted.min(), counted.max()) == (1, classes):
+        if classes == 1:
+            remedy = (
+                "; one output says yes or no: use loss='sigmoid_binary_cross_entropy', and targets "
+                f"of shape {(*targets.shape, 1)}"
+            )
+        elif (counted.min(), counted.max()) == (1, classes):
             remedy = f"; classes are counted from 0: subtract 1 from labels 1 ... {classes}"
         elif alike and ignored is None:
             last = len(shape) > 2 and axis in (-1, len(shape) - 1)

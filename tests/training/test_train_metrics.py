@@ -135,6 +135,61 @@ def test_the_binary_case(shape):
         np.testing.assert_allclose(found[f"validation_{name}"], value, rtol=1e-5, err_msg=name)
 
 
+@pytest.mark.parametrize("shape", [(21, 1), (6, 1, 2, 3)])
+@pytest.mark.parametrize("loss", [None, lambda y, t: jnp.square(y[:, 0] - t).mean()])
+def test_one_score_is_no_class(shape, loss):
+    """Labels without its axis say yes or no, also beside a loss of the user's own."""
+    random = np.random.default_rng(0)
+    labels, chosen = random.integers(0, 2, (2, shape[0], *shape[2:]))
+    x = np.where(chosen, 0.7, -0.2).astype(np.float32).reshape(shape)
+    model = network("Sigmoid", shape=("n", *shape[1:]))
+    metrics = [*NAMES, "confusion_matrix", "roc_auc"]
+    found = jaxonnx.evaluate(model, (x, labels), metrics=metrics, loss=loss, batch_size=8)
+    labels, chosen = labels.ravel(), chosen.ravel()
+    for name in NAMES:
+        value = getattr(oracle, f"{name}_score")(labels, chosen)
+        np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)
+    assert found["roc_auc"] == pytest.approx(oracle.roc_auc_score(labels, chosen))
+    counts = oracle.confusion_matrix(labels, chosen)
+    np.testing.assert_array_equal(found["confusion_matrix"].counts, counts)
+
+
+def own(logits, labels):
+    """A loss without a name, which ignores labels below zero."""
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(labels, 0))
+    return (losses * (labels >= 0)).reshape(len(labels), -1).mean(1)
+
+
+def test_labels_beside_a_loss_without_a_name():
+    """Floats are labels, the fill of short texts is none, and others are refused."""
+    random = np.random.default_rng(1)
+    x, labels = random.normal(size=(9, CLASSES)).astype(np.float32), random.integers(0, CLASSES, 9)
+    found = jaxonnx.evaluate(network(), (x, labels * 1.0), metrics="confusion_matrix")
+    counts = oracle.confusion_matrix(labels, x.argmax(1), labels=range(CLASSES))
+    np.testing.assert_array_equal(found["confusion_matrix"].counts, counts)
+    model = jaxonnx.load(text())
+    rows = [random.integers(0, 7, count) for count in (6, 2, 4)]
+    words = [np.asarray(model(row[None], np.ones_like(row[None])))[0].argmax(-1) for row in rows]
+    data = {"input_ids": rows, "labels": [[*word[1:], (word[0] + 1) % 7] for word in words]}
+    for loss in (None, own):
+        found = jaxonnx.evaluate(model, data, metrics="accuracy", loss=loss, batch_size=2)
+        right = [np.equal(a, b) for a, b in zip(words, data["labels"], strict=True)]
+        np.testing.assert_allclose(found["accuracy"], np.concatenate(right).mean(), rtol=1e-5)
+    with pytest.raises(
+        jaxonnx.TrainingError, match=r"outside of 0 ... 3, the first is 4 .*subtract"
+    ):
+        jaxonnx.evaluate(network(), (x, labels + 1), metrics="accuracy", loss=own)
+    with pytest.raises(
+        jaxonnx.TrainingError, match=r"labels outside of 0 ... 3, the first is 0\.5"
+    ):
+        jaxonnx.evaluate(network(), (x, labels * 0 + 0.5), metrics="f1")
+    one, yes = network("Sigmoid", shape=("n", 1)), np.array([[1], [2]])
+    with pytest.raises(jaxonnx.TrainingError, match="targets like 2, and the metric 'f1' takes 0"):
+        jaxonnx.evaluate(one, (x[:2, :1], yes), metrics="f1")
+    with pytest.raises(jaxonnx.TrainingError, match=r"sigmoid_binary.* of shape \(2, 1\)"):
+        jaxonnx.evaluate(one, (x[:2, :1], yes[:, 0]), loss=LABELS)
+
+
 @settings(deadline=None, max_examples=25, derandomize=True)
 @given(
     outputs=draws((19, 2), st.floats(-10, 10, width=32)),

@@ -243,10 +243,9 @@ class Objective:
             outputs, labels = self._loss_arguments(term, shapes, targets)
             of = what if term.output is None else f"{what}, '{term.output}',"
             term.loss.check_labels(labels, outputs, of, classes)
-        if not self.terms:
-            for measure in self.measures.values():
-                outputs, labels = self._select_output(measure.output, shapes, targets)
-                metrics.check_labels(measure.given, measure.reader, outputs, labels, what)
+        for measure in self.measures.values():
+            outputs, labels = self._select_output(measure.output, shapes, targets)
+            metrics.check_labels(measure.given, measure.reader, outputs, labels, what)
 
     def _loss_arguments(self, term: Term, outputs: Any, targets: Any) -> tuple[Any, Any]:
         """Select the outputs and targets of a loss."""

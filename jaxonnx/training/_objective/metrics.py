@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxonnx._data.inputs_and_targets import is_zero_or_one
+from jaxonnx._data.ragged import IGNORED
 from jaxonnx._require import require
 from jaxonnx.errors import TrainingError
 from jaxonnx.losses import Loss, check_classes, totals
@@ -86,12 +88,15 @@ class Reader:
         if targets.ndim == outputs.ndim:
             targets = jnp.moveaxis(targets, axis, -1).argmax(-1)
         weight = jnp.broadcast_to(_beside(weight, targets.ndim), targets.shape)
-        if self.loss is not None and self.loss.ignore_index is not None:
-            weight = jnp.where(targets == self.loss.ignore_index, 0, weight)
+        ignored = None if self.loss is None else self.loss.ignore_index
+        # without a loss that says so, the fill of texts whose lengths differ
+        weight = jnp.where(targets == (IGNORED if ignored is None else ignored), 0, weight)
         scores = scores.reshape(-1, scores.shape[-1])
-        return Choices(scores, targets.reshape(-1), weight.reshape(-1))
+        labels = targets.reshape(-1).astype(int)  # floats that `check_labels` finds whole
+        return Choices(scores, labels, weight.reshape(-1))
 
     def _binary(self, outputs: Any, targets: Any, weight: jax.Array) -> Answers:
+        outputs = outputs.reshape(targets.shape)  # which may lack an axis of one score
         weight = jnp.broadcast_to(_beside(weight, targets.ndim), targets.shape)
         predicted, true = outputs > (self.threshold or 0.0), targets > 0.5
         if targets.ndim == 2:  # (examples, labels)
@@ -112,7 +117,7 @@ class Reader:
         """Return the axis of the classes; None for targets that say yes or no to each output.
 
         Where the loss does not tell, labels have the classes of the outputs on the last axis, or on
-        axis 1 if only that fits.
+        axis 1 if only that fits. A single score there says yes or no: it is no class.
         """
         if self.loss is not None and self.loss.class_axis is not None:
             return self.loss.class_axis
@@ -122,7 +127,7 @@ class Reader:
         for axis in (-1, 1):
             rest = [size for i, size in enumerate(outputs) if i != axis % len(outputs)]
             if rest == [*targets] and len(outputs) > 1:
-                return axis
+                return axis if outputs[axis] > 1 else None
         raise TrainingError(
             f"metrics of classes need labels of shape {outputs[:-1]}, or targets like the outputs "
             f"{outputs}; they have {targets}"
@@ -406,10 +411,11 @@ def check(
         )
     if metric == "perplexity" and axis is None:
         raise TrainingError(
-            f"the metric '{name}' is for class labels, and the outputs {outputs.shape} are "
-            "multi-label"
+            f"the metric '{name}' is for class labels, and the outputs {outputs.shape} say yes or "
+            "no"
         )
-    if metric == "confusion_matrix" and axis is None and outputs.shape[1:] not in ((), (1,)):
+    several = len(targets.shape) == 2 and targets.shape[1] > 1
+    if metric == "confusion_matrix" and axis is None and several:
         raise TrainingError(
             f"the metric '{name}' is for single-label outputs, and those of shape {outputs.shape} "
             "are multi-label: use 'per_class'"
@@ -423,10 +429,19 @@ def check(
 
 
 def check_labels(metric: Any, reader: Reader, outputs: Any, targets: Any, what: str) -> None:
-    """Refuse labels that are not classes of the outputs, if no loss has checked them."""
-    if callable(metric) or metric in _NUMBERS or targets.ndim == outputs.ndim:
+    """Refuse labels that are not those of the outputs, unless a named loss has checked them."""
+    if callable(metric) or metric in _NUMBERS:
+        return
+    loss = reader.loss
+    if loss is not None and loss.name is not None:
         return
     axis = reader.class_axis((len(targets), *outputs.shape[1:]), targets.shape)
-    if axis is not None:
-        ignored = None if reader.loss is None else reader.loss.ignore_index
-        check_classes(targets, outputs.shape, axis, ignored, what)
+    if axis is None:
+        wrong = targets[(targets < -1) | (targets > 1)]
+        if wrong.size:
+            raise TrainingError(
+                f"{what} has targets like {wrong[0]}, and the metric '{metric}' takes 0 or 1 (or "
+                "-1 or 1) for outputs that say yes or no; or pass the metric as a callable"
+            )
+    elif targets.ndim < outputs.ndim:
+        check_classes(np.where(targets == IGNORED, 0, targets), outputs.shape, axis, None, what)
