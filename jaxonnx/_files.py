@@ -151,13 +151,25 @@ def write_atomically(path: str | os.PathLike[str]) -> Iterator[Path]:
         # the file that names the others comes last
         for written in sorted(Path(folder).iterdir(), key=lambda p: p.name == path.name):
             if replace:
-                os.replace(written, path.parent / written.name)
+                put(written, path.parent / written.name)
             elif written.name == path.name:
                 with written.open("rb") as source, path.open("wb") as target:
                     shutil.copyfileobj(source, target)
             else:
                 message = "several files cannot be written to what is not a regular file"
                 raise OSError(errno.EINVAL, message, str(path))
+
+
+def put(written: Path, path: Path) -> None:
+    """Move a file to its place, with the permissions of any new file.
+
+    onnx writes external data, and safetensors its files, for the user alone.
+    """
+    new = written.with_name(".new")
+    new.touch()
+    shutil.copymode(new, written)
+    new.unlink()
+    os.replace(written, path)
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:

@@ -16,7 +16,7 @@ import onnx
 from onnx import ModelProto, NodeProto
 
 from jaxonnx._data.images import FILTERS
-from jaxonnx._files import wrap_errors, write_atomically
+from jaxonnx._files import put, wrap_errors, write_atomically
 from jaxonnx._io.files import LIMIT, OnnxFormat, list_data_files
 from jaxonnx._io.protocol import Companion, File, Graph, check_exists, is_folder
 from jaxonnx._io.protos import all_nodes, reads
@@ -328,11 +328,8 @@ class ModelFolder(Companion):
                 onnx.save_model(proto, written, **data)
                 if data and (Path(scratch) / location).exists():
                     (file.parent / location).parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copymode(
-                        written, Path(scratch) / location
-                    )  # onnx writes it for the user alone
-                    os.replace(Path(scratch) / location, file.parent / location)
-                os.replace(written, file)
+                    put(Path(scratch) / location, file.parent / location)
+                put(written, file)
         if left:
             warn(
                 f"not copied to '{target}', because their weights are the old ones: "

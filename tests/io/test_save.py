@@ -57,6 +57,19 @@ def test_saved_weights_run_in_onnxruntime(external, tmp_path):
     np.testing.assert_array_equal(jaxonnx.load(path)(X), changed(X))
 
 
+@pytest.mark.parametrize("name", ["net.onnx", "weights.safetensors"])
+def test_whoever_may_read_new_files_may_read_all_that_is_saved(name, tmp_path):
+    """External data, too: a server often runs as another user than the training."""
+    (tmp_path / "new").touch()
+    (tmp_path / "saved").mkdir()
+    path = tmp_path / "saved" / name
+    big_model = jaxonnx.load(big(tmp_path))
+    big_model.save(path, **({"external_data": True} if name.endswith("onnx") else {}))
+    modes = {file.name: file.stat().st_mode for file in path.parent.iterdir()}
+    assert len(modes) == (2 if name.endswith("onnx") else 1)
+    assert {*modes.values()} == {(tmp_path / "new").stat().st_mode}, modes
+
+
 def test_what_is_no_weight_stays():
     before = model()
     after = before.to_onnx()
