@@ -14,6 +14,7 @@ import jaxonnx
 from jaxonnx import losses
 from tests.llm.test_rows import Streamed
 from tests.support.paths import DATA
+from tests.support.sweeps import sweep
 from tests.support.tiny_networks import examples, mlp, same, text, train, weights
 
 GENAI = DATA / "llm" / "qwen3-genai"
@@ -75,7 +76,7 @@ class StreamedPairs(Streamed):
     column_names = ("prompt", "chosen", "rejected")
 
 
-@pytest.mark.parametrize("loss", ["dpo", "orpo"])
+@pytest.mark.parametrize("loss", sweep(["dpo", "orpo"], "dpo"))
 def test_pairs_that_are_cut_to_the_same_tokens_are_noted(loss):
     """As in TRL they stay: of dpo each adds log 2 to the loss, and nothing to its gradient."""
     prompt, same = "one two", " three four five one two three four five one two three four five"
@@ -84,6 +85,7 @@ def test_pairs_that_are_cut_to_the_same_tokens_are_noted(loss):
         {"prompt": prompt, "chosen": same + " six", "rejected": same + " seven"},
     ]
     settings = {"loss": loss, "optimizer": optax.sgd(0.1), "batch_size": 2, "epochs": 2}
+    settings["trainable"] = "*layers.1.mlp*"
     note = "pairs whose answers are equal in their first 8 tokens"
     whole = jaxonnx.train(GENAI, rows, **settings)
     assert not [n for n in whole.history.notes if "answers are equal" in n]

@@ -17,6 +17,7 @@ GENAI = DATA / "llm" / "qwen3-genai"
 ROWS = [{"prompt": "a list", "completion": " of lists"}] * 5
 ROWS += [{"prompt": "is it", "completion": " a list of lists" * 8}] * 2
 SETTINGS = {"loss": "causal_lm", "optimizer": optax.sgd(0.1), "batch_size": 4}
+SETTINGS["trainable"] = "*layers.1.mlp*"  # a program with half of the kernels
 LOSS = "softmax_cross_entropy_with_integer_labels"
 
 
