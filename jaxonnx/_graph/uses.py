@@ -27,6 +27,10 @@ _RESAMPLES = ("AveragePool", "Pad", "Resize", "Upsample")
 """Operators that make a grid of another size, as ViTs do with learned tables of positions."""
 
 
+_SIZES = ("Shape", "Size")
+"""Operators that read no numbers."""
+
+
 @dataclass(frozen=True)
 class View:
     """A value of the graph as a view of a tensor."""
@@ -126,7 +130,7 @@ class Use:
 def uses(
     graph: Graph, tensors: Mapping[str, Any], computed: Collection[str] = ()
 ) -> tuple[Use, ...]:
-    """Return every use of the named tensors, in the order of the nodes.
+    """Return every use of the numbers of the named tensors, in the order of the nodes.
 
     Subgraphs and the bodies of functions are included. The graph keeps the result.
 
@@ -204,7 +208,7 @@ def _walk(
         top = outer or node
         new = _views(node, behind, fed, tensors)
         first = len(node.inputs) if node.op.name in _SEVERAL else 1  # inputs that results view
-        for i, name in enumerate(node.inputs):
+        for i, name in enumerate(() if node.op.name in _SIZES else node.inputs):
             for view in behind.get(name) or ():
                 rank = len(tensors[view.name].shape)
                 passes = node.body is not None or (bool(new) and i < first)

@@ -236,6 +236,17 @@ def test_what_stays_dense_is_said_with_the_reason():
     assert note in str(result)
 
 
+def test_a_weight_whose_size_the_file_reads_is_sparse():
+    """PyTorch's exporter, unless it optimizes, makes the bias of a convolution of that size."""
+    proto = network().to_onnx()
+    size = onnx.helper.make_node("Shape", ["body"], ["size"])
+    proto.graph.node.insert(0, size)
+    proto.graph.node.append(onnx.helper.make_node("ConstantOfShape", ["size"], ["zeros"]))
+    proto.graph.node.append(onnx.helper.make_node("MatMul", ["x", "zeros"], ["nothing"]))
+    model = jaxonnx.load(proto).with_sparsity("2:4")
+    assert {layer.name for layer in model.sparsity.layers if layer.pattern} == {"body", "head"}
+
+
 def test_curves_of_masks_are_drawn():
     import matplotlib
 
