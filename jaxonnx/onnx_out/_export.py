@@ -2,11 +2,13 @@
 
 import functools
 import inspect
+import operator
 import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from typing import Any, NamedTuple
 
 import jax
@@ -61,8 +63,9 @@ def to_onnx(
       outputs: the names of its outputs; "output" by default, with the path.
       opset: the version of ONNX's operators, 13 or newer.
       check: compare the model with the function, by onnxruntime where it is installed: on arrays
-        among the examples that have different numbers, and on random numbers in place of others. A
-        warning says so where this is not possible.
+        among the examples that have different numbers, and on random numbers in place of others,
+        whose symbolic sizes get numbers that meet their constraints. A warning says so where this
+        is not possible.
 
     >>> import jax, jax.numpy as jnp
     >>> proto = to_onnx(jax.grad(lambda x: jnp.sin(x).sum()), jnp.ones(3))
@@ -262,6 +265,9 @@ def append(
     )
 
 
+_LARGEST_SIZE, _MOST_ATTEMPTS = 256, 100_000
+_SIZE_FUNCTIONS = {"mod": operator.mod, "floordiv": operator.floordiv, "max": max, "min": min}
+"""The functions in symbolic sizes."""
 _UNOPTIMIZED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
@@ -274,6 +280,48 @@ def _as_example(array: Any, struct: jax.ShapeDtypeStruct) -> Any:
     return jax.random.wrap_key_data(jnp.asarray(array), impl=impls[0])
 
 
+def _choose_sizes(symbolic: Sequence[Any]) -> dict[str, int]:
+    """Return a number for each symbolic size, by its text, such that all constraints hold.
+
+    The variables are 4, 5, 6, ... where the constraints allow it.
+
+    Raises:
+      InputError: none up to `_LARGEST_SIZE` are found.
+    """
+    # 1. sizes and constraints as JAX prints them: expressions of Python, but for powers
+    scopes = {str(n.scope).partition(" with constraints:")[2] for n in symbolic}
+    lines = [line.strip() for text in scopes for line in text.splitlines() if line.strip()]
+    sizes = [*map(str, symbolic)]
+    compiled = {x: compile(x.replace("^", "**"), x, "eval") for x in (*sizes, *lines)}
+    names_of = {x: {*code.co_names}.difference(_SIZE_FUNCTIONS) for x, code in compiled.items()}
+
+    def evaluate(text: str, variables: Mapping[str, int]) -> int:
+        return eval(compiled[text], {"__builtins__": {}, **_SIZE_FUNCTIONS, **variables})
+
+    # 2. one variable after the other, each with the first number that fits those before it
+    names = sorted(set().union(*names_of.values()))
+
+    def search(variables: Mapping[str, int]) -> Iterator[Mapping[str, int] | None]:
+        """Yield variables that fit, and None for each attempt that does not."""
+        i = len(variables)
+        if i == len(names):
+            yield variables
+            return
+        for number in (*range(4 + i, _LARGEST_SIZE + 1), *range(3 + i, 0, -1)):
+            more = {**variables, names[i]: number}
+            decided = (x for x, of in names_of.items() if names[i] in of and of <= more.keys())
+            fits = all(evaluate(x, more) > 0 for x in decided)
+            yield from search(more) if fits else [None]
+
+    for variables in islice(search({}), _MOST_ATTEMPTS):
+        if variables is not None:
+            return {size: evaluate(size, variables) for size in sizes}
+    raise InputError(
+        f"no sizes up to {_LARGEST_SIZE} were found that meet the constraints of the examples' "
+        f"{', '.join(sizes)}"
+    )
+
+
 def _to_origin(proto: ModelProto, written: ExportedFunction, examples: Sequence[Any]) -> Origin:
     """Return a function as the network that a file was written from."""
     inputs, leaves = [*map(to_value, proto.graph.input)], jax.tree.leaves(examples)
@@ -283,11 +331,7 @@ def _to_origin(proto: ModelProto, written: ExportedFunction, examples: Sequence[
 
     def draw(seed: int) -> dict[str, Any]:
         open_sizes = [n for x in leaves for n in np.shape(x) if not all_known([n])]
-        sizes = {str(n): i + 4 for i, n in enumerate(dict.fromkeys(open_sizes))}
-        for size in open_sizes:
-            if not str(size).isidentifier() or " with constraints:" in str(size.scope):
-                raise InputError(f"size {size} of an example is no free variable")
-        feeds = draw_inputs(inputs, 0, sizes, seed=seed)
+        feeds = draw_inputs(inputs, 0, _choose_sizes(open_sizes), seed=seed)
         for value, leaf in zip(inputs, leaves, strict=True):
             x = feeds[value.name]
             if not isinstance(leaf, jax.ShapeDtypeStruct):

@@ -125,11 +125,22 @@ def wave(a):
 
 
 @pytest.mark.usefixtures("runtime")
-@pytest.mark.parametrize("example", [np.arange(3, dtype=np.float32), "struct", "symbolic"])
+@pytest.mark.parametrize(
+    "example",
+    [
+        np.arange(3, dtype=np.float32),
+        (3,),
+        ("n", ()),
+        ("2*n, m^2 + 1", ()),
+        ("n, m, k", ("n == 2*m", "mod(m, 8) == 0", "mod(1, m) == 1", "k <= 3", "k + m >= 9")),
+    ],
+    ids=str,
+)
 def test_an_exported_function_is_compared_with_the_function(example, monkeypatch):
-    if isinstance(example, str):
-        shape = (3,) if example == "struct" else jax.export.symbolic_shape("n")
-        example = jax.ShapeDtypeStruct(shape, np.float32)
+    if isinstance(example, tuple):
+        if isinstance(example[0], str):
+            example = jax.export.symbolic_shape(example[0], constraints=example[1])
+        example = jax.ShapeDtypeStruct(example, np.float32)
     jaxonnx.to_onnx(wave, example)
     replace_operator(monkeypatch, "Sin", "Cos")
     with pytest.raises(jaxonnx.ModelError, match=r"exported function .* 'cos', of Cos '': "):
@@ -146,9 +157,9 @@ def test_functions_of_odd_arguments_are_compared():
 
     a = jax.ShapeDtypeStruct((4, 5), np.float32)
     jaxonnx.to_onnx(function, jax.random.key(3), np.zeros(4, np.int32), 3, a)
-    size = jax.export.symbolic_shape("n, 2*n")
+    size = jax.export.symbolic_shape("n, 2*n", constraints=["n >= 1000"])
     with pytest.warns(
-        UserWarning, match=r"size 2\*n of an example is no free variable.*check=False"
+        UserWarning, match=r"no sizes up to 256 were found .*constraints .* n, 2\*n.*check=False"
     ):
         jaxonnx.to_onnx(jnp.sin, jax.ShapeDtypeStruct(size, np.float32))
 
