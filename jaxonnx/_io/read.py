@@ -17,9 +17,13 @@ from jaxonnx._io.protos import (
     all_graphs,
     all_nodes,
     all_tensors,
+    defined_names,
+    local_names,
     names_of_constants,
     sort_nodes,
+    subgraphs,
     tensor_of_constant,
+    unused_name,
 )
 from jaxonnx._io.tensors import Folder, list_folders, to_array, to_dense
 from jaxonnx._io.ties import split_shared
@@ -173,7 +177,7 @@ _CONTRIB = "com.microsoft"
 
 
 def _repair(proto: ModelProto, what: str) -> None:
-    """Sort nodes, import com.microsoft and drop redefined Constants, in place.
+    """Sort nodes, import com.microsoft, drop redefined Constants, copy outer outputs, in place.
 
     Args:
       proto: the model.
@@ -191,6 +195,11 @@ def _repair(proto: ModelProto, what: str) -> None:
     ]
     for text in texts:
         warn(f"{what} {text}, as onnxruntime reads it")
+    if copied := _copy_outer_outputs(proto):
+        warn(
+            f"{what} has subgraphs that return values of a graph around them: "
+            f"{', '.join(copied)}. onnxruntime refuses that; an Identity in between is saved"
+        )
     sort_nodes(proto.graph)
 
 
@@ -214,6 +223,33 @@ def _drop_redefined_constants(graph: GraphProto) -> list[str]:
     for place in sorted((i for places in several.values() for i in places[1:]), reverse=True):
         del graph.node[place]
     return [*several]
+
+
+def _copy_outer_outputs(proto: ModelProto) -> list[str]:
+    """Let subgraphs return copies of values that a graph around them defines.
+
+    PyTorch wrote such branches of If until 2022. Neither onnxruntime nor the checker takes them.
+
+    Returns:
+      The names of these values.
+    """
+    graphs = [
+        proto.graph,
+        *(g for i in proto.training_info for g in (i.initialization, i.algorithm)),
+    ]
+    bodies = [*graphs, *proto.functions]
+    used = {name for graph in graphs for name in defined_names(graph)}
+    used |= {name for body in bodies for node in all_nodes(body) for name in node.output}
+    copied = []
+    for node in [node for body in bodies for node in all_nodes(body)]:
+        for graph in subgraphs(node):
+            defined = local_names(graph)
+            for value in (v for v in graph.output if v.name and v.name not in defined):
+                copied.append(value.name)
+                copy = unused_name(f"{value.name}.copy", used)
+                graph.node.add(op_type="Identity", input=[value.name], output=[copy])
+                value.name = copy
+    return [*dict.fromkeys(copied)]
 
 
 # Check the header: versions and names.

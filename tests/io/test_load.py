@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnx.parser
+import onnx.reference
 import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
@@ -247,6 +248,54 @@ def test_nodes_are_sorted_as_onnxruntime_does():
     saved = model.to_onnx()
     onnx.checker.check_model(saved, full_check=True)
     assert [node.op_type for node in saved.graph.node] == ["Relu", "If"]
+
+
+BRANCH = """g (float[2] x, bool c) => (float[2] z) {
+  h = Mul(x, x)
+  y = If (c) <
+    then_branch = a () => (float[2] i) {
+      k = Neg(h)
+      i = If (c) <then_branch = p () => (float[2] k) {}, else_branch = q () => (float[2] h) {}>
+    },
+    else_branch = b () => (float[2] x) {}
+  >
+  z = Mul(y, x)
+}"""
+CARRIED = """g (float[2] x, int64 n) => (float[2] y, float[m,2] z) {
+  h = Mul(x, x)
+  go = Constant<value_int=1>()
+  t = Cast<to=9>(go)
+  y, s, z = Loop (n, t, x, x) <
+    body = b (int64 i, bool c, float[2] u, float[2] v)
+      => (bool t, float[2] h, float[2] w, float[2] h) { w = Add(u, v) }
+  >
+}"""
+
+
+@pytest.mark.parametrize(
+    ("text", "feeds"),
+    [
+        (BRANCH, {"x": np.array([1, -2], np.float32), "c": np.array(True)}),
+        (BRANCH, {"x": np.array([1, -2], np.float32), "c": np.array(False)}),
+        (CARRIED, {"x": np.array([1, -2], np.float32), "n": np.array(3)}),
+    ],
+)
+def test_subgraphs_return_copies_of_outer_values(text, feeds):
+    """As PyTorch wrote branches of If; onnxruntime and the checker refuse such files."""
+    proto = parse(text)
+    with pytest.raises(onnxruntime.capi.onnxruntime_pybind11_state.Fail):
+        onnxruntime.InferenceSession(proto.SerializeToString())
+    with pytest.warns(UserWarning, match=r"return values of a graph around them: .*\bh\b"):
+        model = jaxonnx.load(proto)
+    saved = model.to_onnx()
+    onnx.checker.check_model(saved, full_check=True)
+    results = model(**feeds)
+    expected = onnxruntime.InferenceSession(saved.SerializeToString()).run(None, feeds)
+    reference = onnx.reference.ReferenceEvaluator(proto).run(["y"] if "n" in feeds else None, feeds)
+    results = results if isinstance(results, tuple) else (results,)
+    for result, theirs in zip(results, expected, strict=True):
+        np.testing.assert_array_equal(result, theirs)
+    np.testing.assert_array_equal(results[0], reference[0])
 
 
 def test_operators_of_onnxruntime_need_no_import():
