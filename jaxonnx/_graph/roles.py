@@ -131,7 +131,17 @@ class Roles:
         norms = frozenset[str]().union(*(expression.norms for expression in expressions.values()))
         facts = Facts(graph, normalizations(graph, tensors), norms - parts)
         sites = [Site(use, floats[use.name], facts) for use in all_uses if use.name in floats]
-        visible = [site for site in sites if not (site.name in parts and site.meets_no_data)]
+        visible = [
+            site
+            for site in sites
+            if not (site.name in parts and site.meets_no_data)
+            # a Gather of one constant index takes a part, whose readers decide
+            and not (
+                site.use.passes
+                and site.operator == "Gather"
+                and np.shape(everything.get(site.others[0], (0,))) == ()
+            )
+        ]
         integers = (use for use in all_uses if use.name not in floats)
         find_layers(facts, visible, initializers, integers)
         self.rules: dict[str, Rule] = {}

@@ -136,6 +136,21 @@ def test_parts_of_kernels_are_stored_as_in_the_file():
             {"w": [8, 8], "v": [8, 4]},
             ["w", "v"],
         ),
+        # one constant index takes a part: where data meet it, a detector's anchors are no weights
+        (
+            """i = Constant <value = int64 {1}> () g = Gather(w, i) k = MatMul(x, v)
+            s = Constant <value = int64[3] {-1, 2, 2}> () r = Reshape(k, s)
+            m = Mul(r, g) y = Flatten(m)""",
+            {"w": np.array([[[10, 13], [16, 30]], [[30, 61], [62, 45]]]), "v": [8, 4]},
+            ["v"],
+        ),
+        (
+            """i = Constant <value = int64 {1}> () g = Gather(w, i) k = MatMul(x, v)
+            s = Constant <value = int64[3] {-1, 2, 2}> () r = Reshape(k, s)
+            m = Mul(r, g) y = Flatten(m)""",
+            {"w": [2, 2, 2], "v": [8, 4]},
+            ["w", "v"],
+        ),
         # zeros or coordinates beside data are padding
         ("y = Concat <axis = 1> (x, w)", {"w": [3, 4]}, []),
     ],
