@@ -127,12 +127,18 @@ def _check_rank(value: Value, array: Any, what: str) -> None:
     """Raise if an input has fewer axes than the model's, as a row where a batch is due has."""
     if value.shape is None or value.whole or not isinstance(array, np.ndarray):
         return
-    if array.ndim < len(value.shape) and _has_numbers(array):
-        raise TrainingError(
-            f"{what}: input {value.name!r} has the shape {[*array.shape]}, and the model takes "
-            f"{value}. Its first axis is that of examples; {_OF_BATCHES}, or pass rows as one "
-            f"array, np.stack(rows), or if their lengths differ {{{value.name!r}: rows}}"
-        )
+    if array.ndim >= len(value.shape) or not _has_numbers(array):
+        return
+    pairs = zip(array.shape, value.shape[len(value.shape) - array.ndim :], strict=True)
+    is_row = all(not isinstance(declared, int) or size == declared for size, declared in pairs)
+    remedy = (
+        f"; {_OF_BATCHES}, or pass rows as one array, np.stack(rows), or if their lengths differ "
+        f"{{{value.name!r}: rows}}"
+    )
+    raise TrainingError(
+        f"{what}: input {value} has rank {len(value.shape)}, with the examples along the first "
+        f"axis, and the data has the shape {[*array.shape]}{remedy if is_row else ''}"
+    )
 
 
 def _find_states(counts: Mapping[str, int], arrays: Mapping[str, Any]) -> list[str]:
