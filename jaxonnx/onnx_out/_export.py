@@ -241,6 +241,13 @@ def append(
                 values = jax.tree.leaves(call(weights, *arguments))
             except NotImplementedError as error:
                 raise InputError(f"JAX does not evaluate the function: {error}") from error
+        except (TypeError, ValueError) as error:
+            if is_fixed:
+                raise
+            raise InputError(
+                f"the function does not take the shapes {[x.shape for x in operands]}: {error}; "
+                "say in the sizes of the examples which it takes, like multiples '4*h'"
+            ) from error
         if names:
             program, results_of = closed, []
             if not is_fixed:

@@ -88,9 +88,10 @@ def explain_inconclusive(error: InconclusiveDimensionOperation) -> str:
             f"floordiv({k}, {size}) == 0",
         ]
         constraints = f", like constraints={listed}"
+    multiples = ", multiples like '4*h'" * ("divide evenly" in text)
     return (
-        f"depends on a symbolic size: {text}; give the example sizes that are numbers, or "
-        f"constraints to jax.export.symbolic_shape{constraints}"
+        f"depends on a symbolic size: {text}; give the example sizes that are numbers{multiples}, "
+        f"or constraints to jax.export.symbolic_shape{constraints}"
     )
 
 

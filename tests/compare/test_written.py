@@ -164,6 +164,16 @@ def test_functions_of_odd_arguments_are_compared():
         jaxonnx.to_onnx(jnp.sin, jax.ShapeDtypeStruct(size, np.float32))
 
 
+def test_a_function_that_does_not_take_all_sizes():
+    """JAX traces it for any size n, and the file runs for those that 4 divides."""
+    shape = jax.export.symbolic_shape("m, n")
+    with pytest.warns(UserWarning, match=r"not take the shapes \[\(4, 5\)\]: .*multiples '4\*h'"):
+        jaxonnx.to_onnx(
+            lambda a: a.reshape(a.shape[0], a.shape[1] // 4, 4),
+            jax.ShapeDtypeStruct(shape, np.float32),
+        )
+
+
 @pytest.mark.parametrize("known", [True, False])
 def test_a_primitive_that_xla_does_not_know(known):
     twice = Primitive("example_twice")

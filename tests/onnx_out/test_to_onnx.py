@@ -394,6 +394,13 @@ def references(a):
 
 SYMBOLIC_ROWS = jax.ShapeDtypeStruct(jax.export.symbolic_shape("n, 4"), np.float32)
 
+
+def test_multiples_are_divided():
+    shape = jax.export.symbolic_shape("2*n, 4")
+    model = to_onnx(lambda a: a.reshape(-1, 8), jax.ShapeDtypeStruct(shape, np.float32))
+    close(run(model, x[:2]), x[:2].reshape(-1, 8))
+
+
 BAD = {
     "a print": (lambda a: (jax.debug.print("{}", a), a)[1], x, r"'debug_\w+' in .* side effects"),
     "a callback": (
@@ -424,6 +431,9 @@ BAD = {
     "a scan over a symbolic axis": (
         lambda a: lax.associative_scan(jnp.add, a), SYMBOLIC_ROWS,
         r"JAX does not trace the function in .*: associative scan over axis"),
+    "a division of a size": (
+        lambda a: a.reshape(-1, 8), SYMBOLIC_ROWS,
+        r"divide evenly .* numbers, multiples like '4\*h', or constraints"),
     "repeated complex factors": (
         lambda a: (a + 1j).at[jnp.array([0, 0])].multiply(2j).real, x,
         r"'scatter.mul' in .* by several factors each; use unique_indices"),
