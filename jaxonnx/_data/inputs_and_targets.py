@@ -157,7 +157,7 @@ def _find_states(counts: Mapping[str, int], arrays: Mapping[str, Any]) -> list[s
 
 
 def _check_rows(value: Value, array: Any, what: str, negative: bool, of_tokens: bool) -> None:
-    """Raise if an input has an index beyond the table that the network looks it up in.
+    """Raise if an input has an index beyond its table, or a mask that is counted not 0 and 1.
 
     Args:
       value: the input; `rows` is the size of the table.
@@ -167,9 +167,11 @@ def _check_rows(value: Value, array: Any, what: str, negative: bool, of_tokens: 
       of_tokens: whether the table has a row for each token.
     """
     numbers = array.values if isinstance(array, Ragged) else array
-    if value.rows is None or not isinstance(numbers, np.ndarray) or numbers.dtype.kind not in "iu":
+    end = 2 if value.counted else value.rows
+    if end is None or not isinstance(numbers, np.ndarray) or numbers.dtype.kind not in "iu":
         return
-    wrong = np.flatnonzero((numbers < -value.rows * negative) | (numbers >= value.rows))
+    least = 0 if value.counted or not negative else -end
+    wrong = np.flatnonzero((numbers < least) | (numbers >= end))
     if not len(wrong):
         return
     place, first = int(wrong[0]), numbers.reshape(-1)[wrong[0]]
@@ -178,11 +180,17 @@ def _check_rows(value: Value, array: Any, what: str, negative: bool, of_tokens: 
         place -= int(array.starts[row])
     else:
         row, place = divmod(place, max(1, numbers[:1].size))
+    if value.counted:
+        meaning = (
+            "is 1 for each token and 0 for padding, and whose sum is the length of the text: pass "
+            "each text as an example; preprocess={'pack': True} joins several in a row"
+        )
+    else:
+        meaning = f"chooses from a table of {end} rows, 0 ... {end - 1}"
+        meaning += "; model.with_tokens(...) adds the rows of tokens" * of_tokens
     raise TrainingError(
         f"{what}: example {row} has {first} at place {place} of input {value.name!r}, which "
-        f"chooses from a table of {value.rows} rows, 0 ... {value.rows - 1}"
-        + "; model.with_tokens(...) adds the rows of tokens"
-        * of_tokens
+        f"{meaning}"
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxonnx._graph.ancestors import ancestors
 from jaxonnx._graph.bind import Graph, Node
 from jaxonnx._graph.rules import STARTS
 from jaxonnx._graph.values import Value
@@ -269,6 +270,19 @@ def _live_reads(graph: Graph, switches: Collection[str]) -> set[str]:
         else:
             names |= {*node.reads}
     return names
+
+
+_LENGTHS = {"GroupQueryAttention": 5, "SparseAttention": 8}
+"""The positions of the lengths of texts among the inputs of attention."""
+
+
+def find_counted(graph: Graph) -> set[str]:
+    """Return the inputs whose sums attention takes as the lengths of texts."""
+    nodes, carried = graph.nodes, _follow(graph, {name: name for name in graph.inputs})
+    places = ((node, _LENGTHS.get(node.op.name, len(node.inputs))) for node in nodes)
+    lengths = ancestors(nodes, [name for node, i in places for name in node.inputs[i : i + 1]])
+    sums = (node for node in nodes if node.op.name == "ReduceSum" and node.outputs[0] in lengths)
+    return {carried[node.inputs[0]] for node in sums if node.inputs[0] in carried}
 
 
 _VIEWS = ("Identity", "Cast", "Reshape", "Squeeze", "Unsqueeze", "Flatten")

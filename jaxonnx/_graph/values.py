@@ -31,6 +31,8 @@ class Value:
     """Whether an input has no axis of examples: it is passed whole with each batch (`batching`)."""
     rows: int | None = None
     """The number of rows of the table that an input chooses from, where it does."""
+    counted: bool = False
+    """Whether attention takes the sum of an input, a mask of tokens, as the length of a text."""
 
     def __str__(self) -> str:
         shape = (

@@ -15,7 +15,7 @@ from onnx import FunctionProto, ModelProto, NodeProto, ValueInfoProto
 from jaxonnx._display import list_some
 from jaxonnx._graph.ancestors import ancestors
 from jaxonnx._graph.bind import Graph, bind
-from jaxonnx._graph.caches import count_rows
+from jaxonnx._graph.caches import count_rows, find_counted
 from jaxonnx._graph.quantization_patterns import fuse_integer_products, pass_rounding
 from jaxonnx._graph.roles import graph_tensors, running_statistics
 from jaxonnx._graph.select import Select, resolve, select
@@ -30,7 +30,7 @@ from jaxonnx._rewrite.head import Head
 from jaxonnx._run.program import Program
 from jaxonnx._run.shapes import declared_types, evaluate_shapes, infer_types, type_of
 from jaxonnx.errors import InputError
-from jaxonnx.views import View
+from jaxonnx.views import PackedRows, View
 
 if TYPE_CHECKING:  # a model without sparse weights does not import it
     from jaxonnx.sparse import Sparsity
@@ -104,7 +104,9 @@ class Network:
         if not any(value.dtype is not None and value.dtype.kind in "iu" for value in values):
             return values
         rows = count_rows(self.graph, self.tensors)
-        return tuple(replace(value, rows=rows.get(value.name)) for value in values)
+        # packed rows number their texts, and make the mask of the numbers
+        counted = set() if self.program.find(PackedRows) else find_counted(self.graph)
+        return tuple(replace(v, rows=rows.get(v.name), counted=v.name in counted) for v in values)
 
     @cached_property
     def _defaults(self) -> frozenset[str]:

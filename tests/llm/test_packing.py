@@ -69,6 +69,24 @@ def test_losses_and_updates_are_those_of_separate_rows(folder):
     assert names[0] == names[1]
 
 
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_mask_that_numbers_the_texts_of_a_row_is_refused(ragged):
+    """GroupQueryAttention takes its sum as the length, and onnxruntime refuses the file then."""
+    data = {"input_ids": np.full((2, 8), 5), "attention_mask": np.ones((2, 8), int)}
+    data["attention_mask"][1, 3:6] = 2
+    if ragged:
+        data = {name: [rows[0][:4], rows[1]] for name, rows in data.items()}
+    message = r"example 1 has 2 at place 3 of input 'attention_mask'.*preprocess=\{'pack': True\}"
+    with pytest.raises(jaxonnx.TrainingError, match=message):
+        jaxonnx.evaluate(LLM / "qwen3-genai", data, loss="causal_lm", batch_size=2)
+    # a mask that the file casts to bool says only where there are tokens, whatever its numbers
+    other = jaxonnx.load(LLM / "qwen3-optimum")
+    values = [jaxonnx.evaluate(other, data, loss="causal_lm", batch_size=2)["loss"]]
+    data["attention_mask"] = [np.minimum(row, 1) for row in data["attention_mask"]]
+    values.append(jaxonnx.evaluate(other, data, loss="causal_lm", batch_size=2)["loss"])
+    assert values[0] == values[1]
+
+
 def _one_by_one(model, data):
     """Return the mean loss of the texts' tokens, and its gradient, by the file's own inputs."""
     from jaxonnx.llm._tokenizer import Tokenizer
