@@ -13,6 +13,7 @@ import jaxonnx.ops  # noqa: F401 - registers the operators
 from jaxonnx.errors import NodeError
 from jaxonnx.lowering import _recurrence, _recurrence_kernel, elementwise, transpose_weight
 from jaxonnx.registry import lookup
+from tests.support.sweeps import sweep
 
 rnn, lstm, gru = (lookup("", name, 22) for name in ("RNN", "LSTM", "GRU"))
 rng = np.random.default_rng(0)
@@ -90,7 +91,9 @@ def _in_groups(monkeypatch, always: bool):
 
 
 @pytest.mark.parametrize(
-    ("layer", "direction"), [(rnn, "bidirectional"), (lstm, "forward")], ids=["rnn", "lstm"]
+    ("layer", "direction"),
+    sweep([(rnn, "bidirectional"), (lstm, "forward")], 1),
+    ids=["rnn", "lstm"],
 )
 def test_groups_of_hidden_units_change_nothing(monkeypatch, layer, direction):
     gates, ways = 4 if layer is lstm else 1, 1 if direction == "forward" else 2

@@ -34,7 +34,7 @@ OF_FUNCTIONS = {
 REFUSED = {"dpsgd", "differentially_private_aggregate", "scale_by_muon"}
 """For gradients of single examples, and for matrices alone; optax raises errors as well."""
 KINDS = {
-    *("sgd", "adam", "adafactor", "lion", "identity", "muon", "prodigy", "mechanize"),
+    *("adam", "adafactor", "muon", "prodigy", "mechanize"),
     *("lbfgs", "reduce_on_plateau", "sophia", "sam"),  # functions and values of the batch
     *("lookahead", "schedule_free_adamw"),  # other weights to evaluate
     *("masked", "multi_transform", "apply_if_finite", "dpsgd"),
