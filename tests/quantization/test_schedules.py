@@ -180,7 +180,8 @@ def test_ranges_of_a_quantized_file_move_and_it_keeps_its_form():
     result = jaxonnx.train(model, (x, np.zeros_like(model(x))), quantize=scheme, **data)
     after = result.model.to_onnx()
     old, new = tensors_of(before), tensors_of(after)
-    assert {*old} == {*new}
+    # zero points of biases, which no node of the written file reads, are left out
+    assert {name for name in old if not name.endswith(".bias_quantized_zero_point")} == {*new}
     kinds = (sorted(n.op_type for n in proto.graph.node) for proto in (before, after))
     assert next(kinds) == next(kinds)
     first = next(node for node in before.graph.node if node.op_type == "QuantizeLinear")
