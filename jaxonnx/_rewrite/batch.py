@@ -446,7 +446,7 @@ def _compare(
         batches give the same, which shows nothing.
     """
     # 1. two batches that differ in the inputs with a batch axis, and both as one
-    batched = {v.name for v in inputs if v.shape and isinstance(v.shape[0], int)}
+    batched = [v.name for v in inputs if v.shape and isinstance(v.shape[0], int)]
     draw = np.random.default_rng(0)
     halves: list[dict[str, np.ndarray]] = []
     for _ in range(2):
@@ -463,10 +463,11 @@ def _compare(
             random = draw.integers(0, 2, shape) if whole else draw.standard_normal(shape)
             half[v.name] = np.asarray(random, jax.dtypes.canonicalize_dtype(v.dtype))
         halves.append(half)
-    both = {
-        n: np.concatenate([half[n] for half in halves]) if n in batched else x
-        for n, x in halves[0].items()
-    }
+    # and two that differ in one input: a mask may change less than the tolerance beside others
+    first_half, second_half = halves
+    lasts = {"": second_half}
+    if len(batched) > 1:
+        lasts |= {n: {**first_half, n: second_half[n]} for n in batched}
     # 2. the axis along which each value grows with the batch
     rounds = any(node.op.name in ROUND_TOGETHER for node in old.graph.nodes)
     axes = {}
@@ -475,19 +476,29 @@ def _compare(
         if len(a) == len(b) and len(moved) == 1:
             axes[name] = moved[0]
 
-    def find_mixed(values: Iterable[str]) -> str | None:
+    def find_mixed(values: Iterable[str], alone: str) -> str | None:
         """Find the first value of which two batches in one are not each of them.
 
         Values that do not grow with the batch have nothing to compare.
+
+        Args:
+          values: their names.
+          alone: the input in which the batches differ; all if it is empty.
         """
+        last = lasts[alone]
         view = Outputs(tuple(name for name in values if name in axes))
+        both = {
+            n: np.concatenate([x, last[n]]) if n in batched else x for n, x in first_half.items()
+        }
         first, second, whole = (
             program.enter(view)(params, state, None, batch)
-            for program, batch in ((old, halves[0]), (old, halves[1]), (new, both))
+            for program, batch in ((old, first_half), (old, last), (new, both))
         )
         for name, *results in zip(view.names, first, second, whole, strict=True):
             result_a, result_b, result = map(np.asarray, results)
-            if not _agree(result, result_a, result_b, axes[name], rounds):
+            if alone and np.array_equal(result_a, result_b):
+                continue  # the input has no part in it
+            if not _agree(result, result_a, result_b, axes[name], rounds or bool(alone)):
                 return name
             same = prove and name in old.graph.outputs and np.array_equal(result_a, result_b)
             if same and result_a.dtype.kind == "f":
@@ -498,13 +509,16 @@ def _compare(
         return None
 
     # 3. outputs that differ, and then the first value that does
-    if output := find_mixed(old.graph.outputs):
+    for alone in lasts:
+        if (output := find_mixed(old.graph.outputs, alone)) is None:
+            continue
         nodes = old.graph.nodes
-        first = find_mixed(name for node in nodes for name in node.outputs) or output
-        before = ancestors(nodes, [first])
+        first = find_mixed((name for node in nodes for name in node.outputs), alone) or output
+        before = {} if alone else ancestors(nodes, [first])
         chosen = ", ".join(f"'{name}'" for name, _ in changes.inputs if name in before)
         (label,) = (node.label for node in nodes if first in node.outputs)
-        mixed = f"two batches in one give other values of '{first}' than each of them"
+        differing = f" that differ in the input '{alone}' alone" if alone else ""
+        mixed = f"two batches in one{differing} give other values of '{first}' than each of them"
         raise InputError(
             f"the batch cannot be told from other axes in the Reshape of {chosen}: {mixed}; "
             f"{_WAY_OUT}"

@@ -139,6 +139,18 @@ def test_what_mixes_the_examples_is_named(nodes, node):
         load(nodes, size="1,6", out="1,6")
 
 
+def test_a_mask_of_the_first_example_for_all():
+    # as in DistilBERT of transformers 5, exported for one example: constants look the mask up
+    text = """<ir_version: 9, opset_import: ["": 17]>
+    g (float[1,6] x, int64[1,6] mask) => (float[1,6] y)
+    <int64[1] first = {0}, float small = {0.001}> {
+        m = Gather(mask, first) f = Cast <to = 1> (m) s = Mul(f, small) y = Add(x, s)
+    }"""
+    words = "'y' .Add.*mixes the examples.* differ in the input 'mask' alone give other values"
+    with pytest.raises(jaxonnx.InputError, match=words):
+        jaxonnx.load(onnx.parser.parse_model(text), batch="any")
+
+
 def test_ranges_and_logarithms_of_a_batch():
     # NaN and infinity of random inputs stand where those of each batch do
     y = load("{ y = Log(x) }", size="1,6", out="1,6")(np.ones((3, 6), np.float32))
