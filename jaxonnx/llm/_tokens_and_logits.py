@@ -165,7 +165,11 @@ def _next_tokens(columns: Sequence[Any], inputs: Sequence[Value], ignored: int, 
     tokens, (masks, _) = named[name], masks_and_positions(inputs)
     if not masks:
         return tokens
-    mask = named[masks[-1].name]
+    side = name.removesuffix("input_ids")  # others, as of cross attention, are not of these tokens
+    name_of_mask = next(
+        (m.name for m in masks if m.name == f"{side}attention_mask"), masks[-1].name
+    )
+    mask = named[name_of_mask]
     if isinstance(tokens, Ragged) and isinstance(mask, Ragged):
         if np.array_equal(tokens.starts, mask.starts):
             values = np.where(mask.values > 0, tokens.values.astype(np.int64), ignored)
@@ -174,7 +178,10 @@ def _next_tokens(columns: Sequence[Any], inputs: Sequence[Value], ignored: int, 
         if isinstance(tokens, np.ndarray) and isinstance(mask, np.ndarray):
             return np.where(mask > 0, tokens.astype(np.int64), ignored)
         return jnp.where(mask > 0, tokens.astype(jnp.int32), ignored)
-    raise TrainingError(f"{what}: the lengths of '{name}' are not those of its mask")
+    raise TrainingError(
+        f"{what}: the lengths of '{name}' are not those of its mask, '{name_of_mask}'; with labels "
+        f"in the data, {ignored} where there is none, the loss does not need a mask"
+    )
 
 
 # Make decoders that compute the logits of the last step compute those of all steps.

@@ -474,6 +474,11 @@ def check_classes(
                 remedy += ", and so does 'causal_lm' where labels are the tokens, which it shifts"
         elif alike and counted.size == targets.size:
             remedy = f"; with ignore_index={label} the loss leaves these out"
+        elif alike:
+            remedy = (
+                f"; labels in the data with {ignored} in their place, the ignore_index of the "
+                "loss, leave these out"
+            )
         raise TrainingError(
             f"{what} has {format_count(int(wrong.sum()), 'label')} outside of 0 ... {classes - 1}, "
             f"the first is {label} at {', '.join(map(str, first))}{remedy}"

@@ -5,6 +5,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import onnx.parser
 import optax
 import pytest
 from hypothesis import given, settings
@@ -365,6 +366,33 @@ def test_refused(net, case):
     data, wanted, message = BAD[case]
     with pytest.raises(jaxonnx.TrainingError, match=message):
         train(net, data, **wanted)
+
+
+def test_tokens_beside_a_mask_of_cross_attention():
+    """Labels come of the tokens' own mask; Mllama's image token is beyond its output layer."""
+    text = """<ir_version: 8, opset_import: ["": 17]>
+    g (int64[n, m] input_ids, int64[n, k] attention_mask, int64[n, m, 1] cross_attention_mask)
+        => (float[n, m, 5] logits) <int64[1] last = {-1}> {
+        e = Gather(E, input_ids) c = Cast <to = 1> (cross_attention_mask)
+        a = Cast <to = 1> (attention_mask) u = Unsqueeze(a, last) v = Add(c, u) logits = Add(e, v)
+    }"""
+    proto, table = onnx.parser.parse_model(text), np.arange(30, dtype=np.float32).reshape(6, 5) % 7
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(table, "E"))
+    ids, mask = np.array([[5, 2, 0, 1], [5, 4, 3, 3]]), np.array([[1, 1, 1, 0], [1, 1, 1, 1]])
+    data = {"input_ids": ids, "attention_mask": mask, "cross_attention_mask": mask[..., None]}
+    model, run = jaxonnx.load(proto), {"optimizer": optax.sgd(0.0), "epochs": 1, "batch_size": 2}
+    result = jaxonnx.train(model, data, loss=causal_lm(ignore_index=5), **run)
+    each = optax.softmax_cross_entropy_with_integer_labels(table[ids[:, :-1]], ids[:, 1:])
+    np.testing.assert_allclose(result.history.losses[0], each[mask[:, 1:] > 0].mean(), rtol=1e-5)
+    labels = {"labels": np.where(mask > 0, ids, -100)}
+    for added, words in [
+        ({}, "labels in the data with -100 in their place"),
+        (labels, "labels in the data with -100 in their place, .* leave these out"),
+        ({"attention_mask": mask | 1}, "with ignore_index=5 the loss leaves these out"),
+        ({"attention_mask": mask[:, :2]}, "not those of its mask, 'attention_mask'"),
+    ]:
+        with pytest.raises(jaxonnx.TrainingError, match=words):
+            jaxonnx.train(model, data | added, loss="causal_lm", **run)
 
 
 def test_a_length_that_the_file_fixes():
