@@ -103,12 +103,19 @@ def as_pair(
         lengths = ", ".join(f"{n} {count}" for n, count in counts.items())
         usual = Counter(counts.values()).most_common(1)[0][0]
         differing = next(n for n, count in counts.items() if count != usual)
-        if states := _find_states(counts, dict(named)):
-            names = ", ".join(name.removeprefix("input ") for name in states)
+        if turned := _find_states(counts, dict(named)):
+            listed = ", ".join(name.removeprefix("input ") for name in turned)
+            all_inputs = sum(name.startswith("input") for name in counts) == len(turned)
+            remedy = (
+                " of sequences with the steps first. Put them first, and give each example an axis "
+                "of 1 in their place: np.expand_dims(np.moveaxis(x, 1, 0), 2)"
+                if all_inputs
+                else ", as in states of recurrent layers. Without them in the data the states "
+                "start at zeros; jaxonnx.training.step takes batches with them"
+            )
             raise TrainingError(
-                f"{what} has different numbers of examples: {lengths}. {names}: the examples are "
-                "along axis 1, as in states of recurrent layers. Without them in the data the "
-                "states start at zeros; jaxonnx.training.step takes batches with them"
+                f"{what} has different numbers of examples: {lengths}. {listed}: the examples are "
+                f"along axis 1{remedy}"
             )
         raise TrainingError(
             f"{what} has different numbers of examples: {lengths}"
@@ -143,6 +150,8 @@ def _check_rank(value: Value, array: Any, what: str) -> None:
 
 def _find_states(counts: Mapping[str, int], arrays: Mapping[str, Any]) -> list[str]:
     """Return inputs with the examples along axis 1, as recurrent states: [layers, batch, size].
+
+    So they are in sequences with the steps first, [steps, batch, size].
 
     Args:
       counts: the lengths of inputs and targets by name, which differ.

@@ -360,6 +360,37 @@ def test_all_functions_start_states_at_zeros(tmp_path):
         open_sizes.predict(X)
 
 
+def test_steps_first_without_states():
+    """The default of PyTorch's LSTM: the steps are first in its inputs, the batch in the result."""
+    nodes = "i = Identity(x) r, f, e = LSTM <hidden_size = 4> (i, W, R, B) y = Squeeze(f, zero)"
+    proto = recurrent("7, b, 5", "1, b, 4", nodes + " hn = Identity(h) cn = Identity(c)")
+    del proto.graph.input[1:], proto.graph.output[1:], proto.graph.node[3:]
+    proto.graph.output[0].CopyFrom(
+        onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ["b", 4])
+    )
+    model, targets = jaxonnx.load(proto), TARGETS[:, 0, :1].repeat(4, 1)
+    for x in (X[:, :6], X):  # whose first axis would be taken as examples
+        for settings in ({}, {"batch_size": 6}):
+            with pytest.raises(
+                jaxonnx.TrainingError,
+                match=r"x: .*7, b, 5.* is not the batch, as the output y: .*b, 4.* one more axis",
+            ):
+                jaxonnx.train(model, (x, targets), loss="squared_error", **SGD, **settings)
+    steps_first = X.swapaxes(0, 1)
+    for value in (proto.graph.input[0], proto.graph.output[0]):
+        next(d for d in value.type.tensor_type.shape.dim if d.dim_param).dim_value = 1
+    with pytest.raises(
+        jaxonnx.TrainingError,
+        match=r"'x': the examples are along axis 1 of sequences .*np.moveaxis\(x, 1, 0\)",
+    ):
+        jaxonnx.train(jaxonnx.load(proto), (steps_first, targets), loss="squared_error", **SGD)
+    pair = np.expand_dims(np.moveaxis(steps_first, 1, 0), 2), targets[:, None]
+    result = jaxonnx.train(model, pair, loss="squared_error", **SGD, batch_size=6)
+    session = onnxruntime.InferenceSession(model.to_onnx().SerializeToString())
+    (y,) = session.run(None, {"x": steps_first})
+    np.testing.assert_allclose(result.history.losses[0], np.square(y - targets).mean(), rtol=1e-5)
+
+
 def test_states_and_sequences_that_do_not_fit():
     loss = {"loss": "squared_error", **SGD}
     steps_first = jaxonnx.load(recurrent(*RECURRENT["steps first"][:3]))
