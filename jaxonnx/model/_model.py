@@ -47,7 +47,12 @@ from jaxonnx.model._save import AdapterForm, merge, save, to_proto
 from jaxonnx.model._show import Summary, describe_file, overview, summary
 from jaxonnx.model._sparsity import options, with_products, with_record
 from jaxonnx.model._statistics import MOST, recompute
-from jaxonnx.model._transforms import Initializer, inputs_alone, start_at_zeros
+from jaxonnx.model._transforms import (
+    Initializer,
+    check_batch_axis,
+    inputs_alone,
+    start_at_zeros,
+)
 from jaxonnx.quantization import Rounding, Sensitivity, is_quantized, open_quantized
 from jaxonnx.training_info import Training
 from jaxonnx.views import Dropout, FrozenStatistics, Remat, drop
@@ -284,7 +289,10 @@ class Model(Network, Printable):
         net = self.with_fixed_inputs({} if fixed is None else fixed)
         opened = open_data(data, labels=False)
         net, _ = start_at_zeros(net, inputs_alone(net, opened.first_batch))
-        net = net.with_batch_axis() if lacks_batch_axis(opened.first_batch, net.inputs) else net
+        if lacks_batch_axis(opened.first_batch, net.inputs):
+            net = net.with_batch_axis()
+        else:
+            check_batch_axis(net)
         examples = read_inputs(
             net,
             opened,

@@ -355,6 +355,26 @@ def _structs(values: Sequence[Value]) -> list[jax.ShapeDtypeStruct]:
     return structs
 
 
+def check_batch_axis(model: Network) -> None:
+    """Raise if no output has the first axis of inputs first, but one has another axis of theirs.
+
+    The layers of PyTorch that take sequences with the steps first are such. Their steps would be
+    taken as examples.
+    """
+    inputs = [v for v in model.inputs if v.shape and not v.whole]
+    ends = {v.shape[0]: v for v in model.outputs if v.shape and isinstance(v.shape[0], str)}
+    if any(v.shape[0] in ends for v in inputs if v.shape):
+        return
+    for value in inputs:
+        for axis, size in enumerate(value.shape or ()):
+            if size in ends:
+                raise TrainingError(
+                    f"the first axis of input {value} is not the batch, as the output {ends[size]} "
+                    "shows: pass examples with one more axis in front of these, "
+                    f"np.expand_dims(np.moveaxis({value.name}, {axis}, 0), {axis + 1})"
+                )
+
+
 def start_at_zeros(model: M, batch: Any) -> tuple[M, list[str]]:
     """Return a model whose recurrent states start at zeros if the data lacks them, and notes.
 

@@ -10,7 +10,14 @@ from jaxonnx._data.kinds import Data, Reading, read
 from jaxonnx._data.kinds import open_data as open_kind
 from jaxonnx._data.ragged import Padding
 from jaxonnx.errors import InputError, TrainingError, warn
-from jaxonnx.model import Model, batch_norms, start_at_zeros, with_any_batch, with_whole_inputs
+from jaxonnx.model import (
+    Model,
+    batch_norms,
+    check_batch_axis,
+    start_at_zeros,
+    with_any_batch,
+    with_whole_inputs,
+)
 from jaxonnx.training._objective.needs import find_needs, prepare_model
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._step import target_names
@@ -179,7 +186,7 @@ def _fit_batch_axis(model: Model, settings: Settings, batch: Any) -> tuple[Model
     model = model.with_fixed_inputs(settings.fixed or {})
     model, notes = start_at_zeros(model, batch)
     if not lacks_batch_axis(batch, model.inputs):
-        _check_batch_axis(model)
+        check_batch_axis(model)
         return model, notes
     if settings.statistics != "frozen" and batch_norms(model):
         raise TrainingError(
@@ -191,26 +198,6 @@ def _fit_batch_axis(model: Model, settings: Settings, batch: Any) -> tuple[Model
         "the file takes one example, without a batch: batches are mapped over it (jax.vmap), and "
         "the saved file takes one example as before",
     ]
-
-
-def _check_batch_axis(model: Model) -> None:
-    """Raise if no output has the first axis of inputs first, but one has another axis of theirs.
-
-    The layers of PyTorch that take sequences with the steps first are such. Their steps would be
-    taken as examples.
-    """
-    inputs = [v for v in model.inputs if v.shape and not v.whole]
-    ends = {v.shape[0]: v for v in model.outputs if v.shape and isinstance(v.shape[0], str)}
-    if any(v.shape[0] in ends for v in inputs if v.shape):
-        return
-    for value in inputs:
-        for axis, size in enumerate(value.shape or ()):
-            if size in ends:
-                raise TrainingError(
-                    f"the first axis of input {value} is not the batch, as the output {ends[size]} "
-                    "shows: pass examples with one more axis in front of these, "
-                    f"np.expand_dims(np.moveaxis({value.name}, {axis}, 0), {axis + 1})"
-                )
 
 
 def _open_batch(model: Model, settings: Settings) -> tuple[Model, list[str]]:

@@ -376,6 +376,8 @@ def test_steps_first_without_states():
                 match=r"x: .*7, b, 5.* is not the batch, as the output y: .*b, 4.* one more axis",
             ):
                 jaxonnx.train(model, (x, targets), loss="squared_error", **SGD, **settings)
+        with pytest.raises(jaxonnx.TrainingError, match="is not the batch, as the output y"):
+            model.predict(x)
     steps_first = X.swapaxes(0, 1)
     for value in (proto.graph.input[0], proto.graph.output[0]):
         next(d for d in value.type.tensor_type.shape.dim if d.dim_param).dim_value = 1
