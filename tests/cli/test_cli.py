@@ -393,7 +393,7 @@ def test_the_shell_reaches_what_python_does(capsys):
     text = re.search(r"^  preprocess: .*?^  \w", jaxonnx.train.__doc__, re.M | re.S)[0]
     heads = re.findall(r'^    \* ("[^:]*"):', text, re.M)
     keys = {name for head in heads for name in re.findall(r"\w+", head)}
-    assert len(keys) == 14
+    assert len(keys) == 16
     fields = {
         f"lora-{name}" if name == "dropout" else name for name in get_type_hints(jaxonnx.LoRA)
     }

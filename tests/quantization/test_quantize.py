@@ -183,6 +183,8 @@ def test_a_quantized_file_goes_on_at_its_own_scales(learn):
     assert any("its own scales" in note for note in result.history.notes)
     after = result.model.to_onnx()
     old, new = tensors_of(before), tensors_of(after)
+    # zero points of biases, which no node of the written file reads, are left out
+    old = {name: x for name, x in old.items() if not name.endswith("bias_quantized_zero_point")}
     assert {*old} == {*new}
     for name, value in old.items():
         np.testing.assert_array_equal(new[name].reshape(value.shape), value, err_msg=name)

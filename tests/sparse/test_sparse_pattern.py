@@ -186,9 +186,9 @@ class FixedBlocks(Blocks):
 
 
 def test_a_pattern_of_the_initial_weights_names_its_method():
-    x = np.zeros((8, 8), np.float32)
+    x, y = np.zeros((8, 1, 8, 8), np.float32), np.zeros((8, 10), np.float32)
     with pytest.raises(jaxonnx.TrainingError, match=r"'blocks4' .* pass method 'one_shot'"):
         jaxonnx.train(
-            demo.mlp(), (x, x), loss="squared_error", epochs=3,
+            demo.mlp(), (x, y), loss="squared_error", epochs=3,
             sparsity={"pattern": FixedBlocks(), "method": "sr_ste"},
         )  # fmt: skip
