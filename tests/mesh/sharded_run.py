@@ -287,8 +287,13 @@ def carried(folder):
     proto = jaxonnx.add_training(demo.mlp(128), loss=LABELS, optimizer=jaxonnx.optim.adam(1e-3))
     data = batches(demo.mlp())
     settings = {"loss": None, "optimizer": None, "metrics": ["accuracy"]}
+    sharded = {"mesh": mesh(), "sharding": "fsdp"}
+    with pytest.raises(jaxonnx.TrainingError, match="or a mesh, takes batches of 16, of which one"):
+        train(jaxonnx.load(proto), data, **sharded, **settings)
+    # such an algorithm has no weights of examples, by which fill would not count
+    settings |= {"validated": False, "validation": tuple(x[:32] for x in data)}
     alone = train(jaxonnx.load(proto), data, **settings)
-    close(train(jaxonnx.load(proto), data, mesh=mesh(), sharding="fsdp", **settings), alone)
+    close(train(jaxonnx.load(proto), data, **sharded, **settings), alone)
 
 
 def resumed(folder):
