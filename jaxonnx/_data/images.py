@@ -137,15 +137,15 @@ def preparation(model: Network) -> Preparation:
       ModelError: the entry, or a file beside the graph, is malformed.
     """
     usual = Preparation(scale=1 if model.inputs[0].dtype == np.uint8 else 1 / 255)
-    return replace(usual, **_declared(model))
+    return replace(usual, **_read_declaration(model))
 
 
 def says_numbers(model: Network) -> bool:
     """Check whether a network declares how to scale pixels, or takes uint8 pixels unscaled."""
-    return model.inputs[0].dtype == np.uint8 or bool(_declared(model).keys() & _NUMBERS)
+    return model.inputs[0].dtype == np.uint8 or bool(_read_declaration(model).keys() & _NUMBERS)
 
 
-def _declared(model: Network) -> dict[str, Any]:
+def _read_declaration(model: Network) -> dict[str, Any]:
     """Return the fields of `Preparation` that the file and the files beside it give."""
     beside, (first, *_) = dict(model.companion.image_settings), model.inputs
     shape = (model.outputs[0].shape or (None,)) if model.outputs else (None,)
