@@ -28,8 +28,8 @@ class Distillation(Loss):
     top: int | None
     next_token: bool
     class_axis: int | None
-    name = "distill"
-    logits_of = "Softmax"
+    name: str | None = "distill"
+    logits_of: str | None = "Softmax"
     of_tokens = True
 
     def second(self, model: Model) -> Callable[[Batch], Any] | None:
