@@ -55,15 +55,16 @@ def pytest_collection_finish():
 def pytest_collection_modifyitems(config, items):
     """Select a part of the tests, and put those of one case side by side, in one worker.
 
-    Tests of one case share what is expected: all cases of such a function are in one part. Other
-    functions have theirs in all parts, which so take about the same time.
+    Tests of one case share what is expected: all functions of a module have it in one part. The
+    parts take about the same time.
     """
 
     def find_case(item):
         return item.callspec.params.get("case") if hasattr(item, "callspec") else None
 
     def name(item):
-        return item.nodeid if find_case(item) is None else item.nodeid.partition("[")[0]
+        module = item.nodeid.partition("::")[0]
+        return item.nodeid if find_case(item) is None else f"{module}[{item.callspec.id}]"
 
     if part := config.getoption("part"):
         index, count = map(int, part.split("/"))
