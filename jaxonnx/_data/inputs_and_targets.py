@@ -1,5 +1,6 @@
 """Convert pairs and dicts of arrays to inputs in the order of the model, and targets."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -166,7 +167,7 @@ def _find_states(counts: Mapping[str, int], arrays: Mapping[str, Any]) -> list[s
 
 
 def _check_rows(value: Value, array: Any, what: str, negative: bool, of_tokens: bool) -> None:
-    """Raise if an input has an index beyond its table, or a mask that is counted not 0 and 1.
+    """Raise if an input has an index beyond its table, or a counted mask other than 1s before 0s.
 
     Args:
       value: the input; `rows` is the size of the table.
@@ -179,16 +180,25 @@ def _check_rows(value: Value, array: Any, what: str, negative: bool, of_tokens: 
     end = 2 if value.counted else value.rows
     if end is None or not isinstance(numbers, np.ndarray) or numbers.dtype.kind not in "iu":
         return
+    flat = numbers.reshape(-1)
+    if isinstance(array, Ragged):
+        starts = array.starts[:-1]
+    else:
+        starts = np.arange(0, flat.size, max(1, math.prod(numbers.shape[1:])))
     least = 0 if value.counted or not negative else -end
-    wrong = np.flatnonzero((numbers < least) | (numbers >= end))
+    wrong, behind = np.flatnonzero((flat < least) | (flat >= end)), False
+    if value.counted and not len(wrong):
+        wrong, behind = np.setdiff1d(np.flatnonzero(flat[1:] > flat[:-1]) + 1, starts), True
     if not len(wrong):
         return
-    place, first = int(wrong[0]), numbers.reshape(-1)[wrong[0]]
-    if isinstance(array, Ragged):
-        row = int(np.searchsorted(array.starts, place, "right")) - 1
-        place -= int(array.starts[row])
-    else:
-        row, place = divmod(place, max(1, numbers[:1].size))
+    row = int(np.searchsorted(starts, wrong[0], "right")) - 1
+    place = f"at place {wrong[0] - starts[row]} of input {value.name!r}"
+    if behind:
+        raise TrainingError(
+            f"{what}: example {row} has a token behind padding, {place}, whose sum is the length "
+            "of the text: put padding behind the tokens (in transformers, padding_side 'right'), "
+            "or pass each text at its own length"
+        )
     if value.counted:
         meaning = (
             "is 1 for each token and 0 for padding, and whose sum is the length of the text: pass "
@@ -197,10 +207,7 @@ def _check_rows(value: Value, array: Any, what: str, negative: bool, of_tokens: 
     else:
         meaning = f"chooses from a table of {end} rows, 0 ... {end - 1}"
         meaning += "; model.with_tokens(...) adds the rows of tokens" * of_tokens
-    raise TrainingError(
-        f"{what}: example {row} has {first} at place {place} of input {value.name!r}, which "
-        f"{meaning}"
-    )
+    raise TrainingError(f"{what}: example {row} has {flat[wrong[0]]} {place}, which {meaning}")
 
 
 def _complete_input(

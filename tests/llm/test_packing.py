@@ -87,6 +87,28 @@ def test_a_mask_that_numbers_the_texts_of_a_row_is_refused(ragged):
     assert values[0] == values[1]
 
 
+@pytest.mark.parametrize("ragged", [False, True])
+def test_padding_before_tokens_is_refused_where_the_mask_is_counted(ragged):
+    """As transformers' tokenizers of decoders pad; onnxruntime takes padding for the text then."""
+    tokens, padding = [5, 17, 33, 60, 8], [0, 0, 0]
+    data = {
+        "input_ids": [[*tokens, *padding], [*padding, *tokens]],
+        "attention_mask": [[1] * 5 + [0] * 3, [0] * 3 + [1] * 5],
+    }
+    if ragged:
+        data = {name: [rows[0][:5], rows[1]] for name, rows in data.items()}
+    message = "example 1 has a token behind padding, at place 3 of input 'attention_mask'"
+    with pytest.raises(jaxonnx.TrainingError, match=message):
+        jaxonnx.evaluate(LLM / "qwen3-genai", data, loss="causal_lm", batch_size=2)
+    # other masks hide padding wherever it is
+    rows = {name: np.array([data[name][-1]]) for name in data}
+    rows["labels"] = np.where(rows["attention_mask"] > 0, rows["input_ids"], -100)
+    rows["labels"][0, 3] = -100  # the first token, which padding would predict
+    other, alone = jaxonnx.load(LLM / "qwen3-optimum"), {"input_ids": np.array([tokens])}
+    losses = [jaxonnx.evaluate(other, x, loss="causal_lm")["loss"] for x in (rows, alone)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
 def _one_by_one(model, data):
     """Return the mean loss of the texts' tokens, and its gradient, by the file's own inputs."""
     from jaxonnx.llm._tokenizer import Tokenizer
