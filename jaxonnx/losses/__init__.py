@@ -9,7 +9,7 @@ batch, and `register` gives it a name.
 
 from jaxonnx.losses._distill import Distillation, distill
 from jaxonnx.losses._labels import ClassLoss, cross_entropy, negative_log_likelihood
-from jaxonnx.losses._loss import Loss, check_classes, register, totals
+from jaxonnx.losses._loss import Loss, check_classes, register, totals, widen_labels
 from jaxonnx.losses._named import FunctionLoss, find, find_by_output, is_loss
 from jaxonnx.losses._preferences import (
     GroupLoss,

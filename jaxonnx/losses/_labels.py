@@ -16,7 +16,7 @@ from jax import lax
 
 from jaxonnx._require import check_arguments, require, require_choice
 from jaxonnx.errors import TrainingError
-from jaxonnx.losses._loss import Loss, WeighedLoss, register
+from jaxonnx.losses._loss import Loss, WeighedLoss, register, widen_labels
 from jaxonnx.lowering import merges
 from jaxonnx.ops.training import negative_log_likelihood_loss, softmax_cross_entropy_loss
 
@@ -50,6 +50,7 @@ class ClassLoss(WeighedLoss):
     metrics: ClassVar[Sequence[Any]] = ("accuracy",)
 
     def __call__(self, outputs: jax.Array, targets: jax.Array) -> jax.Array:
+        targets = widen_labels(targets)
         if self.smoothing and self.reduction != "none":
             total, count = self.totals(outputs, targets, jnp.ones(len(targets)))
             return total / count if self.reduction == "mean" else total

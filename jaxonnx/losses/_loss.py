@@ -460,9 +460,10 @@ def check_classes(
         counted = targets if ignored is None else targets[targets != ignored]
         alike = (targets[wrong] == label).all()
         if classes == 1:
+            along = axis % len(shape)
             remedy = (
                 "; one output says yes or no: use loss='sigmoid_binary_cross_entropy', and targets "
-                f"of shape {(*targets.shape, 1)}"
+                f"of shape {(*targets.shape[:along], 1, *targets.shape[along:])}"
             )
         elif (counted.min(), counted.max()) == (1, classes):
             remedy = f"; classes are counted from 0: subtract 1 from labels 1 ... {classes}"
@@ -483,6 +484,16 @@ def check_classes(
             f"{what} has {format_count(int(wrong.sum()), 'label')} outside of 0 ... {classes - 1}, "
             f"the first is {label} at {', '.join(map(str, first))}{remedy}"
         )
+
+
+def widen_labels(labels: Any) -> jax.Array:
+    """Return integer labels in 32 bits or more, to be compared with any label that is ignored.
+
+    JAX compares in the type of the array: of uint8 labels, -100 would be the class 156.
+    """
+    labels = jnp.asarray(labels)
+    narrow = jnp.issubdtype(labels.dtype, jnp.integer) and labels.dtype.itemsize < 4
+    return labels.astype(jnp.int32) if narrow else labels
 
 
 def totals(values: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -15,7 +15,14 @@ from jaxonnx._data.batches import Batch
 from jaxonnx._data.inputs_and_targets import JUDGEMENT
 from jaxonnx._require import check_arguments, require
 from jaxonnx.errors import TrainingError
-from jaxonnx.losses._loss import Loss, load_second, register, take_inputs, totals
+from jaxonnx.losses._loss import (
+    Loss,
+    load_second,
+    register,
+    take_inputs,
+    totals,
+    widen_labels,
+)
 from jaxonnx.model import Model
 
 
@@ -360,7 +367,7 @@ def orpo(*, beta: float = 0.1, ignore_index: int = -100) -> PreferenceLoss:
     require("orpo: beta", beta, beta > 0, "above 0", TrainingError)
 
     def means(outputs: jax.Array, labels: Any) -> tuple[jax.Array, jax.Array]:
-        counts = (labels[:, 1:] != ignore_index).sum(1)
+        counts = (widen_labels(labels[:, 1:]) != ignore_index).sum(1)
         scores = log_likelihoods(outputs, labels, ignore_index) / jnp.maximum(counts, 1)
         return _split_pairs("orpo", scores)
 
@@ -398,7 +405,7 @@ def log_likelihoods(logits: jax.Array, labels: jax.Array, ignore_index: int = -1
     [-1.3863]
     """
     scores = jax.nn.log_softmax(logits[:, :-1].astype(jnp.float32))
-    labels = labels[:, 1:]
+    labels = widen_labels(labels[:, 1:])
     counts = labels != ignore_index
     chosen = jnp.take_along_axis(scores, jnp.where(counts, labels, 0)[..., None], -1)[..., 0]
     return jnp.where(counts, chosen, 0).sum(1)

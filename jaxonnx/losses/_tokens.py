@@ -132,7 +132,9 @@ class MaskedLoss(ClassLoss):
             new = np.where(chosen & (kinds < _HIDDEN), mask, tokens)
             changed = chosen & (kinds >= _HIDDEN) & (kinds < _HIDDEN + _CHANGED)
             new = np.where(changed, others, new).astype(tokens.dtype)
-            return new, np.where(chosen, labels, self.ignore_index).astype(labels.dtype)
+            # -100 is no number of an unsigned type
+            labels = labels.astype(np.promote_types(labels.dtype, np.int32))
+            return new, np.where(chosen, labels, self.ignore_index)
 
         return hide
 

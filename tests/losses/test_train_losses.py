@@ -305,6 +305,12 @@ BAD = {
         lambda: train(network(ONE), (X, np.where(Y > 1, 255, Y)), LABELS),
         r"the first is 255 .*cross_entropy\(ignore_index=255\) leaves these out",
     ),
+    "mask of one output": (
+        lambda: train(
+            pixels().with_head(1), (IMAGES, (IMAGES[:, 0] > 0.5).astype(int)), cross_entropy()
+        ),
+        r"one output says yes or no: .* and targets of shape \(12, 1, 4, 5\)",
+    ),
     "labels from 1": (
         lambda: train(network(ONE), (X, Y + 1), LABELS),
         "the first is 3 .*; classes are counted from 0: subtract 1 from labels 1 ... 3",
@@ -343,6 +349,28 @@ def test_the_loss_that_an_error_names_leaves_labels_out(model, x, loss, label):
     scores = np.moveaxis(model()(x), 1, -1) if model is pixels else model()(x)
     each = optax.softmax_cross_entropy_with_integer_labels(scores, np.ones_like(labels))
     np.testing.assert_allclose(value, each[labels == 1].mean(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("axis", [1, -1])
+def test_narrow_labels_are_no_others(axis):
+    """In uint8, -100 is 156 and -1 is 255: classes like any other, which are not ignored."""
+    scores = np.random.default_rng(0).normal(size=(2, 256)).astype(np.float32)
+    labels = np.array([156, 255])
+    for ignored in (-100, -1, None):
+        loss = cross_entropy(axis=axis, ignore_index=ignored)
+        expected = optax.softmax_cross_entropy_with_integer_labels(scores, labels).sum()
+        total, count = loss.totals(scores, labels, jnp.ones(2))
+        np.testing.assert_allclose([total, count], [expected, 2], rtol=1e-6)
+        narrow = loss(scores, jnp.asarray(labels, jnp.uint8))
+        np.testing.assert_allclose(narrow, expected / 2, rtol=1e-6)
+    data = scores, labels.astype(np.uint8)
+    text = """<ir_version: 8, opset_import: ["": 17]>
+        net (float[n, 256] x) => (float[n, 256] y) <float[1] w = {0}> { y = Add(x, w) }"""
+    model = jaxonnx.load(onnx.parser.parse_model(text), trainable="w")
+    value = jaxonnx.evaluate(model, data, loss=cross_entropy(axis=axis), metrics=[])["loss"]
+    np.testing.assert_allclose(value, expected / 2, rtol=1e-6)
+    first = train(model, data, cross_entropy(axis=axis, ignore_index=-100)).history.losses[0]
+    np.testing.assert_allclose(first, expected / 2, rtol=1e-6)
 
 
 @pytest.mark.parametrize("loss", ["sigmoid_focal_loss", "sigmoid_binary_cross_entropy"])

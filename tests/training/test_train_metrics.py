@@ -235,6 +235,20 @@ def test_labels_that_the_loss_ignores_do_not_count():
     assert found["validation_loss"] == pytest.approx(float(-picked[kept].mean()), rel=1e-5)
 
 
+@pytest.mark.parametrize("loss", [LABELS, jaxonnx.losses.cross_entropy(axis=-1), None])
+def test_narrow_labels_are_all_counted(loss):
+    """geti PR 3264, with 200 classes: in uint8 a label of -100, which does not count, is 156."""
+    scores = np.random.default_rng(0).normal(size=(300, 200)).astype(np.float32)
+    labels = np.where(np.arange(300) % 2, scores.argmax(1), 156)
+    model = network(shape=("n", 200))
+    names = ["accuracy", "top_5", "f1"]
+    row = jaxonnx.evaluate(model, (scores, labels.astype(np.uint8)), loss=loss, metrics=names)
+    assert row["accuracy"] == pytest.approx((scores.argmax(1) == labels).mean())
+    value = oracle.f1_score(labels, scores.argmax(1), average="macro")
+    assert row["f1"] == pytest.approx(value)
+    assert row == jaxonnx.evaluate(model, (scores, labels), loss=loss, metrics=names)
+
+
 def test_functions():
     def error(outputs, targets):
         return jnp.abs(outputs - targets).mean(1)

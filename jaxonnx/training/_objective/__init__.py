@@ -16,7 +16,7 @@ from jaxonnx._data.batches import Batch, ShortBatch
 from jaxonnx._require import require
 from jaxonnx._rewrite.last_layer import ENDINGS, find_ending, normalizes
 from jaxonnx.errors import TrainingError
-from jaxonnx.losses import Loss
+from jaxonnx.losses import Loss, widen_labels
 from jaxonnx.losses import find as find_loss
 from jaxonnx.model import Model
 from jaxonnx.training._objective import metrics
@@ -85,7 +85,7 @@ class Objective:
           outputs: all values that the model computes.
         """
         outputs, weight = _drop_fill(outputs, batch), batch.weight
-        targets, pairs = _fill_missing(batch.targets, weight), dict[Any, Any]()
+        targets, pairs = _prepare_targets(batch.targets, weight), dict[Any, Any]()
         for i, term in enumerate(self.terms):
             total, count = term.loss.totals(*self._loss_arguments(term, outputs, targets), weight)
             loss, key = term.share * (total / jnp.where(count > 0, count, 1)), term.loss.denominator
@@ -96,7 +96,7 @@ class Objective:
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Any]:
         """Return the sums of a batch: losses first, then metrics by name."""
         outputs, weight = _drop_fill(outputs, batch), jnp.asarray(batch.weight)
-        targets = _fill_missing(batch.targets, weight)
+        targets = _prepare_targets(batch.targets, weight)
         sums = {
             f"loss {i}": term.loss.totals(*self._loss_arguments(term, outputs, targets), weight)
             for i, term in enumerate(self.terms)
@@ -294,14 +294,15 @@ def _drop_fill(outputs: Any, batch: Batch) -> Any:
     return jax.tree.map(take, outputs)
 
 
-def _fill_missing(targets: Any, weight: jax.Array) -> Any:
-    """Set targets that are not finite to 0 where the weight of the example is 0.
+def _prepare_targets(targets: Any, weight: jax.Array) -> Any:
+    """Widen narrow labels, and set targets that are not finite to 0 where the weight is 0.
 
-    NaN marks what was not measured. It would come back from the product with the weight, and from
-    that of the gradient of the loss with 0.
+    NaN marks what was not measured. It would come back from the product with the weight of the
+    example, and from that of the gradient of the loss with 0.
     """
 
     def fill(x):
+        x = widen_labels(x)
         if x.shape[:1] != weight.shape or not jnp.issubdtype(x.dtype, jnp.floating):
             return x
         counts = (weight > 0).reshape(-1, *(1,) * (x.ndim - 1))
