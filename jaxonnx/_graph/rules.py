@@ -21,6 +21,8 @@ _LARGE = 1e3
 """Larger magnitudes are those of additive masks (-1e4, -1e9), not of learned tables."""
 _RUN = 8
 """The mean length of runs of equal numbers, from which on they are no learned ones."""
+_LOOKUPS = ("GatherElements", "GatherND")
+"""Operators that look tensors up without declaring tables."""
 _MOVES = ("Cast", "Identity", "Mul", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
 _TABLE = re.compile(
     r"(.*_)?(inv_freq|window|mel(_(fb|basis|filters?|bank|scale))?|fb|fbank|filter_?banks?"
@@ -344,11 +346,15 @@ def biases_scores(site: Site) -> bool:
 def is_varied_operand(site: Site) -> bool:
     """Find gates, thresholds, positions, centers and mixed kernels in plain arithmetic with data.
 
+    So are tables that PyTorch indexes as `table[ids]`, which its exporter writes as GatherND.
     Buffers do so as well, but their numbers repeat, count, or are whole, as the sizes of a
     detector's anchors in pixels.
     """
-    operand = site.meets_data and site.tensor.stored and bool(site.facts.layers)
-    if not (operand and site.tensor.irregular and site.tensor.is_varied):
+    looked_up = site.in_main_graph and site.operator in _LOOKUPS and site.use.position == 0
+    operand = site.meets_data or (looked_up and not site.use.passes)
+    if not (operand and site.tensor.stored and site.facts.layers):
+        return False
+    if not (site.tensor.irregular and site.tensor.is_varied):
         return False
     numbers = site.tensor.value.astype(np.float64)
     return site.tensor.largest <= 1 or bool((numbers != np.rint(numbers)).any())

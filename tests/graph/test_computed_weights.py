@@ -114,6 +114,18 @@ PLACES = {
         weight(11),
         True,
     ),
+    "positions that are looked up by tuples of indices (Whisper)": (
+        f"""{BACK} n = Shape<start = 0, end = 1>(x) tail = Constant<value_ints = [6, 1]>()
+        s = Concat<axis = 0>(n, tail) e = Expand(index0, s) r = GatherND(p, e) y = Add(h, r)""",
+        weight(9, 8),
+        True,
+    ),
+    "rows that are looked up by element": (
+        f"""{BACK} n = Shape(x) e = Expand(index1, n) r = GatherElements<axis = 1>(p, e)
+        y = Add(h, r)""",
+        weight(2, 9, 8),
+        True,
+    ),
     "a part of a matrix, taken out of a sequence": (
         """i = Constant<value = int64 {0}>() n = Constant<value_ints = [8, 4]>()
         q = SplitToSequence<axis = 0>(p, n) a = SequenceAt(q, i) t = Transpose(a)
@@ -171,7 +183,9 @@ def file(nodes, value):
     tensors |= {"g": weight(8), "places": np.arange(6.0)[:, None], "mask": np.tri(8), "p": value}
     tensors["low"] = 1e-12
     index = np.arange(6)[:, None] - np.arange(6) + 5
-    for name, array in {"z": np.array([0]), "index": index[..., None]}.items():
+    rows = np.arange(6)[:, None]
+    integers = {"z": np.array([0]), "index": index[..., None], "index0": rows, "index1": rows}
+    for name, array in integers.items():
         proto.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
     for name, array in tensors.items():
         if any(name in node.input for node in proto.graph.node):
