@@ -208,8 +208,10 @@ def _check(what: str, proto: ModelProto, origin: Origin, *, rounded: bool, optim
         alike = all(opset_of(function) == opset_of(file) for function in file.functions)
         original = _try_session(file) if alike else None
     if original is None and not rounded:
-        types = {tensor.data_type for tensor in all_tensors(proto.graph)}
         nodes = [*all_nodes(proto.graph)]
+        types = {tensor.data_type for tensor in all_tensors(proto.graph)}
+        types |= {a.i for node in nodes for a in node.attribute if node.op_type == "Cast"}
+        types |= {value.type.tensor_type.elem_type for value in proto.graph.input}
         if types & _HALF or any(node.op_type in ROUNDS for node in nodes):
             tolerance = QUANTIZED
         operators = [lookup(node.domain, node.op_type, sys.maxsize) for node in nodes]

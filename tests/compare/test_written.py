@@ -55,6 +55,37 @@ def test_what_onnxruntime_refuses_is_refused_unless_it_refused_it_before():
         check(custom, custom)
 
 
+@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
+def test_files_in_16_bits_are_compared(kind):
+    """Sessions of onnxruntime in Python take and give no arrays of bfloat16."""
+    number = onnx.TensorProto.DataType.Value(kind.upper())
+    before = f"""{HEAD.replace("float[", f"{kind}[")}
+        {{ a = Cast<to = 1>(x) [second] b = Tanh(a) y = Cast<to = {number}>(b) }}"""
+    check(before, before)
+    with pytest.raises(jaxonnx.ModelError, match="'b', of Sigmoid 'second'"):
+        check(before.replace("Tanh", "Sigmoid"), before)
+    x = np.linspace(-2, 2, 8).reshape(2, 4).astype(kind)
+    (y,) = Session(onnx.parser.parse_model(before).SerializeToString()).run({"x": x})
+    assert y.dtype == x.dtype
+    np.testing.assert_array_equal(y, np.tanh(np.float32(x)).astype(kind))
+    assert jaxonnx.validate(onnx.parser.parse_model(before), x).ok
+
+
+def test_functions_in_bfloat16_are_exported():
+    w = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
+
+    def product(x):
+        return jnp.asarray(x, jnp.bfloat16) @ jnp.asarray(w, jnp.bfloat16)
+
+    x = np.random.default_rng(0).normal(size=(2, 4)).astype(np.float32)
+    wide = lambda x: product(x).astype(jnp.float32)  # noqa: E731
+    for function, example in [(product, x), (product, x.astype(jnp.bfloat16)), (wide, x)]:
+        model = jaxonnx.to_onnx(function, example)
+        (y,) = Session(model.SerializeToString()).run({model.graph.input[0].name: example})
+        assert y.dtype == function(example).dtype
+        np.testing.assert_allclose(np.float32(y), x @ w, rtol=0.03, atol=0.03)
+
+
 def test_a_divisor_of_integers_does_not_end_the_process():
     text = """<ir_version: 10, opset_import: ["": 21]> g (int64[n, 64] x) => (int64[n, 64] y)
         { c = Div(x, x) y = Neg(c) }"""
