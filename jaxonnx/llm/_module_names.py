@@ -64,6 +64,14 @@ HEAD, TABLE = "lm_head", "model.embed_tokens"
 """The modules of the output layer and of the embedding."""
 BESIDE_VISION = "model.language_model."
 """Where transformers has the modules of a decoder's "model" beside a vision encoder."""
+_DECODERS = {
+    "gemma3vl": "gemma3",
+    "lfm2vl": "lfm2",
+    "mistral3": "mistral",
+    "qwen25vl": "qwen2",
+    "qwen3vl": "qwen3",
+}
+"""By model types with a vision encoder, that of the decoder, which a file may have alone."""
 EXPORTED = re.compile(r"\.MatMul\.|_t$")
 """Weights that onnxruntime-genai's builder and mobius name."""
 _WRAPPER = re.compile(
@@ -109,11 +117,17 @@ def find_family(model: Network, config: Mapping[str, Any] = MappingProxyType({})
     """Return the model type, in lower case without underscores; empty if the file tells none.
 
     Folders have it in `genai_config.json` or `config.json`, mobius records the class of the model.
+    Of a vision-language model it is that of the decoder.
 
     Args:
       model: the model.
       config: a `config.json` of another folder.
     """
+    family = _read_model_type(model, config)
+    return _DECODERS.get(family.removesuffix("text"), family)
+
+
+def _read_model_type(model: Network, config: Mapping[str, Any] = MappingProxyType({})) -> str:
     read_json = model.folder.read_json if model.folder else lambda name: {}
     family = read_json("genai_config.json").get("model", {}).get("type")
     settings = {**config, **read_json("config.json")}
@@ -125,6 +139,12 @@ def find_family(model: Network, config: Mapping[str, Any] = MappingProxyType({})
     recorded = re.match(r"\['(\w+?)(?:CausalLM)?Model'", next(classes, ""))
     family = family or (recorded[1] if recorded else "")
     return re.sub(r"[^a-z0-9]", "", str(family).lower())
+
+
+def is_beside_vision(model: Network) -> bool:
+    """Check whether a model is, or has, the decoder of a vision-language model of transformers."""
+    has_images = model.folder is not None and model.folder.image_token is not None
+    return has_images or _read_model_type(model).removesuffix("text") in _DECODERS
 
 
 def torch_axes(model: Network, name: str, weight: Weight) -> tuple[int, ...]:
@@ -153,11 +173,6 @@ def find_matrices(
     used = [*uses(model.graph, tensors)]
     fused = find_fused_projections(model.graph, meanings, used, tensors)
     modules = name_modules(rows, names, model.aliases)
-    if names is None and model.folder and model.folder.image_token is not None:
-        modules = {
-            name: re.sub(r"^model\.(?=layers\.|embed_tokens$)", BESIDE_VISION, module)
-            for name, module in modules.items()
-        }
     return modules, rows, fused
 
 
@@ -456,6 +471,11 @@ def choose_blocks(
     else:
         modules, heights, fused = find_matrices(model, names)
         family = find_family(model)
+        if names is None and is_beside_vision(model):
+            modules = {
+                name: re.sub(r"^model\.(?=layers\.|embed_tokens$)", BESIDE_VISION, module)
+                for name, module in modules.items()
+            }
     blocks = find_blocks(modules, heights, fused, family)
     for weight, height in rows.items():
         if sum(block.rows for block in blocks if block.source == weight) != height:
@@ -485,7 +505,7 @@ def describe_base(model: Network | None, base_model: str | None) -> dict[str, An
     if folder and not base_model:
         base_model = folder.origin or folder.repository or str(folder.path.absolute())
     about = {"base_model_name_or_path": base_model}
-    if folder and folder.task == "text-generation":
+    if model and folder and folder.task == "text-generation" and not is_beside_vision(model):
         about["task_type"] = "CAUSAL_LM"  # AutoPeftModelForCausalLM asks for it
     return about
 
@@ -502,7 +522,7 @@ def place_vectors(
       unwrap: leave the prefix of a module around the network out of their names.
     """
     modules, _, _ = find_matrices(model, None)
-    beside_vision = model.folder is not None and model.folder.image_token is not None
+    beside_vision = is_beside_vision(model)
     parts: dict[str, list[Block]] = {}
     for block in blocks:
         parts.setdefault(block.source, []).append(block)

@@ -113,11 +113,13 @@ def read(
         for name, blocks in [*table.items()] if wrapper else ():
             other = files.plain_name(wrapper + name)
             table.setdefault(other, [block._replace(source=other) for block in blocks])
+        # of a decoder beside a vision encoder: alone, in transformers, and there before 4.52
         for name, blocks in [*table.items()]:
-            inner = name.removeprefix(BESIDE_VISION)
-            if inner != name:  # also of a decoder trained alone, or by transformers before 4.52
-                for other in (f"model.{inner}", f"language_model.model.{inner}"):
-                    table[other] = [block._replace(source=other) for block in blocks]
+            inner = name.removeprefix(BESIDE_VISION).removeprefix("model.")
+            if inner != name and inner.startswith(("layers.", "embed_tokens", "norm.")):
+                for stem in ("model.", BESIDE_VISION, "language_model.model."):
+                    other = f"{stem}{inner}"
+                    table.setdefault(other, [block._replace(source=other) for block in blocks])
         # likewise where no name tells of it ("net.layers.0"), but that all weights have its prefix
         stems = [files.plain_name(module).split(".")[:-1] for module in modules.values()]
         shared = [*takewhile(lambda parts: len({*parts}) == 1, zip(*stems, strict=False))]

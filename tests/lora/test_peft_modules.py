@@ -208,22 +208,28 @@ def test_modules_of_phi_3_are_joined_or_split(tmp_path):
     assert {*jaxonnx.Adapters.load(tmp_path / "fresh", model).layouts} == {*adapters.layouts}
 
 
-@pytest.mark.parametrize("name", ["llava-genai", "internvl-js"])
-def test_a_decoder_beside_a_vision_encoder(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "layers"), [("llava-genai", 1), ("internvl-js", 1), ("qwen2_5_vl_text", 2)]
+)
+def test_a_decoder_beside_a_vision_encoder(name, layers, tmp_path):
     """transformers has it in `model.language_model`; PEFT ignores names that it does not find.
 
-    tests/oracles/test_vision_language.py asks PEFT.
+    tests/oracles/test_vision_language.py asks PEFT, of a decoder alone tests/oracles/test_peft.py.
     """
-    model = jaxonnx.load(DATA / "vision" / name)
+    if layers == 1:
+        model = jaxonnx.load(DATA / "vision" / name)
+    else:
+        model = load_family("llama", tmp_path / "model", name)
     adapters = jaxonnx.Adapters.of(changed(model, 2, "all-linear"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         arrays, config = saved(adapters, tmp_path / "saved", model)
-    stem = "base_model.model.model.language_model.layers.0."
-    assert len(arrays) == 14
+    assert config.get("task_type") is None
+    stem = "base_model.model.model.language_model.layers."
+    assert len(arrays) == 14 * layers
     assert all(key.startswith(stem) for key in arrays)
-    named = {"saved": stem, "alone": "base_model.model.model.layers.0."}
-    named["older"] = "base_model.model.language_model.model.layers.0."
+    named = {"saved": stem, "alone": "base_model.model.model.layers."}
+    named["older"] = "base_model.model.language_model.model.layers."
     for folder, other in named.items():
         (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / "adapter_config.json").write_text(json.dumps(config))

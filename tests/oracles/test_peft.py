@@ -108,13 +108,15 @@ def run_model(model):
     return np.asarray(result[0] if isinstance(result, tuple) else result)
 
 
-def check_both_directions(checkpoint, model, folder, read_network=read_network, dora=False):
+def check_both_directions(
+    checkpoint, model, folder, read_network=read_network, dora=False, where="all-linear"
+):
     """Load what PEFT saved, and let PEFT load what was trained and saved here."""
     base = run_network(read_network(checkpoint))
     atol = 1e-5 * max(1, np.abs(base).max())
     np.testing.assert_allclose(run_model(model), base, rtol=0, atol=atol)
 
-    settings = {"r": 3, "lora_alpha": 5, "target_modules": "all-linear", "use_rslora": True}
+    settings = {"r": 3, "lora_alpha": 5, "target_modules": where, "use_rslora": True}
     settings |= {"use_dora": dora}
     theirs = peft.get_peft_model(read_network(checkpoint), peft.LoraConfig(**settings)).eval()
     torch.manual_seed(1)
@@ -157,6 +159,32 @@ def test_files_of_the_builder(architecture, tmp_path):
     dora = architecture in ("qwen3", "phi3")
     model = jaxonnx.load(target)
     check_both_directions(checkpoint, model, tmp_path, read_with_changed_norms, dora)
+
+
+def test_the_decoder_of_a_vision_language_model(tmp_path):
+    """PEFT adapts it in `model.language_model`; the builder writes it alone."""
+    pytest.importorskip("onnxruntime_genai")
+    vision = {"model_type": "pixtral", "hidden_size": 24, "intermediate_size": 24, "head_dim": 12}
+    vision |= {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
+    text = LLAMA | {"model_type": "mistral", "head_dim": 16}
+    settings = {"text_config": text, "vision_config": vision, "tie_word_embeddings": False}
+    kind = transformers.AutoModelForImageTextToText
+    torch.manual_seed(0)
+    network = kind.from_config(transformers.Mistral3Config(**settings)).eval()
+    genai_builder.randomize(network)
+    network.save_pretrained(tmp_path / "hf")
+    genai_builder.write_tokenizer(tmp_path / "hf")
+    genai_builder.build(tmp_path / "hf", tmp_path / "onnx", "fp32", "cpu", ["exclude_embeds=false"])
+
+    def read_network(folder):
+        whole = kind.from_pretrained(folder, dtype=torch.float32).eval()
+        genai_builder.change_norms(whole)
+        return whole
+
+    where = r".*language_model.*_proj"
+    check_both_directions(
+        tmp_path / "hf", jaxonnx.load(tmp_path / "onnx"), tmp_path, read_network, where=where
+    )
 
 
 @pytest.mark.parametrize("provider", ["default", "cpu"])

@@ -76,7 +76,6 @@ def write_checkpoint(architecture, folder):
     """Write a checkpoint of Hugging Face, and return its network."""
     import torch
     import transformers
-    from tokenizers import Tokenizer, models
 
     config = transformers.AutoConfig.for_model(
         architecture, **(SIZES | ARCHITECTURES[architecture])
@@ -91,13 +90,20 @@ def write_checkpoint(architecture, folder):
     network.save_pretrained(folder)
     if architecture == "gpt_oss":
         _add_float4(folder)
+    write_tokenizer(folder)
+    return network
+
+
+def write_tokenizer(folder):
+    import transformers
+    from tokenizers import Tokenizer, models
+
     words = {f"<{i}>": i for i in range(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<3>"))
     fast = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<0>", eos_token="<1>", pad_token="<2>"
     )
     fast.save_pretrained(folder)
-    return network
 
 
 WHISPER = {
