@@ -465,17 +465,26 @@ def read_arrays(data: Any, reading: Reading, what: str) -> Source:
     return Arrays(arrays, targets, size, seed, rows, **also)
 
 
-def size_of_batches(inputs: Sequence[Value], batch_size: int | None) -> int:
-    """Return the batch size: that of the file if fixed, else `batch_size`, else 32."""
+def find_fixed_sizes(inputs: Sequence[Value]) -> list[int]:
+    """Return the sizes to which inputs fix the axis of examples.
+
+    It may not be the first one: recurrent states are [layers, batch, size].
+    """
     firsts = {value.shape[0] for value in inputs if value.shape and not value.whole}
     firsts = {size for size in firsts if isinstance(size, str)}
-    fixed = [
+    return [
         value.shape[0]
         for value in inputs
-        # an axis of examples may come later: recurrent states are [layers, batch, size]
-        if value.shape and not value.whole and firsts.isdisjoint(value.shape[1:])
+        if value.shape
+        and not value.whole
+        and isinstance(value.shape[0], int)
+        and firsts.isdisjoint(value.shape[1:])
     ]
-    size = next((size for size in fixed if isinstance(size, int)), None)
+
+
+def size_of_batches(inputs: Sequence[Value], batch_size: int | None) -> int:
+    """Return the batch size: that of the file if fixed, else `batch_size`, else 32."""
+    size = next(iter(find_fixed_sizes(inputs)), None)
     if size is None:
         return 32 if batch_size is None else batch_size
     if batch_size not in (None, size):

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from jaxonnx._data.batches import Portions, Source
 from jaxonnx._data.inputs_and_targets import lacks_batch_axis
-from jaxonnx._data.kinds import Data, Reading, read
+from jaxonnx._data.kinds import Data, Reading, find_fixed_sizes, read
 from jaxonnx._data.kinds import open_data as open_kind
 from jaxonnx._data.ragged import Padding
 from jaxonnx.errors import InputError, TrainingError, warn
@@ -211,7 +211,7 @@ def _open_batch(model: Model, settings: Settings) -> tuple[Model, list[str]]:
       TrainingError: the batch cannot be opened, and `batch_size` asks for another.
     """
     inputs = prepare_model(model, None).inputs  # a switch of caches has one element, for all
-    firsts = {v.shape[0] for v in inputs if v.shape and isinstance(v.shape[0], int)}
+    firsts = {*find_fixed_sizes(inputs)}
     if len(firsts) != 1 or settings.batching or has_own_algorithm(model, settings):
         return model, []
     (size,) = firsts

@@ -4,6 +4,7 @@ import numpy as np
 import onnx
 import onnx.parser
 import onnxruntime
+import optax
 import pytest
 
 import jaxonnx
@@ -116,3 +117,21 @@ def test_training_without_a_proof():
     jaxonnx.train(network(mixing), (X, Y), batch_size=1)  # without a warning
     with pytest.raises(jaxonnx.TrainingError, match=r"batch_size=5, but .* fixed to batches of 1"):
         jaxonnx.train(network(mixing), (X, Y), batch_size=5)
+
+
+def test_an_input_with_the_examples_along_its_second_axis():
+    """As the positions of Qwen2.5-VL, [3, batch, length]: its first axis fixes no batch."""
+    shifts = "m = ReduceMean <axes = [0], keepdims = 0> (p) u = Unsqueeze(m, one) "
+    proto = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["": 17]> g (float[n,6] x, float[3,n] p) => (float[n,3] y) '
+        f"<float[6,3] w = {{{', '.join(map(str, range(18)))}}}, int64[1] one = {{1}}> "
+        f"{{ {shifts} z = MatMul(x, w) y = Add(z, u) }}"
+    )
+    settings = {"epochs": 1, "batch_size": 5, "optimizer": optax.sgd(0.0)}
+    loss = "softmax_cross_entropy_with_integer_labels"  # the same for all shifts of a row
+    fixed = {"p": np.ones((3, 1), np.float32)}
+    result = jaxonnx.train(proto, {"x": X, "y": Y}, loss=loss, fixed=fixed, **settings)
+    scores = X @ np.arange(18, dtype=np.float32).reshape(6, 3)
+    each = np.log(np.exp(scores - scores.max(1, keepdims=True)).sum(1)) + scores.max(1)
+    each -= scores[np.arange(10), Y]
+    assert np.mean(result.history.losses) == pytest.approx(each.mean(), rel=1e-5)
