@@ -61,7 +61,7 @@ def on_auto_axes(function: Callable, specs: Callable[..., Any], *args: Any) -> A
     return jax.tree.map(leave, results, specs(results, *args))
 
 
-def put(x: Any, sharding: Sharding) -> jax.Array:
+def put_array(x: Any, sharding: Sharding) -> jax.Array:
     """Return an array with a sharding, of which a process may have a part.
 
     It is whole in each process, and the same; or lies on the devices of all of them already.

@@ -151,7 +151,7 @@ def write_atomically(path: str | os.PathLike[str]) -> Iterator[Path]:
         # the file that names the others comes last
         for written in sorted(Path(folder).iterdir(), key=lambda p: p.name == path.name):
             if replace:
-                put(written, path.parent / written.name)
+                replace_file(written, path.parent / written.name)
             elif written.name == path.name:
                 with written.open("rb") as source, path.open("wb") as target:
                     shutil.copyfileobj(source, target)
@@ -160,7 +160,7 @@ def write_atomically(path: str | os.PathLike[str]) -> Iterator[Path]:
                 raise OSError(errno.EINVAL, message, str(path))
 
 
-def put(written: Path, path: Path) -> None:
+def replace_file(written: Path, path: Path) -> None:
     """Move a file to its place, with the permissions of any new file.
 
     onnx writes external data, and safetensors its files, for the user alone.

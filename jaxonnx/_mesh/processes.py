@@ -30,7 +30,7 @@ from jax._src import distributed  # nothing public gives the key-value store
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxonnx._arrays import put, to_host
+from jaxonnx._arrays import put_array, to_host
 from jaxonnx._mesh.rules import mesh_of
 from jaxonnx.errors import TrainingError, warn
 
@@ -134,7 +134,7 @@ class Processes:
         if pressed not in self._flags:
             each = NamedSharding(self._mesh, PartitionSpec(self._mesh.axis_names))
             flags = np.full(self._mesh.size, pressed, np.float32)
-            self._flags[pressed] = put(flags, each)
+            self._flags[pressed] = put_array(flags, each)
         return self._flags[pressed]
 
     def reduce_stop(self, report: jax.Array, flag: jax.Array | None) -> jax.Array:

@@ -16,7 +16,7 @@ import onnx
 from onnx import ModelProto, NodeProto
 
 from jaxonnx._data.images import FILTERS
-from jaxonnx._files import put, wrap_errors, write_atomically
+from jaxonnx._files import replace_file, wrap_errors, write_atomically
 from jaxonnx._io.files import LIMIT, OnnxFormat, list_data_files
 from jaxonnx._io.protocol import Companion, File, Graph, check_exists, is_folder
 from jaxonnx._io.protos import all_nodes, reads
@@ -328,8 +328,8 @@ class ModelFolder(Companion):
                 onnx.save_model(proto, written, **data)
                 if data and (Path(scratch) / location).exists():
                     (file.parent / location).parent.mkdir(parents=True, exist_ok=True)
-                    put(Path(scratch) / location, file.parent / location)
-                put(written, file)
+                    replace_file(Path(scratch) / location, file.parent / location)
+                replace_file(written, file)
         if left:
             warn(
                 f"not copied to '{target}', because their weights are the old ones: "

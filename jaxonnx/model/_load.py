@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from onnx import ModelProto
 
-from jaxonnx._arrays import put, put_copies
+from jaxonnx._arrays import put_array, put_copies
 from jaxonnx._graph.bind import Graph, bind
 from jaxonnx._graph.quantization_patterns import fuse_integer_products, pass_rounding
 from jaxonnx._graph.roles import running_statistics, split
@@ -195,7 +195,7 @@ def _to_device(value: Any, sharding: NamedSharding | None) -> jax.Array:
     # jnp.array copies twice; of a file's own bytes, which nobody changes, one copy is enough
     if sharding is None:
         return jax.device_put(value) if isinstance(base, bytes) else jnp.array(value)
-    return (put if isinstance(base, bytes) else put_copies)(value, sharding)
+    return (put_array if isinstance(base, bytes) else put_copies)(value, sharding)
 
 
 def _tie(graph: Graph, file: File, requested: Select | None) -> Graph:

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxonnx._arguments import Argument
-from jaxonnx._arrays import put
+from jaxonnx._arrays import put_array
 from jaxonnx._data.batches import Batch, ShortBatch
 from jaxonnx._mesh.rules import DATA, Sharding, axes_of, mesh_of, specs
 from jaxonnx._mesh.shardings import Placement, inherit_shardings
@@ -128,7 +128,7 @@ class MeshStep(Step):
             return jax.device_put(batch, jax.tree.map(self._sharding_of, batch))
         if not shared:
             self._check_size(batch)
-            return jax.tree.map(lambda x: put(x, self._sharding_of(x)), batch)
+            return jax.tree.map(lambda x: put_array(x, self._sharding_of(x)), batch)
         if isinstance(batch, ShortBatch):
             raise TrainingError(
                 "the share of a process in a batch has fewer examples than those before, and "
@@ -179,7 +179,7 @@ class MeshStep(Step):
         return self._step.drop_fill(batch, whole=whole)
 
     def sums(self, batch: Any, shapes: Any = None) -> Any:
-        return jax.tree.map(lambda x: put(x, self._whole), self._step.sums(batch, shapes))
+        return jax.tree.map(lambda x: put_array(x, self._whole), self._step.sums(batch, shapes))
 
     def row(self, sums: Any) -> dict[str, float]:
         return self._step.row(sums)
@@ -220,7 +220,7 @@ class MeshStep(Step):
     def _put(self, tensors: Mapping[str, Any]) -> dict[str, jax.Array]:
         """Place tensors, in the order of the file, by their shardings."""
         return {
-            name: put(x, self._laid[name].sharding if name in self._laid else self._whole)
+            name: put_array(x, self._laid[name].sharding if name in self._laid else self._whole)
             for name, x in tensors.items()
         }
 
@@ -238,9 +238,9 @@ class MeshStep(Step):
     def _place_frozen(self, name: str, x: Any) -> Any:
         laid = self._laid[name]
         if not isinstance(x, KernelFirst):
-            return put(x, laid.sharding)
+            return put_array(x, laid.sharding)
         axes: Any = kernel_first(laid.shape)
-        return KernelFirst(put(x.value, laid.transpose(axes).sharding))
+        return KernelFirst(put_array(x.value, laid.transpose(axes).sharding))
 
     def _or_own(self, frozen: Any) -> Any:
         return self.frozen if frozen is None else frozen
