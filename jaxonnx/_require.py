@@ -37,6 +37,10 @@ def _is_transformation(x: Any) -> bool:
     return all(callable(getattr(x, part, None)) for part in ("init", "update"))
 
 
+def _with_article(name: str) -> str:
+    return f"{'an' if re.match('[AEIOaeio]|nd', name) else 'a'} {name}"  # uint8, ndarray
+
+
 _is_integer = _is_a(int, np.integer)
 _is_iterable = _is_a(Iterable)
 _LIST: _Kind = (
@@ -63,7 +67,7 @@ _KINDS: dict[str, _Kind] = {
     ),
     "None": ("None", lambda x: x is None),
 } | {
-    name: (f"a {name}", lambda x, name=name: name in (c.__name__ for c in type(x).__mro__))
+    name: (_with_article(name), lambda x, name=name: name in (c.__name__ for c in type(x).__mro__))
     for name in ("Adapters", "Layer", "LoRA", "Model", "ModelProto", "Packed", "Rngs")
 }
 """The names of types of annotations, for errors, and the values that they allow."""
@@ -134,6 +138,11 @@ def describe(value: Any) -> str:
             if not hasattr(x, "dtype"):
                 return f"a dict in which {key!r} is {describe(x)}"
     return text if len(text) <= 80 and text[0] != "<" else f"a value of type {type(value).__name__}"
+
+
+def name_type(value: Any) -> str:
+    """Return the type of a value behind its article: "a list", "an int"."""
+    return _with_article(type(value).__name__)
 
 
 def check_arguments(

@@ -22,6 +22,7 @@ from jaxonnx._data.batches import Source, Stream
 from jaxonnx._data.inputs_and_targets import split_weights
 from jaxonnx._data.kinds import Data, Peekable, Reading, Row, Rows, list_forms, register_data
 from jaxonnx._files import read_arrays, wrap_errors
+from jaxonnx._require import name_type
 from jaxonnx.errors import TrainingError
 
 
@@ -45,8 +46,8 @@ class Batches(Data):
         elif isinstance(data, list) and not data:
             raise TrainingError(f"{name} has no examples")
         if way is not None:
-            kind = type(data).__name__
-            raise TrainingError(f"{name} must be {list_forms()}; it is a {kind}: {way}")
+            kind = name_type(data)
+            raise TrainingError(f"{name} must be {list_forms()}; it is {kind}: {way}")
         super().__init__(Peekable(data) if isinstance(data, Iterator) else data, name, names)
 
     def read(self, reading: Reading) -> Source:
@@ -220,7 +221,7 @@ def _read_list(path: Path, failure: str) -> Iterator[Row]:
     with _wrap(failure), _open(path) as file:
         rows = json.load(file)
         if not isinstance(rows, list):
-            raise ValueError(f"it must be a list of objects, got a {type(rows).__name__}")
+            raise ValueError(f"it must be a list of objects, got {name_type(rows)}")
     for number, row in enumerate(rows):
         yield f"example {number} of '{path}'", row
 

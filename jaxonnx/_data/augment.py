@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxonnx._data.batches import Batch, DerivedSource, Source
 from jaxonnx._data.images import Layout, Preparation
+from jaxonnx._require import name_type
 from jaxonnx.errors import TrainingError
 
 _DEFAULTS = {"crop": 0.08, "flip": 0.5}
@@ -225,7 +226,7 @@ def _on_batch(function: Callable) -> Callable:
         if not isinstance(new, Batch):
             raise TrainingError(
                 "augment must return the batch with other values, like "
-                f"batch._replace(inputs=...), and returns a {type(new).__name__}"
+                f"batch._replace(inputs=...), and returns {name_type(new)}"
             )
         _check_count(new, len(batch.weight))
         return new

@@ -24,6 +24,7 @@ from jaxonnx._data.kinds import (
     size_of_batches,
 )
 from jaxonnx._data.ragged import Padding
+from jaxonnx._require import name_type
 from jaxonnx.errors import TrainingError
 
 _BUFFER = 1024
@@ -96,7 +97,7 @@ class DatasetSplits(Data):
 
     def load(self) -> Any:
         raise TrainingError(
-            f"{self.name} must be {list_forms()}; it is a {type(self.data).__name__}: pass one of "
+            f"{self.name} must be {list_forms()}; it is {name_type(self.data)}: pass one of "
             f"its splits, like data[{next(iter(self.data), 'train')!r}]"
         )
 

@@ -19,7 +19,7 @@ from jaxonnx._data.ragged import (
     with_derived,
 )
 from jaxonnx._graph.values import Value
-from jaxonnx._require import require
+from jaxonnx._require import name_type, require
 from jaxonnx.errors import TrainingError
 
 _OF_BATCHES = "lists and other iterables are read as batches: make batches"
@@ -301,7 +301,7 @@ def _split_pair(data: Any, names: list[str], what: str, spare: Collection[str]) 
         return data[0], data[1]
     if not isinstance(data, Mapping):
         expected = "a pair (x, y) or a dict with the inputs and targets"
-        raise TrainingError(f"{what} must be {expected}, got a {type(data).__name__}")
+        raise TrainingError(f"{what} must be {expected}, got {name_type(data)}")
     if len(names) == 1 and names[0] not in data and {*data} == {"x", "y"}:
         return data["x"], data["y"]
     if missing := [name for name in names if name not in data and name not in spare]:

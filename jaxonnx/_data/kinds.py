@@ -28,7 +28,7 @@ from jaxonnx._data.padding import fit_padding
 from jaxonnx._data.ragged import PLAIN, Padding
 from jaxonnx._graph.values import Value, hint_at_image
 from jaxonnx._limits import format_bytes, machine
-from jaxonnx._require import require
+from jaxonnx._require import name_type, require
 from jaxonnx.errors import TrainingError
 
 Row = tuple[str, Any]
@@ -277,8 +277,8 @@ class Data:
 
     def _refuse_names(self) -> TrainingError:
         return TrainingError(
-            f"columns= renames columns of rows, of files and of dicts; {self.name} is a "
-            f"{type(self.data).__name__}"
+            f"columns= renames columns of rows, of files and of dicts; {self.name} is "
+            f"{name_type(self.data)}"
         )
 
 
@@ -374,7 +374,7 @@ def open_data(
     """
     kind = next((kind for kind in KINDS if kind.accepts(data, labels)), None)
     if kind is None:
-        raise TrainingError(f"{name} must be {list_forms()}; it is a {type(data).__name__}")
+        raise TrainingError(f"{name} must be {list_forms()}; it is {name_type(data)}")
     opened = kind(data, name, names)
     if (rows := opened.rows) is not None:
         of_rows = next((kind for kind in ROW_KINDS if kind.accepts_rows(rows)), None)

@@ -22,7 +22,7 @@ from jaxonnx._data.random_inputs import draw_inputs
 from jaxonnx._graph.values import to_value
 from jaxonnx._io.protos import Writer, defined_names, subgraphs, unused_name
 from jaxonnx._jaxpr import bind_equation, interpret, live, programs
-from jaxonnx._require import check_arguments
+from jaxonnx._require import check_arguments, name_type
 from jaxonnx._rewrite.network import Network
 from jaxonnx.errors import InputError
 from jaxonnx.onnx_out._nodes import OLDEST, Nodes, Tensor, digest, plain, value_info
@@ -447,13 +447,11 @@ def _struct(leaf: Any, path: Any) -> jax.ShapeDtypeStruct:
         dtype: Any = jax.dtypes.canonicalize_dtype(array.dtype, allow_extended_dtype=True)
     except TypeError as error:
         what = jax.tree_util.keystr(path)
-        raise InputError(
-            f"example {what} is a {type(leaf).__name__}, not an array: {error}"
-        ) from None
+        raise InputError(f"example {what} is {name_type(leaf)}, not an array: {error}") from None
     numbers = jnp.issubdtype(dtype, jnp.number) or dtype == jnp.bool_
     if not numbers and not jnp.issubdtype(dtype, jax.dtypes.prng_key):
         what = jax.tree_util.keystr(path)
-        raise InputError(f"example {what} is a {type(leaf).__name__}, not an array of numbers")
+        raise InputError(f"example {what} is {name_type(leaf)}, not an array of numbers")
     return jax.ShapeDtypeStruct(array.shape, dtype)
 
 

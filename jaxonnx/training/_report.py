@@ -23,6 +23,7 @@ from jaxonnx._data.batches import Batch, Examples, Source
 from jaxonnx._files import write_atomically
 from jaxonnx._graph.uses import uses, weights
 from jaxonnx._io.protos import modules
+from jaxonnx._require import name_type
 from jaxonnx._rewrite.network import enter
 from jaxonnx.errors import Error
 from jaxonnx.lora import Adapters
@@ -273,7 +274,7 @@ def format_setting(value: Any) -> str:
         return os.fspath(value)
     if isinstance(value, np.ndarray | jax.Array):
         return f"{value.dtype}{[*value.shape]}"
-    return getattr(value, "__name__", None) or f"a {type(value).__name__}"
+    return getattr(value, "__name__", None) or name_type(value)
 
 
 def list_versions() -> list[tuple[str, str]]:

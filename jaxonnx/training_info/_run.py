@@ -22,7 +22,7 @@ from jaxonnx._graph.roles import HOST_ONLY
 from jaxonnx._graph.values import data, fit, to_value
 from jaxonnx._io.protos import subgraphs, tensor_of_constant
 from jaxonnx._io.tensors import to_array
-from jaxonnx._require import check_arguments
+from jaxonnx._require import check_arguments, name_type
 from jaxonnx._run.failures import convert_errors
 from jaxonnx._run.folding import FOLD_LIMIT
 from jaxonnx._run.scope import Context, run
@@ -391,7 +391,7 @@ def _assign(state: State, bindings: Mapping[str, str], outputs: Mapping[str, Any
 def _check_names(what: str, values: Mapping[str, Any], expected: Iterable[str]) -> None:
     """Raise `InputError` unless values have exactly the expected names."""
     if not isinstance(values, Mapping):
-        raise InputError(f"{what} must be a dict by tensor name, got a {type(values).__name__}")
+        raise InputError(f"{what} must be a dict by tensor name, got {name_type(values)}")
     expected = set(expected)
     missing, unknown = sorted(expected - values.keys()), sorted(values.keys() - expected)
     if missing or unknown:

@@ -274,7 +274,7 @@ def test_errors_of_the_data_keep_their_message_and_place(net):
 BAD = {
     "no file": ("missing.npz", {}, "'missing.npz' cannot be read"),
     "no npz": (__file__, {}, "cannot be read|must be an .npz"),
-    "kind": (3, {}, "a pair .* or a function .* it is a int"),
+    "kind": (3, {}, "a pair .* or a function .* it is an int"),
     "lacks": ({"z": X, "y": Y}, {}, "lacks the model's input 'x'"),
     "no target": ({"x": X}, {}, r"data has no targets: pass \(x, y\), or a dict with the"),
     "words": ((X, np.array(["a"] * 12)), {}, "the targets must be numbers, got <U1"),

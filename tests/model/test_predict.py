@@ -157,7 +157,7 @@ def test_what_does_not_fit(model, tmp_path):
         model.predict(np.array(["a", "b"]))
     with pytest.raises(jaxonnx.InputError):
         model.predict(x[:, :3])
-    with pytest.raises(jaxonnx.TrainingError, match="it is a int"):
+    with pytest.raises(jaxonnx.TrainingError, match="it is an int"):
         model.predict(3)
 
 

@@ -78,7 +78,7 @@ def imputer(
         imputed, replaced = imputed_value_int64s, replaced_value_int64
     if imputed is None or len(imputed) not in (1, x.shape[-1]):
         raise NodeError(
-            f"a {x.dtype} input of {x.shape[-1]} features needs 1 or {x.shape[-1]} imputed values "
+            f"{x.shape[-1]} features of type {x.dtype} need 1 or {x.shape[-1]} imputed values "
             f"of its own kind, not {imputed}"
         )
     missing = xp(x).isnan(x) if replaced != replaced else x == replaced
