@@ -1,5 +1,6 @@
 """`to_onnx`: a JAX function as a ModelProto."""
 
+import ast
 import functools
 import inspect
 import operator
@@ -275,6 +276,17 @@ def append(
 _LARGEST_SIZE, _MOST_ATTEMPTS = 256, 100_000
 _SIZE_FUNCTIONS = {"mod": operator.mod, "floordiv": operator.floordiv, "max": max, "min": min}
 """The functions in symbolic sizes."""
+_SIZE_OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Pow: operator.pow,
+    ast.USub: operator.neg,
+    ast.Eq: operator.eq,
+    ast.GtE: operator.ge,
+    ast.LtE: operator.le,
+}
+"""The operators in symbolic sizes and their constraints."""
 _UNOPTIMIZED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
@@ -299,11 +311,12 @@ def _choose_sizes(symbolic: Sequence[Any]) -> dict[str, int]:
     scopes = {str(n.scope).partition(" with constraints:")[2] for n in symbolic}
     lines = [line.strip() for text in scopes for line in text.splitlines() if line.strip()]
     sizes = [*map(str, symbolic)]
-    compiled = {x: compile(x.replace("^", "**"), x, "eval") for x in (*sizes, *lines)}
-    names_of = {x: {*code.co_names}.difference(_SIZE_FUNCTIONS) for x, code in compiled.items()}
-
-    def evaluate(text: str, variables: Mapping[str, int]) -> int:
-        return eval(compiled[text], {"__builtins__": {}, **_SIZE_FUNCTIONS, **variables})
+    trees = {x: ast.parse(x.replace("^", "**"), mode="eval").body for x in (*sizes, *lines)}
+    names_of = {
+        x: {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)} - _SIZE_FUNCTIONS.keys()
+        for x, tree in trees.items()
+    }
+    values_of = {x: _compile_size(tree) for x, tree in trees.items()}
 
     # 2. one variable after the other, each with the first number that fits those before it
     names = sorted(set().union(*names_of.values()))
@@ -317,16 +330,35 @@ def _choose_sizes(symbolic: Sequence[Any]) -> dict[str, int]:
         for number in (*range(4 + i, _LARGEST_SIZE + 1), *range(3 + i, 0, -1)):
             more = {**variables, names[i]: number}
             decided = (x for x, of in names_of.items() if names[i] in of and of <= more.keys())
-            fits = all(evaluate(x, more) > 0 for x in decided)
+            fits = all(values_of[x](more) > 0 for x in decided)
             yield from search(more) if fits else [None]
 
     for variables in islice(search({}), _MOST_ATTEMPTS):
         if variables is not None:
-            return {size: evaluate(size, variables) for size in sizes}
+            return {size: values_of[size](variables) for size in sizes}
     raise InputError(
         f"no sizes up to {_LARGEST_SIZE} were found that meet the constraints of the examples' "
         f"{', '.join(sizes)}"
     )
+
+
+def _compile_size(tree: ast.expr) -> Callable[[Mapping[str, int]], int]:
+    """Return a function of the variables that evaluates a symbolic size or a constraint."""
+    match tree:
+        case ast.Constant(value=int(number)):
+            return lambda variables: number
+        case ast.Name(id=name):
+            return lambda variables: variables[name]
+        case ast.Call(func=ast.Name(id=name), args=parts):
+            function = _SIZE_FUNCTIONS[name]
+        case ast.UnaryOp(op=kind, operand=part):
+            function, parts = _SIZE_OPERATORS[type(kind)], [part]
+        case ast.BinOp(left=a, op=kind, right=b) | ast.Compare(left=a, ops=[kind], comparators=[b]):
+            function, parts = _SIZE_OPERATORS[type(kind)], [a, b]
+        case _:
+            raise InputError(f"the size {ast.unparse(tree)} cannot be evaluated: pass check=False")
+    values = [*map(_compile_size, parts)]
+    return lambda variables: function(*(value(variables) for value in values))
 
 
 def _to_origin(proto: ModelProto, written: ExportedFunction, examples: Sequence[Any]) -> Origin:
