@@ -41,6 +41,13 @@ LENGTH = 1024
 """The default limit of tokens in an example."""
 _SEVERAL = "multi_label_classification"
 """The `problem_type` of transformers' networks whose classes exclude none of the others."""
+_NO_CLASSES = (
+    "the model computes an embedding of each text, as modules.json says, and has no classes: a "
+    "label is an integer that a function (outputs, targets) compares with those of other rows; "
+    "pairs of texts have none, with loss='in_batch_negatives'; model.then(nnx.Linear(...)) adds "
+    "outputs for classes"
+)
+"""Why a model of sentence-transformers takes neither names nor fractions as labels."""
 _STEP = 8
 """Widths of batches are multiples of this."""
 _GAIN = 0.9
@@ -585,7 +592,9 @@ class LabelReader:
             except ValueError:
                 has = f"are {_list(self._names)}" if self._names else "have no names"
                 raise TrainingError(
-                    f"{where} {value!r} is no class of the model, whose {self._count or ''} "
+                    f"{where} is {value!r}, and {_NO_CLASSES}"
+                    if embeds_texts(self.model)
+                    else f"{where} {value!r} is no class of the model, whose {self._count or ''} "
                     f"classes {has}: head=[...] gives it new classes by their names"
                 ) from None
         array = np.asarray(value)
@@ -605,7 +614,9 @@ class LabelReader:
         if self._count not in (None, 1):
             if number != int(number):
                 raise TrainingError(
-                    f"{where} is {number}, and the model has {self._count} classes, 0 ... "
+                    f"{where} is {number}, and {_NO_CLASSES}"
+                    if embeds_texts(self.model)
+                    else f"{where} is {number}, and the model has {self._count} classes, 0 ... "
                     f"{self._count - 1}: head=1 gives it one output, for numbers"
                 )
             number = int(number)

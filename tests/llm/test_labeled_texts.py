@@ -541,5 +541,10 @@ def test_a_model_of_embeddings_reads_each_text_alone_without_a_loss_too(tmp_path
     with pytest.raises(jaxonnx.Error, match=r"an embedding of each text, .*pass a row for each"):
         model.predict(pairs)
     assert model.predict(texts[:3]).shape == (3, 6)
+    for label in ("cats", 0.5):  # a new head is no embedding
+        words = rf"label is {label!r}, and the model computes an embedding .*\(outputs, targets\)"
+        with pytest.raises(jaxonnx.TrainingError, match=words) as caught:
+            read(model, [{"text": WHO, "label": label}])
+        assert "head=" not in str(caught.value)
     scored = model.with_head(2)  # which scores pairs
     assert scored.predict(pairs).shape == (len(pairs), 2)
