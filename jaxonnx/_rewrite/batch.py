@@ -3,7 +3,8 @@
 Without dynamic axes an exporter writes the batch size of its example into targets of Reshape and
 initial states of recurrent layers. Two evaluations on shapes, one with the file's size and one with
 another, tell which axis of every value is the batch; a target that holds the size gets a -1 in its
-place. The new graph is run on two batches in one, and must give what the old one gives for each:
+place. In a file for one example, constant rows are repeated, and indices of examples become a
+range. The new graph is run on two batches in one, and must give what the old one gives for each:
 there may be several places to choose from, and a file for one example may mix those of a batch (a
 Softmax over the first axis).
 """
@@ -201,8 +202,9 @@ class _Changes:
 
     inputs: dict[tuple[str, int], np.ndarray] = field(default_factory=dict)
     """New constants, by node and input position: targets of Reshape, data of Expand."""
-    rows: dict[tuple[str, int], Row] = field(default_factory=dict)
-    """Inputs of Concat to repeat once per example, by node and input position."""
+    computed: dict[tuple[str, int], Row | Lookup] = field(default_factory=dict)
+    """Inputs that new nodes compute for each example, by node and input position: constant rows of
+    Concat and GatherElements, indices of Gather and GatherND."""
     stateless: set[str] = field(default_factory=set)
     """Recurrent layers whose initial states are constant zeros: the inputs are dropped, because an
     absent initial state is zero for any batch size."""
@@ -213,7 +215,7 @@ class _Changes:
 
     def check_same(self, other: _Changes) -> None:
         """Refuse changes that differ with the sizes of other axes that are open."""
-        if self.rows != other.rows or self.stateless != other.stateless:
+        if self.computed != other.computed or self.stateless != other.stateless:
             raise InputError(f"what fixes the batch depends on other open axes; {_WAY_OUT}")
         for at in self.inputs.keys() | other.inputs.keys():
             a, b = self.inputs.get(at), other.inputs.get(at)
@@ -227,7 +229,7 @@ class _Changes:
         """Return the node with its new input names, for the evaluation of the changed graph."""
         first = node.outputs[0] if node.outputs else ""
         inputs = tuple(
-            _input_name(first, i) if (first, i) in {*self.inputs, *self.rows} else name
+            _input_name(first, i) if (first, i) in {*self.inputs, *self.computed} else name
             for i, name in enumerate(node.inputs)
         )
         if first in self.stateless:
@@ -253,13 +255,16 @@ def _find_changes(
     """
     changes = _Changes()
     targets: dict[str, np.ndarray] = {}
+    indices: dict[str, np.ndarray] = {}
+    like = next(v.name for v in inputs if v.shape and v.shape[0] == size)
 
-    # 1. with the file's size, note the targets of Reshape that are known
-    def note_targets(node: Node, scope: Scope) -> Node:
-        if node.op.name == "Reshape" and len(node.inputs) > 1 and node.outputs:
-            target = scope[node.inputs[1]]
-            if isinstance(target, np.ndarray):
-                targets[node.outputs[0]] = target
+    # 1. with the file's size, note the targets of Reshape and the indices that are known
+    def note_constants(node: Node, scope: Scope) -> Node:
+        constants = {"Reshape": targets, "Gather": indices, "GatherND": indices}.get(node.op.name)
+        if constants is not None and len(node.inputs) > 1 and node.outputs:
+            value = scope[node.inputs[1]]
+            if isinstance(value, np.ndarray):
+                constants[node.outputs[0]] = value
         return node
 
     # 2. with another size, a target that stays the same may hold the file's size
@@ -298,19 +303,24 @@ def _find_changes(
                 repeated = np.take(data, [0], -1 - axis)
                 if a == size and b not in (1, a) and np.array_equal(data, data * 0 + repeated):
                     replace_input(first, 0, repeated, scope)
-        elif node.op.name == "Concat" and size == 1:
+        elif node.op.name in ("Concat", "GatherElements") and size == 1:
             # with a batch of one example, a constant row has the right length without repetition
             for i, row in find_rows(node, scope, old).items():
-                changes.rows[first, i] = row
+                changes.computed[first, i] = row
                 count = scope[row.like].shape[row.axis]
                 scope.values[_input_name(first, i)] = np.repeat(scope[row.name], count, row.axis)
+        elif size == 1 and (lookup := find_lookup(node, indices.get(first), scope, old, like)):
+            # with a batch of one example, a constant index of its values needs no offset
+            changes.computed[first, 1] = lookup
+            count = scope[like].shape[0]
+            scope.values[_input_name(first, 1)] = lookup.move(indices[first], count)
         return changes.apply(node)
 
     # the pass goes on with the new value, so that later nodes see the batch too
     def replace_input(first: str, position: int, value: np.ndarray, scope: Scope) -> None:
         changes.inputs[first, position] = scope.values[_input_name(first, position)] = value
 
-    old = _trace(graph, inputs, tensors, size, size, note_targets)
+    old = _trace(graph, inputs, tensors, size, size, note_constants)
     # 2 n + 1 has no factor in common with n: a target that holds n rarely fits by chance
     new = _trace(graph, inputs, tensors, size, 2 * size + 1, free_node)
     for name in graph.outputs:
@@ -415,13 +425,13 @@ def _write_changes(graph: GraphProto, inputs: list[str], changes: _Changes, size
                     node.input[i] = ""
         if first in changes.copying:
             node.attribute.remove(next(a for a in node.attribute if a.name == "allowzero"))
-    # 3. rows, repeated right in front of their readers, as nodes must be sorted
+    # 3. rows and indices, computed right in front of their readers, as nodes must be sorted
     nodes = [*graph.node]
     del graph.node[:]
     for node in nodes:
-        for at, row in changes.rows.items():
+        for at, value in changes.computed.items():
             if node.output and at[0] == node.output[0]:
-                graph.node.extend(row.nodes(_input_name(*at)))
+                graph.node.extend(value.nodes(_input_name(*at)))
                 node.input[at[1]] = _input_name(*at)
         graph.node.append(node)
 
@@ -598,7 +608,8 @@ def resolve_target(target: np.ndarray, shape: Shape) -> list[int] | None:
     return new if math.prod(new) == math.prod(shape) else None
 
 
-# Tensors of one example beside values with a batch in Concat: class tokens, constant pads.
+# Constants of one example beside values with a batch: rows of Concat (class tokens, constant pads)
+# and of GatherElements (types of tokens), and indices (of masks).
 
 
 class Row(NamedTuple):
@@ -607,7 +618,7 @@ class Row(NamedTuple):
     name: str
     """The tensor; the length of its batch axis is one."""
     like: str
-    """Another input of the Concat, which has the batch."""
+    """Another input of the node, which has the batch."""
     axis: int
     """The batch axis of both."""
     rank: int
@@ -615,29 +626,29 @@ class Row(NamedTuple):
 
     def nodes(self, result: str) -> list[NodeProto]:
         """Return nodes that compute `result`: the tensor expanded to the batch size of `like`."""
-
-        def constant(suffix: str, value: np.ndarray) -> NodeProto:
-            tensor = numpy_helper.from_array(value)
-            return helper.make_node("Constant", [], [f"{result}/{suffix}"], value=tensor)
-
         shape, batch, ones, target = (
             f"{result}/{part}" for part in ("shape", "batch", "one", "target")
         )
         # the target is the shape of `like` at the batch axis, and 1 (no change) elsewhere
         return [
             helper.make_node("Shape", [self.like], [shape]),
-            constant("batch", np.arange(self.rank) == self.axis),
-            constant("one", np.ones(1, np.int64)),
+            _constant(batch, np.arange(self.rank) == self.axis),
+            _constant(ones, np.ones(1, np.int64)),
             helper.make_node("Where", [batch, shape, ones], [target]),
             helper.make_node("Expand", [self.name, target], [result]),
         ]
 
 
+def _constant(name: str, value: np.ndarray) -> NodeProto:
+    """Return a node of a constant."""
+    return helper.make_node("Constant", [], [name], value=numpy_helper.from_array(value))
+
+
 def find_rows(node: Node, scope: Scope, old: Mapping[str, tuple[int, ...]]) -> dict[int, Row]:
-    """Find the inputs of a Concat that lack the batch of the others, by position.
+    """Find the inputs of a node that lack the batch of the others, by position.
 
     Args:
-      node: the Concat, of a file whose batch size is one.
+      node: a Concat or GatherElements of a file whose batch size is one.
       scope: the values for a larger batch.
       old: the shapes of the values for a batch of one.
     """
@@ -647,7 +658,7 @@ def find_rows(node: Node, scope: Scope, old: Mapping[str, tuple[int, ...]]) -> d
         for axis, length in enumerate(old[name])
         if length != scope[name].shape[axis]
     }
-    joined = node.attributes.get("axis", 1)
+    joined = node.attributes.get("axis", 1 if node.op.name == "Concat" else 0)
     if len({*moved.values()}) != 1:
         return {}
     like, axis = next(iter(moved.items()))
@@ -659,3 +670,80 @@ def find_rows(node: Node, scope: Scope, old: Mapping[str, tuple[int, ...]]) -> d
         if fixed and axis != joined % rank and value.shape[axis] == 1:
             result[i] = Row(name, like, axis, rank)
     return result
+
+
+class Lookup(NamedTuple):
+    """A constant index of values of one example, to be moved on to those of each example."""
+
+    index: str
+    """The index; the length of its first axis is one, and becomes the batch."""
+    rank: int
+    """The rank of the index."""
+    steps: tuple[int, ...]
+    """The distance from an example to the next one, for each number of an index."""
+    like: str
+    """An input of the graph whose first axis is the batch."""
+
+    def move(self, index: np.ndarray, count: int) -> np.ndarray:
+        """Return the index for so many examples."""
+        return index + np.arange(count).reshape(-1, *[1] * (self.rank - 1)) * np.array(self.steps)
+
+    def nodes(self, result: str) -> list[NodeProto]:
+        """Return nodes that compute `result`: the index for the batch of `like`."""
+        names = ("shape", "zero", "batch", "unit", "range", "target", "column", "steps", "offsets")
+        shape, zero, batch, unit, numbers, target, column, steps, offsets = (
+            f"{result}/{name}" for name in names
+        )
+        return [
+            helper.make_node("Shape", [self.like], [shape]),
+            _constant(zero, np.array(0)),
+            helper.make_node("Gather", [shape, zero], [batch]),
+            _constant(unit, np.array(1)),
+            helper.make_node("Range", [zero, batch, unit], [numbers]),
+            _constant(target, np.array([-1, *[1] * (self.rank - 1)])),
+            helper.make_node("Reshape", [numbers, target], [column]),
+            _constant(steps, np.array(self.steps)),
+            helper.make_node("Mul", [column, steps], [offsets]),
+            helper.make_node("Add", [self.index, offsets], [result]),
+        ]
+
+
+def find_lookup(
+    node: Node,
+    constant: np.ndarray | None,
+    scope: Scope,
+    old: Mapping[str, tuple[int, ...]],
+    like: str,
+) -> Lookup | None:
+    """Find the index of a Gather or GatherND that looks values up along the batch, if it does.
+
+    Args:
+      node: a node of a file whose batch size is one.
+      constant: its index for a batch of one, if it is such a node and the index is known.
+      scope: the values for a larger batch.
+      old: the shapes of the values for a batch of one.
+      like: an input of the graph whose first axis is the batch.
+    """
+    if constant is None or not np.array_equal(scope[node.inputs[1]], constant):
+        return None
+    name, index = node.inputs[:2]
+    before = old[name]
+    moved = [axis for axis, size in enumerate(scope[name].shape) if size != before[axis]]
+    if node.op.name == "GatherND":
+        axes = [*range(constant.shape[-1])] if constant.ndim > 1 else []
+        places = constant
+    else:
+        axes = [node.attributes.get("axis", 0) % len(before)]
+        places = constant[..., None]
+    if (
+        node.version < 11  # there is no Range
+        or node.attributes.get("batch_dims", 0)
+        or len(moved) != 1
+        or moved[0] not in axes
+        or constant.dtype != np.int64
+        or constant.shape[:1] != (1,)
+        or places[..., axes.index(moved[0])].min(initial=0) < 0
+    ):
+        return None
+    steps = tuple(before[axis] if axis == moved[0] else 0 for axis in axes)
+    return Lookup(index, constant.ndim, steps, like)

@@ -139,12 +139,45 @@ def test_what_mixes_the_examples_is_named(nodes, node):
         load(nodes, size="1,6", out="1,6")
 
 
+LOOKUPS = {
+    # DistilBERT, BERT and others of transformers 5 by the older exporter and by the current one
+    "Gather": "k = Identity(mask) m = Gather(mask, first)",
+    "flattened": "r = Reshape(mask, all) k = Gather(r, row) m = Reshape(k, one)",
+    "GatherND": "k = Identity(mask) m = GatherND(mask, pairs)",
+    # the types of RoBERTa's tokens
+    "GatherElements": "k = Identity(mask) m = GatherElements <axis = 1> (types, mask)",
+}
+
+
+@pytest.mark.parametrize("nodes", LOOKUPS.values(), ids=LOOKUPS)
+def test_constants_that_look_up_the_example(nodes, tmp_path):
+    """A file for one example gives for each of a batch what onnxruntime gives for it alone."""
+    text = f"""<ir_version: 9, opset_import: ["": 17]>
+    g (float[1,3] x, int64[1,3] mask) => (float[1,3] y)
+    <int64[1] first = {{0}}, int64[1] all = {{-1}}, int64[2] one = {{1,3}},
+     int64[1,3] row = {{0,1,2}}, int64[1,3,2] pairs = {{0,0,0,1,0,2}},
+     int64[1,2] types = {{5,7}}, float small = {{0.001}}> {{
+        {nodes} f = Cast <to = 1> (m) s = Mul(f, small) y = Add(x, s)
+    }}"""
+    proto = onnx.parser.parse_model(text)
+    model = jaxonnx.load(proto, batch="any")
+    draw = np.random.default_rng(0)
+    x, mask = draw.standard_normal((4, 3)).astype(np.float32), draw.integers(0, 2, (4, 3))
+    alone = onnxruntime.InferenceSession(proto.SerializeToString())
+    pairs = zip(np.split(x, 4), np.split(mask, 4), strict=True)
+    expected = np.concatenate([alone.run(None, {"x": a, "mask": b})[0] for a, b in pairs])
+    np.testing.assert_allclose(model(x, mask), expected, rtol=1e-6)
+    model.save(tmp_path / "any.onnx")
+    onnx.checker.check_model(tmp_path / "any.onnx", full_check=True)
+    session = onnxruntime.InferenceSession(tmp_path / "any.onnx")
+    np.testing.assert_allclose(session.run(None, {"x": x, "mask": mask})[0], expected, rtol=1e-6)
+
+
 def test_a_mask_of_the_first_example_for_all():
-    # as in DistilBERT of transformers 5, exported for one example: constants look the mask up
     text = """<ir_version: 9, opset_import: ["": 17]>
     g (float[1,6] x, int64[1,6] mask) => (float[1,6] y)
-    <int64[1] first = {0}, float small = {0.001}> {
-        m = Gather(mask, first) f = Cast <to = 1> (m) s = Mul(f, small) y = Add(x, s)
+    <int64[1] zero = {0}, int64[1] one = {1}, float small = {0.001}> {
+        m = Slice(mask, zero, one, zero) f = Cast <to = 1> (m) s = Mul(f, small) y = Add(x, s)
     }"""
     words = "'y' .Add.*mixes the examples.* differ in the input 'mask' alone give other values"
     with pytest.raises(jaxonnx.InputError, match=words):
