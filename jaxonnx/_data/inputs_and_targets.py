@@ -295,6 +295,12 @@ def drop_targets(data: Any, names: list[str]) -> Any:
     return data[0] if len(data) == 2 else data
 
 
+def find_inputs(batch: Any, names: list[str]) -> Any:
+    """Return the inputs of a batch that may have targets and weights."""
+    weighed = isinstance(batch, tuple) and len(batch) == 3 != len(names)
+    return drop_targets(batch[:2] if weighed else batch, names)
+
+
 def _split_pair(data: Any, names: list[str], what: str, spare: Collection[str]) -> tuple[Any, Any]:
     """Split a pair or a dict into inputs and targets, without changing either."""
     if isinstance(data, tuple | list) and len(data) == 2:
@@ -323,8 +329,7 @@ def lacks_batch_axis(batch: Any, inputs: Sequence[Value]) -> bool:
       inputs: the model's inputs.
     """
     names = [value.name for value in inputs]
-    weighed = isinstance(batch, tuple) and len(batch) == 3 != len(names)
-    x = drop_targets(batch[:2] if weighed else batch, names)
+    x = find_inputs(batch, names)
     if isinstance(x, Mapping):
         x = tuple(x.get(name) for name in names)
     arrays = x if isinstance(x, tuple) else (x,)

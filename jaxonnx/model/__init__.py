@@ -28,7 +28,7 @@ from jaxonnx.model._statistics import (
 )
 from jaxonnx.model._transforms import (
     add_states,
-    check_batch_axis,
+    fit_to_batch,
     inputs_alone,
     start_at_zeros,
     with_any_batch,

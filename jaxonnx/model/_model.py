@@ -17,7 +17,6 @@ from onnx import ModelProto
 from rich.console import Group
 
 from jaxonnx._data.batches import iterate_inputs
-from jaxonnx._data.inputs_and_targets import lacks_batch_axis
 from jaxonnx._data.kinds import open_data
 from jaxonnx._data.ragged import Padding
 from jaxonnx._display import Printable, format_count
@@ -47,12 +46,7 @@ from jaxonnx.model._save import AdapterForm, merge, save, to_proto
 from jaxonnx.model._show import Summary, describe_file, overview, summary
 from jaxonnx.model._sparsity import options, with_products, with_record
 from jaxonnx.model._statistics import MOST, recompute
-from jaxonnx.model._transforms import (
-    Initializer,
-    check_batch_axis,
-    inputs_alone,
-    start_at_zeros,
-)
+from jaxonnx.model._transforms import Initializer, fit_to_batch, inputs_alone
 from jaxonnx.quantization import Rounding, Sensitivity, is_quantized, open_quantized
 from jaxonnx.training_info import Training
 from jaxonnx.views import Dropout, FrozenStatistics, Remat, drop
@@ -288,11 +282,7 @@ class Model(Network, Printable):
         check_arguments(Model.predict, locals())
         net = self.with_fixed_inputs({} if fixed is None else fixed)
         opened = open_data(data, labels=False)
-        net, _ = start_at_zeros(net, inputs_alone(net, opened.first_batch))
-        if lacks_batch_axis(opened.first_batch, net.inputs):
-            net = net.with_batch_axis()
-        else:
-            check_batch_axis(net)
+        net, _ = fit_to_batch(net, inputs_alone(net, opened.first_batch))
         examples = read_inputs(
             net,
             opened,
@@ -509,7 +499,8 @@ class Model(Network, Printable):
         """
         check_arguments(Model.recompute_statistics, locals())
         opened = open_data(data, labels=False)
-        net, _ = start_at_zeros(self, inputs_alone(self, opened.first_batch))
+        batch = inputs_alone(self, opened.first_batch)
+        net, _ = fit_to_batch(self, batch, renews_statistics=True)
         examples = read_inputs(
             net,
             opened,
@@ -731,8 +722,8 @@ class Model(Network, Printable):
         """Return a model for batches, from a file whose inputs are a single example.
 
         Calls are a `jax.vmap` over a new first axis of all inputs and outputs. `save` writes the
-        original file for one example. `jaxonnx.train`, `evaluate` and `predict` call this if the
-        data have one axis more than the inputs.
+        original file for one example. Functions of data, such as `jaxonnx.train`, `predict` and
+        `jaxonnx.quantize`, call this if the data have one axis more than the inputs.
 
         Raises:
           InputError: the model has no inputs, because all of them have fixed values.

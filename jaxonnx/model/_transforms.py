@@ -18,7 +18,7 @@ from onnx.numpy_helper import to_array
 from jaxonnx._compare.written import Origin, Run, check_written, make_origin
 from jaxonnx._data.augment import AugmentedSource
 from jaxonnx._data.batches import Batch, Source
-from jaxonnx._data.inputs_and_targets import drop_targets, lacks_batch_axis
+from jaxonnx._data.inputs_and_targets import find_inputs, lacks_batch_axis
 from jaxonnx._display import list_some
 from jaxonnx._graph.bind import Graph
 from jaxonnx._graph.caches import find_continued, find_states
@@ -44,6 +44,7 @@ from jaxonnx._rewrite.network import (
 from jaxonnx._run.shapes import evaluate_shapes, infer_types
 from jaxonnx.errors import InputError, TrainingError
 from jaxonnx.model._save import to_proto
+from jaxonnx.model._statistics import batch_norms
 from jaxonnx.onnx_out import OLDEST, ExportedFunction, append
 from jaxonnx.views import BatchAxis, CallView, FixedInputs, Outputs, WholeInputs, fix_inputs
 
@@ -355,7 +356,38 @@ def _structs(values: Sequence[Value]) -> list[jax.ShapeDtypeStruct]:
     return structs
 
 
-def check_batch_axis(model: Network) -> None:
+def fit_to_batch(model: M, batch: Any, *, renews_statistics: bool = False) -> tuple[M, list[str]]:
+    """Return a model of batches like one, and notes.
+
+    Recurrent states that the data lacks start at zeros. A model of one example is mapped over the
+    batch, where the data has an axis of examples in front of those of its inputs.
+
+    Args:
+      batch: as for `start_at_zeros`.
+      renews_statistics: whether BatchNormalization uses the statistics of the batch.
+
+    Raises:
+      TrainingError: the first axis of an input is not the batch; or a size of a state is not known;
+        or a model of one example has BatchNormalization whose statistics are renewed.
+    """
+    model, notes = start_at_zeros(model, batch)
+    if lacks_batch_axis(batch, model.inputs):
+        if renews_statistics and batch_norms(model):
+            raise TrainingError(
+                "the file takes one example, without a batch, and its BatchNormalization would see "
+                "one example at a time: keep its statistics (train(..., statistics='frozen')), or "
+                "export it with a batch axis"
+            )
+        return with_batch_axis(model), [
+            *notes,
+            "the file takes one example, without a batch: batches are mapped over it (jax.vmap), "
+            "and the saved file takes one example as before",
+        ]
+    _check_batch_axis(model)
+    return model, notes
+
+
+def _check_batch_axis(model: Network) -> None:
     """Raise if no output has the first axis of inputs first, but one has another axis of theirs.
 
     The layers of PyTorch that take sequences with the steps first are such. Their steps would be
@@ -427,7 +459,7 @@ def start_at_zeros(model: M, batch: Any) -> tuple[M, list[str]]:
 
 def inputs_alone(model: Network, batch: Any) -> Any:
     """Return a batch of `predict`, which may lack targets, in the form with targets."""
-    return drop_targets(batch, [value.name for value in model.inputs]), None
+    return find_inputs(batch, [value.name for value in model.inputs]), None
 
 
 def add_states(model: Network, started: Network, source: Source) -> Source:
@@ -443,7 +475,15 @@ def add_states(model: Network, started: Network, source: Source) -> Source:
 
     def add(key: Any, epoch: Any, number: Any, batch: Batch) -> Batch:
         inputs = dict(zip(names, batch.inputs, strict=True))
-        inputs |= {name: x.repeat(inputs) for name, x in fixed.values.items() if name not in inputs}
+        single = {name: x[0] for name, x in inputs.items()}
+        for value in model.inputs:
+            if value.name not in inputs:
+                state = fixed.values[value.name]
+                if state.array.ndim + (state.axis is not None) < len(value.shape or ()):  # mapped
+                    states = np.repeat(state.repeat(single)[None], len(batch.weight), 0)
+                else:
+                    states = state.repeat(inputs)
+                inputs[value.name] = states
         return batch._replace(inputs=tuple(inputs[value.name] for value in model.inputs))
 
     return AugmentedSource(source, add, jax.random.key(0))

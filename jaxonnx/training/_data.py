@@ -5,19 +5,11 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from jaxonnx._data.batches import Portions, Source
-from jaxonnx._data.inputs_and_targets import lacks_batch_axis
 from jaxonnx._data.kinds import Data, Reading, find_fixed_sizes, read
 from jaxonnx._data.kinds import open_data as open_kind
 from jaxonnx._data.ragged import Padding
 from jaxonnx.errors import InputError, TrainingError, warn
-from jaxonnx.model import (
-    Model,
-    batch_norms,
-    check_batch_axis,
-    start_at_zeros,
-    with_any_batch,
-    with_whole_inputs,
-)
+from jaxonnx.model import Model, fit_to_batch, with_any_batch, with_whole_inputs
 from jaxonnx.training._objective.needs import find_needs, prepare_model
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._step import target_names
@@ -184,20 +176,7 @@ def _fit_batch_axis(model: Model, settings: Settings, batch: Any) -> tuple[Model
     """Return a model with the inputs and the batch axis of the data, and notes."""
     model = with_whole_inputs(model, settings.batching) if settings.batching else model
     model = model.with_fixed_inputs(settings.fixed or {})
-    model, notes = start_at_zeros(model, batch)
-    if not lacks_batch_axis(batch, model.inputs):
-        check_batch_axis(model)
-        return model, notes
-    if settings.statistics != "frozen" and batch_norms(model):
-        raise TrainingError(
-            "the file takes one example, without a batch, and its BatchNormalization would see one "
-            "example at a time: pass statistics='frozen', or export it with a batch axis"
-        )
-    return model.with_batch_axis(), [
-        *notes,
-        "the file takes one example, without a batch: batches are mapped over it (jax.vmap), and "
-        "the saved file takes one example as before",
-    ]
+    return fit_to_batch(model, batch, renews_statistics=settings.statistics != "frozen")
 
 
 def _open_batch(model: Model, settings: Settings) -> tuple[Model, list[str]]:

@@ -15,7 +15,7 @@ from jaxonnx._compare.written import compare_written, make_origin, warn_unproven
 from jaxonnx._data.batches import Source, iterate_inputs
 from jaxonnx._data.kinds import open_data as open_kind
 from jaxonnx._require import check_arguments, require_integer
-from jaxonnx._rewrite.network import leave, reenter, refuse_change
+from jaxonnx._rewrite.network import enter, leave, reenter, refuse_change
 from jaxonnx.errors import InputError
 from jaxonnx.losses import is_loss
 from jaxonnx.model import (
@@ -23,6 +23,7 @@ from jaxonnx.model import (
     add_states,
     as_model,
     fill_source,
+    fit_to_batch,
     inputs_alone,
     raise_opset,
     read_inputs,
@@ -47,7 +48,7 @@ from jaxonnx.training._loop.stopping import find_direction
 from jaxonnx.training._objective import find_objective
 from jaxonnx.training._objective.needs import complete_batches, prepare_model
 from jaxonnx.training._settings import Settings
-from jaxonnx.views import CallView, FixedInputs
+from jaxonnx.views import BatchAxis, CallView, FixedInputs
 
 BATCHES = 16
 """The batches that ranges are measured on."""
@@ -156,6 +157,8 @@ def quantize(
     # 4. the file beside the network, in onnxruntime
     if check and (reason := compare_quantized(quantized, rule)):
         warn_unproven(reason)
+    if net.program.find(BatchAxis) is None:
+        quantized = leave(quantized, BatchAxis)
     return reenter(quantized, net)
 
 
@@ -185,7 +188,11 @@ def insert_rounding(
             "the model is quantized already: jaxonnx.load(path, dequantize=True) has it in "
             "floating point, and jaxonnx.train(..., quantize=) trains it at its own scales"
         )
-    converted = reenter(raise_opset(model, scheme.opset, check=check), model)
+    converted = raise_opset(model, scheme.opset, check=check)
+    if converted is not model:  # its inputs may be fixed, and mapped
+        calls = (v for v in model.program.views if isinstance(v, CallView) and v.stays)
+        converted = enter(converted, *calls)
+    converted = reenter(converted, model)
     if scheme.activations is not None and scheme.dialect == "onnxruntime":
         converted = spell_out(converted)
     if bound is not None:
@@ -219,7 +226,8 @@ def read_examples(
     """Read calibration data: arrays, a file, a folder of images, texts, an iterable of batches.
 
     Returns:
-      The model, with empty caches if the data has none, and batches of its inputs.
+      The model, with empty caches if the data has none, mapped over a batch if it takes one
+      example; and batches of its inputs.
 
     Raises:
       TrainingError: the data do not fit the model.
@@ -227,12 +235,14 @@ def read_examples(
     check_compiles(model)
     opened = open_kind(data, labels=False)
     net = prepare_model(model, None, inputs_alone(model, opened.first_batch))
-    started, _ = start_at_zeros(net, inputs_alone(net, opened.first_batch))
-    return net, add_states(
-        net,
-        started,
-        read_inputs(started, opened, per_row=False, batch_size=batch_size, preprocess=preprocess),
+    started, _ = fit_to_batch(net, inputs_alone(net, opened.first_batch))
+    examples = read_inputs(
+        started, opened, per_row=False, batch_size=batch_size, preprocess=preprocess
     )
+    mapped = started.program.find(BatchAxis)
+    if mapped is not net.program.find(BatchAxis):
+        net = enter(net, mapped)
+    return net, add_states(net, started, examples)
 
 
 def _read_labeled(

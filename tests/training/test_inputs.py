@@ -376,8 +376,15 @@ def test_steps_first_without_states():
                 match=r"x: .*7, b, 5.* is not the batch, as the output y: .*b, 4.* one more axis",
             ):
                 jaxonnx.train(model, (x, targets), loss="squared_error", **SGD, **settings)
-        with pytest.raises(jaxonnx.TrainingError, match="is not the batch, as the output y"):
-            model.predict(x)
+        for call in (
+            model.predict,
+            lambda x: jaxonnx.quantize(model, x),
+            lambda x: jaxonnx.sensitivity(model, x),
+            lambda x: jaxonnx.quantize(model, (x, targets), max_loss=1.0, metric="mse"),
+            lambda x: jaxonnx.find_rate(model, (x, targets), loss="squared_error"),
+        ):
+            with pytest.raises(jaxonnx.TrainingError, match="is not the batch, as the output y"):
+                call(x)
     steps_first = X.swapaxes(0, 1)
     for value in (proto.graph.input[0], proto.graph.output[0]):
         next(d for d in value.type.tensor_type.shape.dim if d.dim_param).dim_value = 1
@@ -391,6 +398,28 @@ def test_steps_first_without_states():
     session = onnxruntime.InferenceSession(model.to_onnx().SerializeToString())
     (y,) = session.run(None, {"x": steps_first})
     np.testing.assert_allclose(result.history.losses[0], np.square(y - targets).mean(), rtol=1e-5)
+
+
+def test_ranges_of_files_without_the_batch_in_front():
+    """They are those of the file with the batch in front: each example is mapped over the file."""
+    scales = []
+    for name, x in (("batch first", X), ("no batch", X), ("steps first", np.expand_dims(X, 2))):
+        model = jaxonnx.load(recurrent(*RECURRENT[name][:3]))
+        small = jaxonnx.quantize(model, x, batch_size=6, check=False)
+        assert [v.shape for v in small.inputs] == [v.shape for v in model.inputs]
+        tensors = {t.name: t for t in small.to_onnx().graph.initializer}
+        scales.append(onnx.numpy_helper.to_array(tensors["r_scale"]))
+    np.testing.assert_allclose(scales[1:], scales[0], rtol=1e-6)
+
+
+@pytest.mark.deep
+def test_the_bound_of_a_file_without_a_batch():
+    """Its opset is raised for the types of the bound, and the examples stay mapped."""
+    model = jaxonnx.load(recurrent(*RECURRENT["no batch"][:3]))
+    bound = {"max_loss": 10.0, "metric": "mse", "batch_size": 3}
+    small = jaxonnx.quantize(model, (X, TARGETS), **bound)
+    assert [v.shape for v in small.inputs] == [v.shape for v in model.inputs]
+    assert jaxonnx.sensitivity(model, X, ["int8"]).errors
 
 
 def test_states_and_sequences_that_do_not_fit():
