@@ -55,11 +55,11 @@ def export(network, path, opset, cached):
             self.network = network
 
         def forward(self, input_ids, attention_mask, pasts=()):
-            past = DynamicCache.from_legacy_cache(pasts) if cached else None
+            past = DynamicCache(pasts) if cached else None
             given = {"input_ids": input_ids, "attention_mask": attention_mask}
             found = self.network(**given, past_key_values=past, use_cache=cached)
-            layers = found.past_key_values.to_legacy_cache() if cached else ()
-            return found.logits, *(x for layer in layers for x in layer)
+            layers = found.past_key_values.layers if cached else ()
+            return found.logits, *(x for layer in layers for x in (layer.keys, layer.values))
 
     rows, length, past = (torch.export.Dim(n) for n in ("rows", "length", "past"))
     ids = torch.from_numpy(IDS)
