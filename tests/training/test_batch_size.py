@@ -129,6 +129,8 @@ def test_an_input_with_the_examples_along_its_second_axis():
     )
     settings = {"epochs": 1, "batch_size": 5, "optimizer": optax.sgd(0.0)}
     loss = "softmax_cross_entropy_with_integer_labels"  # the same for all shifts of a row
+    with pytest.raises(jaxonnx.TrainingError, match=r"lacks the model's input 'p' \(fixed="):
+        jaxonnx.train(proto, {"x": X, "y": Y}, loss=loss, **settings)
     fixed = {"p": np.ones((3, 1), np.float32)}
     result = jaxonnx.train(proto, {"x": X, "y": Y}, loss=loss, fixed=fixed, **settings)
     scores = X @ np.arange(18, dtype=np.float32).reshape(6, 3)
