@@ -29,6 +29,8 @@ from jaxonnx.cli._inputs import CommandError, Report
 from jaxonnx.cli._parser import LOSS
 from jaxonnx.cli._training import export_step, import_step, sparsify, train
 from jaxonnx.errors import Error, InputError, warn
+from jaxonnx.llm import Sampling
+from jaxonnx.llm import generate as continue_prompt
 from jaxonnx.lora import Adapters
 from jaxonnx.model import Model, operator_name
 from jaxonnx.training import Interrupt
@@ -311,14 +313,9 @@ def _lines() -> Iterator[str]:
 def _write(model: Model, prompt: Any, options: argparse.Namespace) -> str:
     """Print an answer as it comes, unless the result is to be JSON; return it."""
     settings = {"temperature": None, **collect_values(options, "Model.generate")}
-    pieces = model.generate(
-        prompt,
-        max_new_tokens=options.max_new_tokens,
-        seed=options.seed,
-        stop=options.stop or None,
-        stream=True,
-        **settings,
-    )
+    sampling = Sampling.of(model.folder, fill=True, **settings)
+    count, stop = options.max_new_tokens, options.stop or None
+    pieces = continue_prompt(model, prompt, count, sampling, options.seed, stop, stream=True)
     text = ""
     for piece in pieces:
         text += piece

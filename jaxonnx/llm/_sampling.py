@@ -71,16 +71,26 @@ class Sampling:
         require("repetition_penalty", penalty, penalty is None or penalty > 0, "above 0")
 
     @classmethod
-    def of(cls, folder: ModelFolder | None, temperature: float | None, **others: Any) -> Sampling:
-        """Return the arguments of `generate`; without a temperature, those of a folder fill gaps.
+    def of(
+        cls,
+        folder: ModelFolder | None,
+        temperature: float | None,
+        fill: bool = False,
+        **others: Any,
+    ) -> Sampling:
+        """Return the arguments of `generate`.
 
-        `genai_config.json` wins over `generation_config.json`, and both do not count otherwise.
+        Args:
+          folder: whose settings fill gaps; `genai_config.json` wins over `generation_config.json`.
+          temperature: None for that of the folder.
+          fill: whether they do so beside a temperature, too.
+          others: the other arguments.
         """
         chosen = {name: value for name, value in others.items() if value is not None}
-        if temperature is not None:
-            sampling = cls(temperature, **chosen)
+        if folder is None or (temperature is not None and not fill):
+            sampling = cls(temperature or 0.0, **chosen)
         else:
-            sampling = replace(cls() if folder is None else _read_settings(folder), **chosen)
+            sampling = replace(_read_settings(folder, temperature), **chosen)
         unused = [name for name in chosen if name != "repetition_penalty"]
         if unused and not sampling.temperature:
             raise InputError(
@@ -123,7 +133,7 @@ class Sampling:
         return np.array([*self.forced_end, *(t for tokens, _ in self.biases for t in tokens)], int)
 
 
-def _read_settings(folder: ModelFolder) -> Sampling:
+def _read_settings(folder: ModelFolder, temperature: float | None) -> Sampling:
     settings = folder.read_json(GENAI).get("search", {})
     settings = settings or folder.read_json("generation_config.json")
     named = {
@@ -141,10 +151,11 @@ def _read_settings(folder: ModelFolder) -> Sampling:
         "forced_end": () if ends is None else (*(ends if isinstance(ends, list) else [ends]),),
         "stop_texts": (texts,) if isinstance(texts, str) else (*(texts or ()),),
     }
-    if not settings.get("do_sample"):
+    if not (settings.get("do_sample") if temperature is None else temperature):
         return Sampling(repetition_penalty=named.get("repetition_penalty"), **always)
     usual = {"temperature": 1.0, "top_k": _USUAL_TOP_K}
     sampling = {**usual, **{name: x for name, x in named.items() if x is not None}}
+    sampling |= {} if temperature is None else {"temperature": temperature}
     return Sampling(**{**sampling, "top_k": sampling["top_k"] or None}, **always)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import jaxonnx
+from jaxonnx.cli import main
 from jaxonnx.llm._sampling import Sampling, process_logits
 from tests.support.paths import DATA
 
@@ -163,6 +164,27 @@ def test_settings_are_those_of_the_folder_where_no_temperature_is_passed(setting
     assert settings_of() == Sampling()
     with pytest.warns(UserWarning, match=r"ignored: \['num_beams'\]"):
         settings_of({"num_beams": 4, "min_length": 0})
+
+
+def test_the_command_takes_the_other_settings_of_the_folder_beside_a_temperature(folder_of, capsys):
+    """Of a folder that draws from one token, that is the most likely one, until its stop."""
+    greedy = jaxonnx.load(GENAI).generate("a list", max_new_tokens=8)
+    path = str(folder_of(None, {"top_k": 1, "stop_strings": [greedy[4:6]]}))
+    line = ["generate", path, "--prompt", "a list", "--max-new-tokens", "8", "--temperature", "1"]
+    assert main([*line, "--seed", "1"]) == 0
+    assert capsys.readouterr().out == greedy[: greedy.index(greedy[4:6])] + "\n"
+    assert main([*line, "--seed", "1", "--top-k", "40"]) == 0
+    assert not greedy.startswith(capsys.readouterr().out[:4])
+
+
+def test_seeds_have_64_bits():
+    model, prompt = jaxonnx.load(GENAI), np.array([5, 17, 33, 60, 8])
+    seeds = (1, 2**32 + 1, 2**63 + 1, 2**64 - 1, -5)
+    more = {"max_new_tokens": 6, "temperature": 1.0, "stop": []}
+    drawn = [model.generate(prompt, seed=seed, **more) for seed in seeds]
+    assert len({row.tobytes() for row in drawn}) == len(seeds)
+    with pytest.raises(jaxonnx.InputError, match="seed must be an integer"):
+        model.generate(prompt, seed=2**64, **more)
 
 
 def test_settings_that_have_no_effect_here_are_named(settings_of):
