@@ -25,6 +25,12 @@ def allow_promotion(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def make_key(seed: int) -> jax.Array:
+    """Return the random key of a seed of 64 bits, of which JAX reads 32 unless x64 is on."""
+    key, rest = jax.random.key(int(seed) & 0xFFFFFFFF), int(seed) >> 32 & 0xFFFFFFFF
+    return jax.random.fold_in(key, rest) if rest else key
+
+
 def lower_fun(function: Callable[..., Any], multiple_results: bool = True) -> Callable[..., Any]:
     """Lower a primitive to a function, as `mlir.lower_fun` does, under `allow_promotion`."""
     return mlir.lower_fun(allow_promotion(function), multiple_results)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxonnx._arrays import make_key
 from jaxonnx._data.batches import Batch, DerivedSource, Source
 from jaxonnx._data.images import Layout, Preparation
 from jaxonnx._require import name_type
@@ -199,7 +200,7 @@ def augment_examples(examples: Source, augment: Any, seed: int) -> Source:
         # targets stay on the host, where those of a stream are checked
         return batch._replace(inputs=apply(key, epoch, number, batch.inputs))
 
-    return AugmentedSource(examples, change_batch, jax.random.fold_in(jax.random.key(seed), _KEY))
+    return AugmentedSource(examples, change_batch, jax.random.fold_in(make_key(seed), _KEY))
 
 
 def _on_inputs(function: Callable) -> Callable:

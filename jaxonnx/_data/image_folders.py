@@ -16,6 +16,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from jaxonnx._arrays import make_key
 from jaxonnx._data import images
 from jaxonnx._data.augment import Augment, prepare_batch
 from jaxonnx._data.batches import Batch, Examples, MemoryPool, prefetch
@@ -168,7 +169,7 @@ class Pictures(Examples):
         whole = augment.crop is not None
         like = np.empty((0, *self.inputs.size(whole), where.channels), np.uint8)
         memory = MemoryPool(like, self.size)  # only to allocate blocks; its array has no rows
-        key = jax.random.fold_in(jax.random.key(self.seed or 0), _KEY)
+        key = jax.random.fold_in(make_key(self.seed or 0), _KEY)
 
         def to_batch(
             number: int, rows: Any, weight: Any, block: Any, decoded: list[Future]

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._arrays import allow_promotion
+from jaxonnx._arrays import allow_promotion, make_key
 from jaxonnx._require import describe, require, require_integer
 from jaxonnx._rewrite.network import Network
 from jaxonnx._run.program import Program
@@ -346,7 +346,7 @@ class Generator(Decoder):
         if side in ("before", "behind") and is_open:
             padded = max(width, min(_round_up(width), size - 1, self.positions))
         begin, step, resume = self._programs[side, top_k]
-        more = params, state, source, numbers, jax.random.key(seed)
+        more = params, state, source, numbers, make_key(seed)
         keep &= side in ("before", "behind") and is_open and len(rows) == 1
         session = self._latest_caches.pop("latest", None) if keep else None
         if session is not None and session.is_beyond(self._ends_of_tables, width):
@@ -363,7 +363,7 @@ class Generator(Decoder):
             tokens, counts = _pad(rows, padded, side == "before")
             arguments = *more, tokens, counts
             new, encoded, carry = begin.in_pieces(*arguments, size=size)(*arguments, size=size)
-            more = params, state, encoded, numbers, jax.random.key(seed)
+            more = params, state, encoded, numbers, make_key(seed)
         tokens = [*rows[0]]
         try:
             if count > 1:  # the first token does not wait until the step is compiled
@@ -613,11 +613,12 @@ def generate(
     seed: int,
     stop: int | str | Sequence[int | str] | None,
     stream: bool,
-    variables: Mapping[str, Any] | None,
-    beginning: Sequence[int] | None,
+    variables: Mapping[str, Any] | None = None,
+    beginning: Sequence[int] | None = None,
 ) -> Any:
     """Return the continuation of one prompt or several, as `Model.generate` does."""
     require_integer("max_new_tokens", count)
+    require_integer("seed", seed, -(2**63), 2**64 - 1)
     generator: Generator = model._generator
     is_single, listed = _list_prompts(prompts, generator.rank_of_prompts)
     if stream and not is_single:

@@ -204,6 +204,16 @@ def test_order_depends_on_seed_and_epoch_only(net):
     assert one[:3] != one[3:]
 
 
+def test_seeds_have_64_bits(small):
+    """JAX reads 32 of them."""
+    x, y = examples(8)
+    settings = {"optimizer": optax.sgd(0.0), "head": 4, "epochs": 1}
+    losses = [
+        train(small, (x, y % 4), seed=seed, **settings).history.losses[0] for seed in (1, 2**32 + 1)
+    ]
+    assert losses[0] != pytest.approx(losses[1], rel=1e-3)
+
+
 def test_validation_and_history(small):
     data = examples(16)
     result = train(small, data, epochs=2, validation=data)

@@ -10,6 +10,7 @@ from typing import Annotated, TypedDict
 import jax
 
 from jaxonnx._arguments import Argument
+from jaxonnx._arrays import make_key
 from jaxonnx._rewrite.head import Classes
 from jaxonnx.lora import Adapters, LoRA
 from jaxonnx.model import Model, Trainable
@@ -80,7 +81,7 @@ def with_heads(model: Model, settings: Settings) -> Model:
     if settings.head is None:
         return model
     heads = settings.head if isinstance(settings.head, Mapping) else {None: settings.head}
-    key = jax.random.fold_in(jax.random.key(settings.seed), _HEADS)
+    key = jax.random.fold_in(make_key(settings.seed), _HEADS)
     for (at, classes), rng in zip(heads.items(), jax.random.split(key, len(heads)), strict=True):
         model = model.with_head(classes, at, rng=rng)
     return model
@@ -95,7 +96,7 @@ def select_parameters(plan: Plan) -> None:
     model, lora, trainable = plan.model, plan.settings.lora, plan.settings.trainable
     lora = LoRA(lora) if isinstance(lora, int) else lora
     if isinstance(lora, LoRA):
-        key = jax.random.fold_in(jax.random.key(plan.settings.seed), _ADAPTERS)
+        key = jax.random.fold_in(make_key(plan.settings.seed), _ADAPTERS)
         model = lora.attach(model, key, trainable=_find_trained_in_full(model, trainable))
     elif lora is not None:
         model = lora.attach(model)

@@ -13,6 +13,7 @@ import optax
 from jax.core import Tracer
 from jax.tree_util import DictKey
 
+from jaxonnx._arrays import make_key
 from jaxonnx._data.batches import Batch
 from jaxonnx._graph.roles import running_statistics
 from jaxonnx._rewrite.network import leave
@@ -81,7 +82,7 @@ class GradientStep(Step):
     def advance(self, state: State, batch: Any, frozen: Any = None) -> tuple[State, Any, Any]:
         batch = self.as_batch(batch)
         frozen = self.frozen if frozen is None else frozen
-        key = jax.random.fold_in(jax.random.key(self.settings.seed), state.count)
+        key = jax.random.fold_in(make_key(self.settings.seed), state.count)
         accumulates = self.settings.accumulate > 1
 
         # 1. The losses of the batch, and the statistics that the model renews.
@@ -313,7 +314,7 @@ class GradientStep(Step):
         batch = self.as_batch(batch)
         frozen = self.frozen if frozen is None else frozen
         params = self._storage.apply_params(self._read(visible_params(state)))
-        key = jax.random.fold_in(jax.random.key(self.settings.seed), state.count)
+        key = jax.random.fold_in(make_key(self.settings.seed), state.count)
 
         def renew(zeros):
             tensors = {**self._read(frozen), **state.state, **zeros}

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxonnx._arrays import make_key
 from jaxonnx._data.batches import Batch, take_examples
 from jaxonnx._graph.values import to_value
 from jaxonnx.errors import TrainingError
@@ -53,7 +54,7 @@ class TrainingInfoStep(Step):
         return self._training.state
 
     def advance(self, state: State, batch: Any, frozen: Any = None) -> tuple[State, Any, Any]:
-        key = jax.random.fold_in(jax.random.key(self.settings.seed), state.count)
+        key = jax.random.fold_in(make_key(self.settings.seed), state.count)
         new, outputs = self._training.step(state.params, self._values(batch), key=key)
         loss, count = self._loss(outputs, batch)
         good = state.finite & jnp.isfinite(loss) & stays_finite(state.params, new)
