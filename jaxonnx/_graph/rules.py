@@ -21,8 +21,12 @@ _LARGE = 1e3
 """Larger magnitudes are those of additive masks (-1e4, -1e9), not of learned tables."""
 _RUN = 8
 """The mean length of runs of equal numbers, from which on they are no learned ones."""
-_LOOKUPS = ("GatherElements", "GatherND")
-"""Operators that look tensors up without declaring tables."""
+_OPERANDS = {
+    **dict.fromkeys(("Conv", "ConvTranspose", "GRU", "LSTM", "RNN", "GridSample"), (0,)),
+    **dict.fromkeys(("GatherElements", "GatherND"), (0,)),
+    **{"Pow": (0, 1), "ScatterElements": (0, 2), "ScatterND": (0, 2)},
+}
+"""Inputs besides those of arithmetic and Concat that are data, and seldom a network's own."""
 _MOVES = ("Cast", "Identity", "Mul", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
 _TABLE = re.compile(
     r"(.*_)?(inv_freq|window|mel(_(fb|basis|filters?|bank|scale))?|fb|fbank|filter_?banks?"
@@ -346,12 +350,16 @@ def biases_scores(site: Site) -> bool:
 def is_varied_operand(site: Site) -> bool:
     """Find gates, thresholds, positions, centers and mixed kernels in plain arithmetic with data.
 
-    So are tables that PyTorch indexes as `table[ids]`, which its exporter writes as GatherND.
+    So do learned features that are joined to those of data, tables that PyTorch indexes as
+    `table[ids]` (GatherND), and the constant that StyleGAN's convolutions start from.
     Buffers do so as well, but their numbers repeat, count, or are whole, as the sizes of a
     detector's anchors in pixels.
     """
-    looked_up = site.in_main_graph and site.operator in _LOOKUPS and site.use.position == 0
-    operand = site.meets_data or (looked_up and not site.use.passes)
+    mixed = site.use.position in _OPERANDS.get(site.operator, ())
+    if site.operator == "Concat":  # of a known place in a sequence, `is_token` decides
+        rank = len(site.use.view.axes or ())
+        mixed = rank != 3 or site.node.attributes.get("axis", 1) % 3 == 2
+    operand = site.meets_data or (mixed and site.in_main_graph and not site.use.passes)
     if not (operand and site.tensor.stored and site.facts.layers):
         return False
     if not (site.tensor.irregular and site.tensor.is_varied):

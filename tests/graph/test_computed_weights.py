@@ -126,6 +126,31 @@ PLACES = {
         weight(2, 9, 8),
         True,
     ),
+    "features that are joined to those of data": (
+        f"""{BACK} s = Shape<start = 0, end = 2>(x) tail = Constant<value_ints = [3]>()
+        t = Concat<axis = 0>(s, tail) e = Expand(p, t) y = Concat<axis = 2>(h, e)""",
+        weight(1, 1, 3),
+        True,
+    ),
+    "coordinates that are joined to features": (
+        f"{BACK} y = Concat<axis = 2>(h, p)",
+        np.stack(np.broadcast_arrays(np.linspace(-1, 1, 6), np.linspace(0, 1, 2)[:, None]), 2),
+        False,
+    ),
+    "the constant that StyleGAN's convolutions start from": (
+        """n = Shape<start = 0, end = 1>(x) tail = Constant<value_ints = [1, 6, 8]>()
+        s = Concat<axis = 0>(n, tail) e = Expand(p, s) k = Conv(e, wc)
+        a = Constant<value_ints = [1]>() u = Unsqueeze(x, a) y = Mul(k, u)""",
+        weight(1, 1, 6, 8),
+        True,
+    ),
+    "exponents": (f"{BACK} s = Sigmoid(h) y = Pow(s, p)", np.abs(weight(8)), True),
+    "a row that replaces one of data": (
+        f"""{BACK} o = Constant<value = int64[2, 2] {{0, 0, 1, 0}}>()
+        t = Constant<value_ints = [2, 8]>() e = Expand(p, t) y = ScatterND(h, o, e)""",
+        weight(8),
+        True,
+    ),
     "a part of a matrix, taken out of a sequence": (
         """i = Constant<value = int64 {0}>() n = Constant<value_ints = [8, 4]>()
         q = SplitToSequence<axis = 0>(p, n) a = SequenceAt(q, i) t = Transpose(a)
