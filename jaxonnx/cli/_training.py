@@ -4,7 +4,7 @@ import argparse
 import json
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -65,6 +65,8 @@ def train(options: argparse.Namespace, sparsity: Mapping[str, Any] | None = None
         text = _explain(options, model, path, settings)
         return Report({"python": text}, text)
     data, recorded = reading.data(path, model, options)
+    if recorded:
+        model = images.with_preparation(model, reading.preparation(model, options))
     if isinstance(options.validation, Path):
         settings["validation"], _ = reading.data(options.validation, model, options)
     if not isinstance(data, Path):
@@ -83,9 +85,6 @@ def train(options: argparse.Namespace, sparsity: Mapping[str, Any] | None = None
     stopped = bool(history.stopped) and not history.early
     if not first:
         return Report({}, None, stopped)
-    if recorded:
-        trained = images.with_preparation(trained, reading.preparation(trained, options))
-    result = replace(result, model=trained)
     assert options.output is not None  # a dry run ended above
     _save(result, options.output)
     if result.lora is not None and options.adapters is not None:
@@ -263,8 +262,8 @@ def _explain_reading(name: str, path: Path, model: Model, options: argparse.Name
     _, prepared = reading.data(path, model, options)
     if prepared:
         raise InputError(
-            f"--explain supports a folder of pictures, but not pictures in '{path}', which the "
-            "command prepares"
+            f"--explain supports a folder of pictures, but not pictures in '{path}' or, beside it, "
+            "flags for pictures and --labels, which the command applies itself"
         )
     table = reading.table(path) or {}
     columns = reading.columns(path, [*table], reading.fix(model, options))

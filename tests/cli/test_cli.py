@@ -729,7 +729,7 @@ def test_the_folder_of_a_page_is_optional(small, capsys, monkeypatch):
 
 def test_what_explain_cannot_say(small, capsys):
     assert command("train net.onnx data.npz -o out.onnx --scale 2 --explain") == 2
-    assert "not pictures in 'data.npz'" in capsys.readouterr().err
+    assert "not pictures in 'data.npz' or, beside it, flags for" in capsys.readouterr().err
 
 
 def test_targets_are_called_y_or_are_all_else(small, capsys):
@@ -751,6 +751,13 @@ def test_targets_are_called_y_or_are_all_else(small, capsys):
 def test_names_of_classes_without_a_file(small, capsys):
     assert command("train net.onnx data.npz -o out.onnx --labels red,green,blue,none") == 0
     assert jaxonnx.load("out.onnx").outputs[0].shape == ("n", 4)
+    weights = []
+    for name in ("blue", "2"):
+        flags = f"--labels red,green,blue --class-weights {name}=6"
+        assert command(f"train net.onnx data.npz -o out.onnx {flags}") == 0
+        weights.append(np.asarray(jaxonnx.load("out.onnx").params["w"]))
+        assert "red" in onnx.load("out.onnx").metadata_props[-1].value
+    np.testing.assert_array_equal(*weights)
 
 
 def test_every_file_that_is_written_is_named(small, capsys):
