@@ -137,6 +137,26 @@ def test_balanced_classes_and_their_names():
         train(named, data, class_weights={"be": 2.0})
 
 
+def test_balanced_shares_of_classes():
+    """One-hot labels are mostly real numbers; of a mixture each class has its share."""
+    labels = np.r_[Y, np.zeros(9, int)]
+    counts = np.bincount(labels, minlength=4)
+    for smoothing in (0, 0.1):
+        mixtures = (np.eye(4)[labels] * (1 - smoothing) + smoothing / 4).astype(np.float32)
+        shares = counts * (1 - smoothing) + len(labels) * smoothing / 4
+        weights = dict(enumerate(len(labels) / (4 * shares)))
+        losses = [
+            train(
+                data=(np.r_[X, X[:9]], mixtures),
+                loss="softmax_cross_entropy",
+                class_weights=chosen,
+                epochs=1,
+            ).history.losses
+            for chosen in ("balanced", weights)
+        ]
+        np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
 def test_weights_of_classes_by_output():
     network = jaxonnx.load(
         onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 17]>

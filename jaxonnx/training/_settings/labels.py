@@ -34,9 +34,10 @@ class ClassWeightsArguments(TypedDict, total=False):
     """The weight of each class in the loss, by name or index; or "balanced".
 
     Weights apply in training and validation, and multiply the weights of examples. Classes that are
-    not listed have weight 1. "balanced" gives each class of the data the same total weight; it is
-    not available for iterables. Only losses with class labels accept it. If there are several,
-    pass a dict by output name, like {"kind": {2: 5.0}, "color": "balanced"}. Metrics ignore it."""
+    not listed have weight 1. "balanced" gives each class of the data the same total weight, of
+    one-hot labels and mixtures that of their shares; it is not available for iterables. Only losses
+    with class labels accept it. If there are several, pass a dict by output name, like
+    {"kind": {2: 5.0}, "color": "balanced"}. Metrics ignore it."""
 
 
 def weigh_classes(plan: Plan) -> None:
@@ -126,14 +127,16 @@ def _number(name: Any, labels: Sequence[str]) -> int:
 def _balance(data: Any, term: Term) -> dict[int, float]:
     """Return weights with which each class that occurs weighs as much as any other, 1 on average.
 
-    They are those of scikit-learn: all labels / (classes * labels of the class).
+    They are those of scikit-learn: all labels / (classes * labels of the class). Of a mixture each
+    class has its share.
     """
     targets = (
         data.columns.pair[1] if isinstance(data, PaddedExamples) else getattr(data, "targets", None)
     )
     if isinstance(targets, Mapping):
         targets = targets.get(term.output)
-    if not isinstance(targets, np.ndarray) or targets.dtype.kind not in "iu":
+    kinds = "biuf" if term.loss.one_hot else "iu"
+    if not isinstance(targets, np.ndarray) or targets.dtype.kind not in kinds:
         raise TrainingError(
             "class_weights='balanced' counts the labels of data in one piece, in one array of "
             "integers for each loss; for other data pass a dict of weights"
@@ -141,9 +144,12 @@ def _balance(data: Any, term: Term) -> dict[int, float]:
     assert isinstance(data, Examples)
     chosen = targets[data.rows]
     if term.loss.one_hot:
-        chosen = chosen.argmax(-1)
-    ignored = [] if term.loss.ignore_index is None else [term.loss.ignore_index]
-    classes, counts = np.unique(chosen[~np.isin(chosen, ignored)], return_counts=True)
+        shares = np.nansum(chosen.reshape(-1, chosen.shape[-1]), 0)
+        (classes,) = shares.nonzero()
+        counts = shares[classes]
+    else:
+        ignored = [] if term.loss.ignore_index is None else [term.loss.ignore_index]
+        classes, counts = np.unique(chosen[~np.isin(chosen, ignored)], return_counts=True)
     weights = counts.sum() / (len(classes) * counts)
     return dict(zip(classes.tolist(), weights.tolist(), strict=True))
 
