@@ -52,9 +52,13 @@ class Batches(Data):
 
     def read(self, reading: Reading) -> Source:
         if reading.batch_size is not None and self.name == "data":
+            way = "(np.stack(xs), np.stack(ys))"
+            if self.rows is not None and isinstance(self.rows.first, Mapping):
+                column = next(iter(self.rows.first), "x")
+                way = f"columns, {{{column!r}: [row[{column!r}] for row in data], ...}}"
             raise TrainingError(
                 f"batch_size={reading.batch_size} cannot be combined with an iterable, whose "
-                "batches have their own size"
+                f"batches have their own size: leave it out, or if these are rows, pass {way}"
             )
         return Stream(
             self.data,

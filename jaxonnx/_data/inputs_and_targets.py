@@ -311,14 +311,23 @@ def _split_pair(data: Any, names: list[str], what: str, spare: Collection[str]) 
     if len(names) == 1 and names[0] not in data and {*data} == {"x", "y"}:
         return data["x"], data["y"]
     if missing := [name for name in names if name not in data and name not in spare]:
+        way = f"fixed={{{missing[0]!r}: value}} gives an input one value for all examples"
+        if texts := [name for name, column in data.items() if _has_texts(column)]:
+            way = f"{texts[0]!r} has texts: the tokenizer of the network makes its inputs of them"
         raise TrainingError(
             f"{what} has {', '.join(map(repr, data)) or 'nothing'}; it lacks the model's "
-            f"{'input' if len(missing) == 1 else 'inputs'} {', '.join(map(repr, missing))} "
-            f"(fixed={{{missing[0]!r}: value}} gives an input one value for all examples)"
+            f"{'input' if len(missing) == 1 else 'inputs'} {', '.join(map(repr, missing))} ({way})"
         )
     targets = {name: value for name, value in data.items() if name not in names}
     inputs = {name: data[name] for name in names if name in data}
     return inputs, next(iter(targets.values())) if len(targets) == 1 else targets
+
+
+def _has_texts(column: Any) -> bool:
+    """Check whether a column has texts, or lists of words, by its first example."""
+    while isinstance(column, list | tuple) and len(column) > 0:
+        column = column[0]
+    return isinstance(column, str)
 
 
 def lacks_batch_axis(batch: Any, inputs: Sequence[Value]) -> bool:

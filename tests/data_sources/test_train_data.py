@@ -286,7 +286,17 @@ BAD = {
     "whole share": ((X, Y), {"validation": 1.0}, "between 0 and 1 of the 12"),
     "flag": ((X, Y), {"validation": True}, "validation=True"),
     "tiny share": ((X, Y), {"validation": 0.01}, "leaves some on either side"),
-    "batch size": (BATCHES, {"batch_size": 4}, "batches have their own size"),
+    "batch size": (BATCHES, {"batch_size": 4}, r"batches have their own size.*\(np.stack"),
+    "size of rows": (
+        [{"x": X[0], "y": 1}],
+        {"batch_size": 4},
+        r"pass columns, \{'x': \[row\['x'\] for row in data\], ...\}",
+    ),
+    "texts": (
+        {"tokens": [["a", "b"], ["c"]], "y": [0, 1]},
+        {},
+        "'tokens' has texts: the tokenizer",
+    ),
     "half": ((X, Y), {"batch_size": 0.5}, "integer of at least 1, got 0.5"),
     "shape": ([BATCHES[0], (X[:4], X[:4])], {}, r"batch 2 of data in epoch 1 has \(shape"),
     "dtype": (
