@@ -21,7 +21,7 @@ from jaxonnx._graph.bind import Graph, Node
 from jaxonnx._graph.normalizations import normalizations
 from jaxonnx._graph.rules import CONSTANT, Rule, is_trained, judge, judge_part
 from jaxonnx._graph.sites import Facts, Site, Tensor
-from jaxonnx._graph.uses import PARTS, Use, evaluate, uses
+from jaxonnx._graph.uses import PARTS, SIZES, Use, evaluate, uses
 from jaxonnx._io.protos import all_graphs
 
 KNOWN_LIMIT = 4096
@@ -219,9 +219,10 @@ def find_layers(
 
 _LARGEST = 2**26
 """The most elements of a tensor that anything is computed from."""
-_FOLLOWED = ("Constant", "Gemm", "LpNormalization", "MatMul", "Softmax")
+_FOLLOWED = ("Constant", "CumSum", "Einsum", "Gemm", "LogSoftmax", "LpNormalization", "MatMul")
+_FOLLOWED += ("ScatterElements", "ScatterND", "Softmax", "Trilu")
 _FOLLOWED += ("BatchNormalization", "InstanceNormalization")
-"""Operators that are evaluated, besides pointwise ones, reductions and views."""
+"""Operators that are evaluated, besides pointwise ones, reductions, views and sizes."""
 _LOOKUPS = ("Gather", "GatherElements", "GatherND", "Expand", "Reshape", "Slice", "Tile")
 """Operators whose results are numbers of their first input; the others are indices and shapes."""
 
@@ -268,13 +269,16 @@ def evaluate_constant_expressions(
     # 1. collect the nodes that compute with tensors alone: arithmetic, views and parts
     for node in graph.nodes:
         op = node.op
-        followed = op.name in (*_FOLLOWED, *_LOOKUPS, *PARTS) or op.name.startswith("Reduce")
+        followed = op.name in (*_FOLLOWED, *_LOOKUPS, *PARTS, *SIZES)
+        followed = followed or op.name.startswith("Reduce")
         simple = op.pointwise or op.view or (followed and not op.domain)
         if not simple or op.dynamic or node.subgraphs:
             continue
         if not all(name in sources for name in node.reads):
             continue
         operands = node.inputs[:1] if node.op.name in _LOOKUPS else node.inputs
+        if node.op.name in SIZES:
+            operands = ()  # it reads no numbers
         if node.op.name == "BatchNormalization":
             operands = node.inputs[:3]  # the others are statistics of the first
         if node.op.name == "Div" and sources[node.inputs[0]]:
@@ -317,6 +321,8 @@ def _is_small(node: Node, inputs: Sequence[Any]) -> bool:
         place = -2 if node.attributes.get("transA") else -1
         summed = shapes[0][place] if len(shapes[0]) >= -place else 0
         return summed > 0 and sizes[0] * sizes[1] <= _LARGEST * summed**2
+    if node.op.name == "Einsum":
+        return math.prod(sizes) <= _LARGEST  # which bounds its work, too
     if node.op.name.startswith("Gather"):
         return max(sizes[:2]) ** 2 <= _LARGEST
     if node.op.pointwise:

@@ -27,7 +27,7 @@ _RESAMPLES = ("AveragePool", "Pad", "Resize", "Upsample")
 """Operators that make a grid of another size, as ViTs do with learned tables of positions."""
 
 
-_SIZES = ("Shape", "Size")
+SIZES = ("Shape", "Size")
 """Operators that read no numbers."""
 
 
@@ -208,7 +208,7 @@ def _walk(
         top = outer or node
         new = _views(node, behind, fed, tensors)
         first = len(node.inputs) if node.op.name in _SEVERAL else 1  # inputs that results view
-        for i, name in enumerate(() if node.op.name in _SIZES else node.inputs):
+        for i, name in enumerate(() if node.op.name in SIZES else node.inputs):
             for view in behind.get(name) or ():
                 rank = len(tensors[view.name].shape)
                 passes = node.body is not None or (bool(new) and i < first)

@@ -51,6 +51,35 @@ COMPUTED = {
         np.abs(weight(8, 1)),
         False,
     ),
+    "a weight that is divided by its norm, expanded to its shape (ArcFace)": (
+        """l = ReduceL2<axes = [-1]>(p) c = Clip(l, low) s = Shape(p) e = Expand(c, s)
+        u = Div(p, e) t = Transpose(u) y = MatMul(x, t)""",
+        weight(8, 8),
+        True,
+    ),
+    "a symmetric weight, of its upper triangle": (
+        """u = Trilu(p) one = Constant<value = int64 {1}>() d = Trilu(p, one) t = Transpose(d)
+        s = Add(u, t) y = MatMul(x, s)""",
+        weight(8, 8),
+        True,
+    ),
+    "a triangle whose numbers are scattered": (
+        """i = Constant<value = int64[3, 2] {0, 0, 2, 1, 5, 3}>() s = ScatterND(w0, i, p)
+        y = MatMul(x, s)""",
+        weight(3),
+        True,
+    ),
+    "thresholds in ascending order": (
+        f"""{BACK} e = Exp(p) zero = Constant<value = int64 {{0}}>() t = CumSum(e, zero)
+        y = Sub(h, t)""",
+        weight(8),
+        True,
+    ),
+    "a weight of tensor factors, scaled": (
+        """k = Einsum<equation = "ij,jk->ik">(w0, wx) s = Exp(p) m = Mul(k, s) y = MatMul(x, m)""",
+        weight(8),
+        True,
+    ),
     "a standardized kernel": (
         "m = ReduceMean<axes = [1]>(p) v = Sub(p, m) y = MatMul(x, v)",
         weight(8, 8),
@@ -205,7 +234,13 @@ def file(nodes, value):
     )
     tensors = {"w0": weight(8, 8), "w1": weight(10, 3), "wc": weight(2, 1, 1, 1)}
     tensors |= {"w2": weight(1, 2, 1, 1), "wg": weight(1, 24, 8), "rg": weight(1, 24, 8)}
-    tensors |= {"g": weight(8), "places": np.arange(6.0)[:, None], "mask": np.tri(8), "p": value}
+    tensors |= {
+        "wx": weight(8, 8),
+        "g": weight(8),
+        "places": np.arange(6.0)[:, None],
+        "mask": np.tri(8),
+        "p": value,
+    }
     tensors["low"] = 1e-12
     index = np.arange(6)[:, None] - np.arange(6) + 5
     rows = np.arange(6)[:, None]
