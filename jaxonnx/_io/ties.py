@@ -14,8 +14,11 @@ It also stores small tensors that are equal by coincidence once, and its nodes r
 directly. Of a tensor with few different numbers, each module gets one of its own in memory, through
 an Identity node that saving removes where the two are still equal.
 
-It also folds the Reshape or Transpose behind which a norm of a weight is computed, which leaves a
-second copy of the weight: the same.
+Of a layer and another that multiplies by its matrix transposed, as autoencoders with tied weights
+have them, both exporters store the matrix twice, too.
+
+The older one also folds the Reshape or Transpose behind which a norm of a weight is computed, which
+leaves a second copy of the weight: the same.
 """
 
 import itertools
@@ -54,7 +57,8 @@ def find_duplicates(graph: GraphProto, tensors: Mapping[str, Any]) -> dict[str, 
     """Return the matrices that equal another tensor bit for bit, with its name.
 
     Embeddings equal an earlier one (of an encoder and its decoder), those of products an embedding
-    or its transpose, others what the same module reads.
+    or its transpose, or the matrix of another product that multiplies by the transpose, others what
+    the same module reads.
     """
     inputs = {value.name for value in graph.input}
     names = [t.name for t in graph.initializer if t.name in tensors and t.name not in inputs]
@@ -75,9 +79,40 @@ def find_duplicates(graph: GraphProto, tensors: Mapping[str, Any]) -> dict[str, 
         of = next((t for t in tables if _is_twin(tensors[name], tensors[t])), None)
         if of is not None:
             duplicates[name] = of
+    matrices = [n for n in names if n in stored and n not in {*tables, *duplicates}]
+    duplicates |= _find_transposed(graph, {name: tensors[name] for name in matrices})
     others = {n: tensors[n] for n in names if np.ndim(tensors[n]) > 1 and n not in duplicates}
     duplicates |= _find_repeated_calls(graph, others)
     return duplicates | _find_folded_copies(graph, others, duplicates)
+
+
+def _find_transposed(graph: GraphProto, tensors: Mapping[str, Any]) -> dict[str, str]:
+    """Return the matrices by whose transpose another product multiplies, with that one's name.
+
+    Modules that are copies of each other multiply by the same matrix, not by the transpose.
+    """
+    turned: dict[str, set[bool]] = {}
+    for node in all_nodes(graph):
+        if node.op_type in ("Gemm", "MatMul") and node.domain in ("", "ai.onnx"):
+            flag = any(a.name == "transB" and a.i for a in node.attribute)
+            turned.setdefault("".join(node.input[1:2]), set()).add(flag)
+    first: dict[tuple, list[str]] = {}
+    duplicates = {}
+    # named matrices before those that an exporter numbered
+    for name in sorted(tensors, key=lambda name: UNNAMED.fullmatch(name) is not None):
+        value = tensors[name]
+        if len(turned.get(name, ())) != 1 or not jnp.issubdtype(value.dtype, jnp.floating):
+            continue
+        corners = value[:1, :1].tobytes(), value[-1:, -1:].tobytes()
+        others = first.setdefault((*sorted(value.shape), value.dtype, *corners), [])
+        for other in others:
+            of = tensors[other].T if turned[name] == turned[other] else tensors[other]
+            if value.shape == of.shape and is_shared(value, of):
+                duplicates[name] = other
+                break
+        else:
+            others.append(name)
+    return duplicates
 
 
 def _find_repeated_calls(graph: GraphProto, tensors: Mapping[str, Any]) -> dict[str, str]:

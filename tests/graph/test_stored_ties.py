@@ -122,6 +122,52 @@ def test_weights_checkpoints_adapters_and_other_outputs(tmp_path):
     jaxonnx.load(model.with_head(3).to_onnx())(np.arange(3))
 
 
+def autoencoder(kinds, other=None):
+    """Two layers of which the second has the matrix of the first, transposed, or another."""
+    weight = np.random.default_rng(0).normal(size=(6, 8)).astype(np.float32)
+    first, second = (
+        f"Gemm<transB = 1>({x}, {w})" if kind == "Gemm" else f"MatMul({x}, {w})"
+        for kind, x, w in zip(kinds, "xh", ("l.weight", "val_9"), strict=True)
+    )
+    proto = onnx.parser.parse_model(f"""
+    <ir_version: 9, opset_import: ["": 17]> g (float[n, 8] x) => (float[n, 8] y) {{
+      z = {first.replace("l.weight", "w")} h = Relu(z) y = {second}
+    }}""")
+    proto.graph.node[0].input[1] = "l.weight"
+    back = weight if other is None else other
+    for name, value, kind in zip(("l.weight", "val_9"), (weight, back.T), kinds, strict=True):
+        value = np.ascontiguousarray(value if kind == "Gemm" else value.T)
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(value, name))
+    return proto
+
+
+@pytest.mark.parametrize("kinds", [("MatMul", "MatMul"), ("Gemm", "Gemm"), ("Gemm", "MatMul")])
+def test_the_transposed_matrix_of_another_layer_is_one_weight_with_it(kinds):
+    proto = autoencoder(kinds)
+    model = jaxonnx.load(proto)
+    assert {*model.params} == {"l.weight"}
+    assert model.to_onnx().SerializeToString() == proto.SerializeToString()
+    x = np.random.default_rng(1).normal(size=(4, 8)).astype(np.float32)
+    gradient = jax.grad(lambda params: (model.apply(params, x) ** 2).sum())(model.params)
+    weight = arrays(proto)["l.weight"]
+    weight = weight if kinds[0] == "Gemm" else weight.T
+
+    def loss(w):
+        return ((jax.nn.relu(x @ w.T) @ w) ** 2).sum()
+
+    expected = jax.grad(loss)(weight)
+    expected = expected if kinds[0] == "Gemm" else expected.T
+    np.testing.assert_allclose(gradient["l.weight"], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_matrix_of_a_copy_is_a_weight_of_its_own():
+    square = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
+    proto = autoencoder(("MatMul", "MatMul"), square)
+    proto.graph.initializer[0].CopyFrom(proto.graph.initializer[1])
+    proto.graph.initializer[0].name = "l.weight"
+    assert len(jaxonnx.load(proto).params) == 2
+
+
 def called_twice(*scopes):
     """A linear layer of one module or two, whose transposed weight PyTorch stores for each call."""
     weight = np.random.default_rng(0).normal(size=(40, 40)).astype(np.float32)
