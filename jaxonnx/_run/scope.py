@@ -154,8 +154,10 @@ class Scope:
         constants = {}
 
         def evaluate(weights, values):
-            key, crossing = values
-            context = replace(self.context, key=key, updates=None if renewed is None else {})
+            key, crossing, before = values
+            context = replace(
+                self.context, key=key, updates=None if renewed is None else {**before}
+            )
             scope = Scope(_NO_GRAPH, context, self, weights | crossing)
             for node in nodes:
                 scope.step(node)
@@ -164,7 +166,8 @@ class Scope:
             return {n: v for n, v in results.items() if n not in constants}, context.updates
 
         renewed = self.context.updates
-        results: Any = lowering.remat(evaluate, weights, (self.context.key, crossing))
+        before = {n: renewed[n] for node in nodes for n in node.inputs if renewed and n in renewed}
+        results: Any = lowering.remat(evaluate, weights, (self.context.key, crossing, before))
         values, updates = results
         self.values.update(values | constants)
         if renewed is not None:
@@ -213,6 +216,10 @@ class Scope:
         for i in op.static:
             if i < len(arguments):
                 arguments[i] = self._static_input(node, arguments, i)
+        if op.state and self.context.updates and self._training(node):
+            # a module that is called twice moves its statistics twice, as in PyTorch
+            for i in op.state[: len(arguments)]:
+                arguments[i] = self.context.updates.get(node.inputs[i], arguments[i])
         if op.dynamic and is_traced(arguments):
             raise self._static_error(node, arguments, "its inputs", arguments)
         keywords = dict(node.attributes)
@@ -255,12 +262,13 @@ class Scope:
     def _call(self, node: Node, body: Graph, arguments: list) -> tuple:
         """Evaluate the body of a function of the model, which sees only its arguments."""
         updates = self.context.updates
-        inner = replace(self.context, updates=None if updates is None else {})
+        actual = dict(zip(body.inputs, node.inputs, strict=False)) | dict(body.lifted)
+        before = {local: updates[name] for local, name in actual.items() if name in (updates or ())}
+        inner = replace(self.context, updates=None if updates is None else before)
         inputs = dict.fromkeys(body.inputs) | dict(zip(body.inputs, arguments, strict=False))
         results = run(body, inputs, inner)
         if inner.updates and updates is not None:
             # the body updated statistics under its own names: translate them to the caller's
-            actual = dict(zip(body.inputs, node.inputs, strict=False)) | dict(body.lifted)
             updates.update((actual.get(name, name), new) for name, new in inner.updates.items())
         return results
 

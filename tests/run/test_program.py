@@ -98,3 +98,46 @@ def test_a_plan_is_never_changed():
     # other weights do not begin anew
     assert model.replace(params=model.params).program._plan is after
     assert jax.tree.leaves(model.params) == []
+
+
+PAIRS = ("y", "a"), ("z", "b"), ("o", "c")
+CALLS = "a = MatMul(x, w) {} b = MatMul(y, w) {} c = MatMul(z, w) {}"
+NORM = "{}, m{i}, v{i} = BatchNormalization<training_mode = 1>({}, scale, bias, mean, var)"
+
+
+@pytest.mark.parametrize("kind", ["nodes", "function", "rematerialized"])
+def test_a_normalization_that_is_called_three_times_moves_its_statistics_three_times(kind):
+    """As PyTorch does: the file has three nodes that read the same running statistics."""
+    norms = [
+        NORM.format(out, x, i=i) for i, (out, x) in enumerate((("y", "a"), ("z", "b"), ("o", "c")))
+    ]
+    functions = ""
+    if kind == "function":
+        norms = [f"{out} = own.norm({x}, scale, bias, mean, var)" for out, x in PAIRS]
+        norm = NORM.format("y", "x", i=0)
+        functions = f"""<domain: "own", opset_import: ["": 17]>
+        norm (x, scale, bias, mean, var) => (y) {{ {norm} }}"""
+    proto = onnx.parser.parse_model(f"""
+    <ir_version: 9, opset_import: ["": 17, "own": 1]> g (float[4, 3] x) => (float[4, 3] o) {{
+      {CALLS.format(*norms)} }} {functions}""")
+    random = np.random.default_rng(0)
+    tensors = {name: random.random(3) for name in ("scale", "bias", "mean", "var")}
+    for name, value in {**tensors, "w": random.normal(size=(3, 3))}.items():
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(np.float32(value), name))
+    model, x = jaxonnx.load(proto), np.float32(random.normal(size=(4, 3)))
+    model = model.with_remat() if kind == "rematerialized" else model
+
+    def loss(params):
+        y, state = model.apply_train(params, model.state, jax.random.key(0), x)
+        return (y**2).sum(), state
+
+    state = jax.jit(jax.grad(loss, has_aux=True))(model.params)[1]
+    p, mean, var, h = model.params, tensors["mean"], tensors["var"], x
+    for _ in range(3):
+        h = h @ np.asarray(p["w"])
+        mean, var = 0.9 * mean + 0.1 * h.mean(0), 0.9 * var + 0.1 * h.var(0)
+        h = (h - h.mean(0)) / np.sqrt(h.var(0) + 1e-5) * np.asarray(p["scale"]) + np.asarray(
+            p["bias"]
+        )
+    np.testing.assert_allclose(state["mean"], mean, rtol=1e-4)
+    np.testing.assert_allclose(state["var"], var, rtol=1e-4)
