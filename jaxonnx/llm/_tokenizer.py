@@ -65,7 +65,8 @@ class Tokenizer:
         if text is None and not path.is_file():
             raise TrainingError(
                 f"'{self.folder.path}' has no tokenizer.json, by which texts become tokens; "
-                "transformers.AutoTokenizer.from_pretrained(...).save_pretrained(folder) writes it"
+                "transformers.AutoTokenizer.from_pretrained(...).save_pretrained(folder) writes it "
+                "where the tokenizer is_fast; of others (PhoBERT's) pass tokens, {'input_ids': ...}"
             )
         tokenizers = import_package("tokenizers")
         # the package raises nothing narrower than Exception
