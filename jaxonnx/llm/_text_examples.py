@@ -20,6 +20,7 @@ from jaxonnx.errors import TrainingError
 from jaxonnx.llm._chat_templates import Chat
 from jaxonnx.llm._images import COLUMNS, ImageReader, RowImages
 from jaxonnx.llm._shapes import (
+    REASONING,
     VARIABLES,
     Shape,
     Texts,
@@ -101,6 +102,7 @@ class Reader:
       others: how many messages of the assistant are in examples of their own, by their number in
         the chat.
       open: how many have no end token in the template.
+      empty: how many that count have no text, thoughts or calls.
       unwritten: the number of chats with calls of tools that the template does not write.
       unread: the columns that nothing reads.
       unread_keys: the keys of messages that nothing reads.
@@ -127,6 +129,7 @@ class Reader:
     long: Counter[str] = field(default_factory=Counter)
     others: Counter[int] = field(default_factory=Counter)
     open: int = 0
+    empty: int = 0
     unwritten: int = 0
     unread: dict[str, None] = field(default_factory=dict)
     unread_keys: dict[str, None] = field(default_factory=dict)
@@ -317,6 +320,10 @@ class Reader:
                 f"messages of {', '.join(dict.fromkeys(map(repr, roles)))}; columns={{...: "
                 "'assistant'}} renames a role, and preprocess={'loss': 'all'} learns all of them"
             )
+        self.empty += sum(
+            not any(messages[i].get(key) for key in ("content", "tool_calls", *REASONING))
+            for i in learned
+        )
         variables = self._read_variables(where, row)
         templates = self.tokenizer.templates
         chat, writes_calls = templates.fit_calls(Chat(messages, variables, where))
@@ -459,6 +466,11 @@ class Reader:
                 self.open,
                 "messages of the assistant without an end token directly behind them in the chat "
                 f"template: {self.open}; it is the label there, or appended to the chat",
+            ),
+            (
+                self.empty,
+                f"messages of the assistant that are empty: {self.empty}; they teach to end at "
+                'once, unless they have "weight": 0',
             ),
             (
                 self.unwritten,

@@ -182,6 +182,22 @@ def test_ends_behind_generation_blocks_count(folder, end):
     assert rows == [[f"~abc{end}^yes{end}~q{end}", f"yes{END}"]]
 
 
+def test_empty_answers_are_noted(folder):
+    """They are labels, as in TRL: the end token at once."""
+    empty = [*CHAT[:3], {"role": "assistant", "content": ""}]
+    rows, notes = read(folder(), {"messages": empty}, {"messages": CHAT})
+    assert rows[0][1] == f"yes{END}\n{END}\n"
+    assert notes == [
+        "messages of the assistant that are empty: 1; they teach to end at once, unless they have "
+        '"weight": 0'
+    ]
+    left_out = {"role": "assistant", "content": "", "weight": 0}
+    called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    for last in (left_out, called):
+        _, notes = read(folder(), {"messages": [*CHAT[:3], last]})
+        assert not any("are empty" in note for note in notes)
+
+
 def test_an_unknown_end_is_noted(folder):
     path = folder(ends=(), settings={"eos_token": None})
     (path / "genai_config.json").write_text(
