@@ -99,14 +99,15 @@ def _shape(
 ) -> tuple[int, ...]:
     if value.dtype is None or value.dtype == object or value.shape is None:
         raise InputError(f"there are no random numbers for input {value}: pass data=DATA (--data)")
-    side = None if length is None else -(-8 * length // _SIDE) * _SIDE
-    kinds = (length, None if length is None else _COLORS, side, side)
-    is_picture = len(value.shape) == 4 and value.dtype.kind not in "bi"
+    usual: list[int | None] = [length] * len(value.shape)
+    if length is not None and len(usual) == 4 and value.dtype.kind not in "bi":
+        side = -(-8 * length // _SIDE) * _SIDE
+        sides = _sides(value.shape)
+        usual = [side if axis in sides else _COLORS for axis in range(4)]
     shape = []
     for axis, size in enumerate(value.shape):
         if not isinstance(size, int):
-            usual = kinds[axis] if is_picture else length
-            size = sizes.get(size or "?", batch if axis == 0 else usual)
+            size = sizes.get(size or "?", batch if axis == 0 else usual[axis])
         if size is None:
             raise InputError(
                 f"dimension {axis} of input {value} is open: give --dim NAME=N, or --data"
@@ -115,6 +116,16 @@ def _shape(
     if 8 * math.prod(shape) > machine():  # bytes of normal numbers
         raise InputError(f"input {value} of shape {shape} does not fit into memory")
     return tuple(shape)
+
+
+def _sides(shape: Sequence[Any]) -> Sequence[int]:
+    """Return the axes of height and width of pictures, of four axes.
+
+    They are the last two, or those before the channels, as TensorFlow has them, where the file
+    says how many these are and leaves the height open.
+    """
+    channels_last = isinstance(shape[-1], int) and not isinstance(shape[1], int)
+    return range(1, 3) if channels_last else range(2, 4)
 
 
 def _draw(value: Value, shape: tuple[int, ...], random: np.random.Generator) -> np.ndarray:
@@ -164,7 +175,8 @@ def _find_sides(
 ) -> dict[str, int]:
     """Find the sides of square pictures, if a table of positions for their patches fixes them."""
     pictures = [value.shape for value in inputs if value.shape and len(value.shape) == 4]
-    names = {size for shape in pictures for size in shape[2:] if isinstance(size, str)}
+    sizes_of_sides = (shape[axis] for shape in pictures for axis in _sides(shape))
+    names = {size for size in sizes_of_sides if isinstance(size, str)}
     convolutions = [node for node in graph.nodes if node.op.name == "Conv"]
     steps = ((n.attributes.get("strides"), shapes.get(n.inputs[1], ())) for n in convolutions)
     patches = {stride[0] for stride, shape in steps if stride and [*stride] == [*shape[2:]]} - {1}

@@ -208,3 +208,19 @@ def test_sizes_that_a_file_does_not_take(tmp_path):
     assert not result.ok
     assert "sizes of open dimensions" in result.rows[0].text
     assert jaxonnx.validate(tmp_path / "net.onnx", sizes={"h": 24, "w": 24}).ok
+
+
+def test_pictures_whose_channels_are_last(tmp_path):
+    """As Keras has them: four numbers are added to the places of a picture of even sides."""
+    text = """<ir_version: 8, opset_import: ["": 17]>
+    g (float[n, h, w, 3] x) => (float[n, 3, h, w] y)
+    <float[1, 1, 1, 2, 1, 2] four = {1, 2, 3, 4}, int64[6] parts = {0, 3, 32, 2, -1, 2}> {
+        first = Transpose <perm = [0, 3, 1, 2]> (x)
+        square = Reshape (first, parts)
+        sum = Add (square, four)
+        shape = Shape (first)
+        y = Reshape (sum, shape)
+    }"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "net.onnx")
+    result = jaxonnx.validate(tmp_path / "net.onnx")
+    assert result.ok and "1x64x64x3" in result.rows[0].text, str(result)
