@@ -12,6 +12,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxonnx.ops.common import axis_of, widen
 from jaxonnx.ops.elementwise import absolute
@@ -33,6 +34,22 @@ def activation(name: str, since: int, **options):
         return function
 
     return register
+
+
+def in_float32(function):
+    """Decorate an activation: in float16 it is computed in float32 and rounded once.
+
+    In float16 exp(-x) overflows below -11, where a logistic function would be 0, and its logarithm
+    infinite.
+    """
+
+    @functools.wraps(function)
+    def call_widened(x, **attributes):
+        if x.dtype != np.float16:
+            return function(x, **attributes)
+        return function(x.astype(np.float32), **attributes).astype(x.dtype)
+
+    return call_widened
 
 
 @activation("Relu", since=1, pointwise=True)
@@ -91,6 +108,7 @@ def selu_1(x, *, alpha=1.6732, gamma=1.0507):
 
 
 @activation("Sigmoid", since=1, pointwise=True)
+@in_float32
 def sigmoid(x):
     return jax.nn.sigmoid(x)
 
@@ -107,6 +125,7 @@ def hard_swish(x):
 
 
 @activation("Swish", since=24, pointwise=True)
+@in_float32
 def swish(x, *, alpha=1.0):
     return x * jax.nn.sigmoid(alpha * x)
 
@@ -117,6 +136,7 @@ def swiglu(a, b, *, alpha=1.0):
 
 
 @activation("Gelu", since=20, pointwise=True)
+@in_float32
 def gelu(x, *, approximate: Literal["none", "tanh"] = "none"):
     if approximate == "tanh":
         return 0.5 * x * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
@@ -134,6 +154,7 @@ def softsign(x):
 
 
 @activation("Mish", since=18, pointwise=True)
+@in_float32
 def mish(x):
     return x * jnp.tanh(jax.nn.softplus(x))
 

@@ -74,6 +74,28 @@ def near(results, exact, tolerance):
         assert abs(np.asarray(y, np.float64) - e).max() < tolerance * abs(e).max()
 
 
+LOGISTIC = {
+    "Sigmoid": (of("Sigmoid"), lambda x: 1 / (1 + np.exp(-x))),
+    "Swish": (of("Swish", 24), lambda x: x / (1 + np.exp(-x))),
+    "QuickGelu": (
+        lambda x: lookup("com.microsoft", "QuickGelu", 1)(x, alpha=1.5),
+        lambda x: x / (1 + np.exp(-1.5 * x)),
+    ),
+    "Mish": (of("Mish"), lambda x: x * np.tanh(np.log1p(np.exp(x)))),
+}
+
+
+def test_tails_of_activations_do_not_vanish_in_float16():
+    """exp(12) is above the largest float16, and 1 / (1 + exp(12)) is not below the least."""
+    x = np.arange(-16, 11, 0.125).astype(np.float16)
+    ys = jax.jit(lambda x: {name: function(x) for name, (function, _) in LOGISTIC.items()})(x)
+    for name, (_, exact) in LOGISTIC.items():
+        e, y = exact(x.astype(np.float64)), np.asarray(ys[name])
+        assert y.dtype == np.float16
+        unit = np.maximum(np.exp2(np.floor(np.log2(abs(e) + 1e-30)) - 10), 2.0**-24)
+        assert (abs(y - e) <= 0.51 * unit).all(), name
+
+
 @pytest.mark.deep
 def test_gradients_are_of_half_precision_and_so_are_their_products():
     names = ("Gemm", "Conv", "ConvTranspose", "Attention")

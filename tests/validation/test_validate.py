@@ -223,4 +223,5 @@ def test_pictures_whose_channels_are_last(tmp_path):
     }"""
     onnx.save(onnx.parser.parse_model(text), tmp_path / "net.onnx")
     result = jaxonnx.validate(tmp_path / "net.onnx")
-    assert result.ok and "1x64x64x3" in result.rows[0].text, str(result)
+    assert result.ok, str(result)
+    assert "1x64x64x3" in result.rows[0].text

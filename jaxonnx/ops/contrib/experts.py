@@ -19,6 +19,7 @@ from jaxonnx._limits import check_size
 from jaxonnx._weights import Form, InBytes, Matrix, Quantized, Storage, matrix, unpack_bits
 from jaxonnx.errors import NodeError
 from jaxonnx.lowering import ChangedWeight, map_changed, product
+from jaxonnx.ops.activation import swish
 from jaxonnx.ops.contrib.attention import refuse
 from jaxonnx.ops.contrib.fused import DOMAIN
 from jaxonnx.registry import Omissible, op
@@ -32,7 +33,7 @@ _ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
     "relu": jax.nn.relu,
     "relu2": lambda x: jax.nn.relu(x) ** 2,
     "gelu": jax.nn.gelu,  # by tanh, as in onnxruntime
-    "silu": jax.nn.silu,
+    "silu": swish,
     "identity": lambda x: x,
 }
 _GATED = ("swiglu", "geglu")
@@ -79,7 +80,7 @@ def _apply_gate(g, x, kind, alpha, beta, limit, limit_after_activation):
     limit = jnp.inf if limit is None else limit
     if not limit_after_activation:
         g = jnp.minimum(g, limit)
-    g = g * jax.nn.sigmoid(alpha * g)
+    g = swish(g, alpha=alpha)
     return jnp.minimum(g, limit) * (jnp.clip(x, -limit, limit) + beta)
 
 

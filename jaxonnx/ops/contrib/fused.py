@@ -23,6 +23,7 @@ from jaxonnx.ops.activation import (
     sigmoid,
     softplus,
     softsign,
+    swish,
     thresholded_relu,
 )
 from jaxonnx.ops.common import axis_of, widen
@@ -191,7 +192,7 @@ def fast_gelu(x, bias=None):
 
 @op("QuickGelu", since=1, domain=DOMAIN)
 def quick_gelu(x, *, alpha=1.7020000219345093):
-    return x * jax.nn.sigmoid(alpha * x)
+    return swish(x, alpha=alpha)
 
 
 def layer_norm(x, gamma, beta, epsilon):
