@@ -294,6 +294,14 @@ SYMBOLIC = {
     "all of top_k": lambda a: lax.top_k(a.T, a.shape[0]),
     "median": lambda a: jnp.median(a, 0),
     "quantile": lambda a: jnp.quantile(a, 0.3, axis=0),
+    "padding by a size": lambda a: jnp.pad(a, ((0, a.shape[0]), (0, 0))),
+    "parts of a split": lambda a: jnp.split(a, [1])[1] - a[:1],
+    "an update in place": lambda a: lax.dynamic_update_slice(a, a[::-1, 1:3], (0, 2)),
+    "gradient of a slice": jax.grad(lambda a: jnp.sin(lax.slice_in_dim(a, 0, 1)).sum()),
+    "gradient of a roll": jax.grad(lambda a: jnp.sin(jnp.roll(a, 1, 0) * a).sum()),
+    "gradient of an edge": jax.grad(
+        lambda a: jnp.sin(jnp.pad(a, ((1, 2), (0, 0)), mode="edge")).sum()
+    ),
 }
 
 
@@ -424,8 +432,6 @@ BAD = {
         lambda a: conv(a, a), images.astype(np.int32), "'conv_.* floating point numbers only"),
     "a choice by a size": (
         lambda a: a if a.shape[0] > 2 else -a, SYMBOLIC_ROWS, r"the function in .* symbolic size"),
-    "padding by a size": (
-        lambda a: jnp.pad(a, ((0, a.shape[0]), (0, 0))), SYMBOLIC_ROWS, r"'pad' in .* pads by"),
     "a running maximum over a symbolic axis": (
         lambda a: lax.cummax(a, 0), SYMBOLIC_ROWS, r"'cummax' in .* depends on a symbolic size"),
     "a scan over a symbolic axis": (

@@ -3,10 +3,12 @@
 from math import prod
 from typing import Any
 
+import jax
 import numpy as np
+from jax.core import max_dim
 
 from jaxonnx.onnx_out._nodes import FOLDED, Nodes, Tensor
-from jaxonnx.onnx_out._rule_table import Refusal, primitive
+from jaxonnx.onnx_out._rule_table import primitive
 from jaxonnx.onnx_out._tensors import all_known, same_sizes
 
 
@@ -70,7 +72,7 @@ def tile(g, x, *, reps):
 
 @primitive("split")
 def split(g, x, *, sizes, axis, out):
-    return g.several("Split", len(out), x, np.array(sizes, np.int64), axis=axis)
+    return g.several("Split", len(out), x, g.sizes_of(sizes), axis=axis)
 
 
 @primitive("unstack")
@@ -106,7 +108,7 @@ def pad(g, x, value, *, padding_config, out):
     y = g.cast_result(pad_tensor(g, x, value, padding_config), out)
     moved = [axis for axis, edges in enumerate(padding_config) if any(edges)]
     zero = isinstance(value, np.ndarray) and not value.any()
-    if zero and len(moved) == 1 and all_known([x.shape[axis] for axis in moved]):
+    if zero and len(moved) == 1 and all_known([x.shape[moved[0]], *padding_config[moved[0]]]):
         low, high, inner = padding_config[moved[0]]
         if min(low, high) >= 0 and not inner:
             y.pieces = moved[0], {low: x}
@@ -160,21 +162,20 @@ def pad_tensor(g: Nodes, x: Any, value: Any, config: Any) -> Any:
             ends = [*shape[:axis], n * (inner + 1) - inner, *shape[axis + 1 :]]
             x = g.slice(x, [0] * len(shape), ends, [1] * len(shape))
             shape = ends
-    x = _pad(g, x, value, [(max(low, 0), max(high, 0)) for low, high, _ in config])
+    x = _pad(g, x, value, [(max_dim(low, 0), max_dim(high, 0)) for low, high, _ in config])
     shape = list(x.shape)
-    starts = [max(-low, 0) for low, _, _ in config]
-    ends = [n - max(-high, 0) for n, (_, high, _) in zip(shape, config, strict=True)]
+    starts = [max_dim(-low, 0) for low, _, _ in config]
+    ends = [n - max_dim(-high, 0) for n, (_, high, _) in zip(shape, config, strict=True)]
     return g.slice(x, starts, ends, [1] * len(shape))
 
 
 def _pad(g: Nodes, x: Any, value: Any, edges: Any) -> Any:
     """Append Pad with (low, high), not negative, for each axis, in a dtype that runtimes pad."""
-    if not any(low or high for low, high in edges):
+    sizes = [low for low, _ in edges] + [high for _, high in edges]
+    if all_known(sizes) and not any(sizes):
         return x
-    if not all_known([n for edge in edges for n in edge]):
-        raise Refusal("it pads by sizes that depend on an input's")
     shape = [n + low + high for n, (low, high) in zip(x.shape, edges, strict=True)]
-    pads = np.array([low for low, _ in edges] + [high for _, high in edges], np.int64)
+    pads = g.sizes_of(sizes)
     dtype = {2: np.float32 if x.dtype.kind not in "iu" else np.int32, 1: np.int8}.get(
         x.dtype.itemsize, x.dtype
     )
@@ -237,9 +238,14 @@ def dynamic_update_slice(g, x, update, *starts, out):
     if not x.shape:
         return update
     begin = _starts(g, x.shape, starts, update.shape)
-    places = np.stack(np.meshgrid(*map(np.arange, update.shape), indexing="ij"), -1)
-    index = g("Add", places.astype(np.int64), begin)
-    return g("ScatterND", x, index, update)
+    if all_known(update.shape):
+        places: Any = np.indices(update.shape, np.int64)
+        places = np.moveaxis(places, 0, -1)
+    else:
+        like = jax.ShapeDtypeStruct((*update.shape, 1), np.int64)
+        lines = (iota(g, out=like, dimension=axis) for axis in range(x.ndim))
+        places = g("Concat", *lines, axis=x.ndim)
+    return g("ScatterND", x, g("Add", places, begin), update)
 
 
 def _starts(g: Nodes, shape: Any, starts: Any, sizes: Any) -> str:
