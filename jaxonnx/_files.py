@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx.errors import Error, InputError
@@ -99,7 +100,9 @@ def read_arrays(
             for name, member in zip(file.files, members, strict=True):
                 with wrap_errors(f"{what}: the array '{name}'", error):
                     _check_header(file.zip, member)
-                    result[name] = file[name]
+                    array = file[name]
+                    # NumPy writes bfloat16, a type of ml_dtypes, by its size alone
+                    result[name] = array.view(jnp.bfloat16) if array.dtype == "V2" else array
     return result
 
 

@@ -288,6 +288,10 @@ class Table(Data):
         return read_table(self.data)
 
     @property
+    def typed(self) -> bool:  # type: ignore[override]
+        return not _has_rows(self.data)
+
+    @property
     def what(self) -> str:
         return f"{self.name} '{os.fspath(self.data)}'"
 

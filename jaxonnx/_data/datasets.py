@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxonnx._data.arrays import iterate_stream, to_columns
 from jaxonnx._data.batches import SERVES_ONE_EPOCH, Batch, DataEnded, Source
+from jaxonnx._data.inputs_and_targets import take_input_types
 from jaxonnx._data.kinds import (
     Data,
     Reading,
@@ -36,6 +37,7 @@ class Dataset(Data):
     """A Dataset, which is read into memory."""
 
     form = "a Hugging Face Dataset, a list of dicts with texts"
+    typed = False
 
     @classmethod
     def accepts(cls, data: Any, labels: bool) -> bool:
@@ -178,6 +180,7 @@ class RowStream(Source):
                     numbers = np.random.SeedSequence((seed, epoch, number))
                     seed = int(numbers.generate_state(1)[0])
                 columns = {name: column[:whole] for name, column in columns.items()}
+                columns = take_input_types(columns, reading.model.inputs)
                 buffer = replace(reading, batch_size=size, seed=seed, padding=padding)
                 yield from read_arrays(columns, buffer, self.what).batches(0)
                 steps += 1

@@ -53,6 +53,12 @@ def as_pair(
         None if a is None and n in spare else column(a, f"{what}: input {n!r}")
         for n, a in zip(names, x, strict=True)
     ]
+    inputs = [
+        array
+        if not isinstance(a, list) or hasattr(next(iter(a), None), "dtype")
+        else _as_input(array, value)
+        for a, array, value in zip(x, inputs, values, strict=True)
+    ]
     for value, array in zip(values, inputs, strict=True):
         _check_rank(value, array, what)
         of_tokens = value.name in token_inputs(values)
@@ -125,6 +131,30 @@ def as_pair(
     if not all(counts.values()):
         raise TrainingError(f"{what} has no examples")
     return inputs, targets
+
+
+def take_input_types(columns: Mapping[str, Any], values: Sequence[Value]) -> dict[str, Any]:
+    """Give columns of rows the floating-point types of the inputs that they are for.
+
+    Numbers of texts, lists and data sets have no type that was chosen for the model, unlike arrays:
+    whole ones become real, and real ones are rounded to 16 bits.
+    """
+    inputs = {value.name: value for value in values}
+    if len(inputs) == 1 and inputs.keys().isdisjoint(columns):
+        inputs = {"x": values[0]}
+    return {n: _as_input(x, inputs[n]) if n in inputs else x for n, x in columns.items()}
+
+
+def _as_input(array: Any, value: Value) -> Any:
+    """Convert numbers without a type of their own to that of an input, if it is floating-point."""
+    if isinstance(array, list):
+        return [_as_input(part, value) for part in array]
+    dtype = value.dtype
+    # numbers of files are float32 by now, and are not widened
+    if dtype is None or dtype.itemsize > 4 or not jax.numpy.issubdtype(dtype, np.floating):
+        return array
+    fits = isinstance(array, np.ndarray | np.generic) and array.dtype.kind in "iuf"
+    return array.astype(dtype) if fits else array
 
 
 def _has_numbers(array: Any) -> bool:

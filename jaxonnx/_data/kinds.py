@@ -23,6 +23,7 @@ from jaxonnx._data.inputs_and_targets import (
     checked_weights,
     count_examples,
     split_weights,
+    take_input_types,
 )
 from jaxonnx._data.padding import fit_padding
 from jaxonnx._data.ragged import PLAIN, Padding
@@ -183,6 +184,8 @@ class Data:
     """Those of the arguments "preprocess" and "augment" of `train` that the kind uses."""
     has_columns: ClassVar[bool] = True
     """Whether the argument `columns` of `train` can rename something."""
+    typed: bool = True
+    """Whether numbers have types that were chosen for the model, as those of arrays are."""
 
     @classmethod
     def accepts(cls, data: Any, labels: bool) -> bool:
@@ -208,7 +211,10 @@ class Data:
         Raises:
           TrainingError: the data does not fit the model.
         """
-        return read_arrays(self.arrays, reading, self.what)
+        columns = self.arrays
+        if not self.typed:
+            columns = take_input_types(columns, reading.model.inputs)
+        return read_arrays(columns, reading, self.what)
 
     @classmethod
     def prepare(cls, parts: Mapping[str, Any], reading: Reading) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from jaxonnx import losses
 from jaxonnx._data import images
 from jaxonnx._data.images import Layout, Preparation
-from jaxonnx._data.inputs_and_targets import KEY
+from jaxonnx._data.inputs_and_targets import KEY, take_input_types
 from jaxonnx._data.kinds import Data, open_data
 from jaxonnx._data.ragged import derived_inputs
 from jaxonnx.errors import Error, InputError, TrainingError
@@ -116,7 +116,7 @@ def data(path: Path, model: Model, options: argparse.Namespace) -> tuple[Any, bo
     roles = columns(path, [*values], model, derived)
     if not roles.targets and not derived:
         raise _lacks(path, values, "the targets, as 'y'")
-    inputs = {name: values[column] for name, column in roles.inputs.items()}
+    inputs = _read_inputs(path, values, roles, model)
     targets = {name: values[name] for name in roles.targets}
     labels = next(iter(targets.values())) if len(targets) == 1 else targets
     rest = (labels, *(values[name] for name in roles.weight))
@@ -163,7 +163,15 @@ def inputs(path: Path, model: Model) -> dict[str, Any]:
     values = table(path)
     if values is None:
         raise InputError(f"'{path}' has no columns that are inputs")
-    return {name: values[column] for name, column in columns(path, [*values], model).inputs.items()}
+    return _read_inputs(path, values, columns(path, [*values], model), model)
+
+
+def _read_inputs(
+    path: Path, values: Mapping[str, Any], roles: Columns, model: Model
+) -> dict[str, Any]:
+    """Return the inputs among the columns of a file by name, as `Data.read` has them."""
+    inputs = {name: values[column] for name, column in roles.inputs.items()}
+    return inputs if open_file(path).typed else take_input_types(inputs, model.inputs)
 
 
 def table(path: Path, names: Any = None) -> Mapping[str, Any] | None:

@@ -2,6 +2,7 @@
 
 import json
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 import jaxonnx
 from jaxonnx._data.batches import Arrays, MemoryPool, prefetch
+from jaxonnx.cli import main
 from tests.support.sources import make_source
 
 ONE = (jaxonnx.Value("x", None, None),)
@@ -52,6 +54,57 @@ def whole(net):
 def in_order(net):
     """The losses for the batches in their order."""
     return losses(net, BATCHES)
+
+
+def network(dtype):
+    """The network of TEXT in another type."""
+    proto = onnx.parser.parse_model(TEXT)
+    kind = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    for value in (*proto.graph.input, *proto.graph.output):
+        value.type.tensor_type.elem_type = kind
+    (w,) = proto.graph.initializer
+    w.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(w).astype(dtype), "w"))
+    return proto
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_numbers_of_rows_take_the_type_of_their_input(dtype, tmp_path, monkeypatch):
+    """Text has none, .parquet and data sets have no bfloat16; arrays must have it."""
+    monkeypatch.chdir(tmp_path)
+    datasets = pytest.importorskip("datasets")
+    model = jaxonnx.load(network(dtype))
+    numbers = [[1, 2], [3, 300], [-5, 0], [7, 8]]
+    array = np.array(numbers).astype(dtype)
+    expected = model.predict(array)
+    assert expected.dtype == dtype
+    rows = [{"x": x, "y": [i]} for i, x in enumerate(numbers)]
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    Path("rows.csv").write_text("x,y\n" + "".join(f'"{x}",[{i}]\n' for i, x in enumerate(numbers)))
+    rows = datasets.Dataset.from_list(rows)
+    rows.to_parquet("rows.parquet")
+    for data in ("rows.jsonl", "rows.csv", "rows.parquet", rows, {"x": numbers}):
+        np.testing.assert_array_equal(model.predict(data), expected)
+    of_rows, of_arrays = (
+        jaxonnx.evaluate(model, data, loss="squared_error", batch_size=4)["loss"]
+        for data in (rows.to_iterable_dataset(), (array, np.array(rows["y"])))
+    )
+    assert of_rows == pytest.approx(of_arrays, rel=1e-6)
+    np.savez("arrays.npz", x=array)
+    np.testing.assert_array_equal(model.predict("arrays.npz"), expected)
+    with pytest.raises(jaxonnx.InputError, match=f"astype.'{dtype}'"):
+        model.predict(np.array(numbers))
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "arrays.npz"])
+def test_a_command_reads_numbers_for_bfloat16(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    onnx.save(network("bfloat16"), "net.onnx")
+    array = np.array([[1, 2], [3, 4]]).astype(jnp.bfloat16)
+    Path("rows.csv").write_text('x,y\n"[1, 2]",[1]\n"[3, 4]",[2]\n')
+    np.savez("arrays.npz", x=array, y=np.ones((2, 1)))
+    assert main(["run", "net.onnx", name, "-o", "out.npz"]) == 0
+    result = np.load("out.npz")["y"].view(jnp.bfloat16)
+    np.testing.assert_array_equal(result, jaxonnx.load("net.onnx")(array))
 
 
 def test_data_in_one_piece(net, whole, tmp_path):
