@@ -98,6 +98,10 @@ class Source(ABC):
             "validation data like it"
         )
 
+    def sample(self, batches: int) -> Source:
+        """Return a source of so many batches that stand for all examples, if it can choose them."""
+        return self
+
     def release(self) -> None:  # noqa: B027
         """Free the memory of a cache; the batches can be read as before."""
 
@@ -219,6 +223,19 @@ class Examples(Source):
         chosen = draw_share(len(groups), share, self.seed, what)
         rest, held_out = np.delete(groups, chosen, axis=0).reshape(-1), groups[chosen].reshape(-1)
         return replace(self, rows=rest), replace(self, rows=held_out, seed=None)
+
+    def sample(self, batches: int) -> Source:
+        """Return a source of so many batches of examples drawn at random, always the same ones.
+
+        The first examples of a data set need not be like the others: those of a folder of images
+        come class by class.
+        """
+        groups = self.rows.reshape(-1, self.group)
+        count = batches * self.size // self.group
+        if len(groups) <= count:
+            return self
+        chosen = np.random.default_rng(0).permutation(len(groups))[:count]
+        return replace(self, rows=groups[chosen].reshape(-1))
 
     def order(self, epoch: int) -> np.ndarray:
         """Return the rows in the order of an epoch, shuffled in whole groups."""

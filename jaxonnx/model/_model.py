@@ -261,7 +261,7 @@ class Model(Network, Printable):
             texts or of pairs of them, like [{"text": "..."}]. Inputs of strings are arrays or
             lists.
           batch_size: the number of examples per batch; defaults to 32, or to the batch size that
-            the file fixes. Ignored for iterables.
+            the file fixes. Iterables have batches of their own.
           pad: as in `jaxonnx.train`, for sequences of unequal length.
           length_buckets: as in `jaxonnx.train`.
           preprocess: as in `jaxonnx.train`, for images and texts.

@@ -88,8 +88,9 @@ def quantize(
       data: inputs in any form that `Model.predict` accepts, or texts as in `jaxonnx.train`.
         Targets are ignored. Caches of decoders that are not in the data are empty.
       scheme: "int8", "int4", ... or a `jaxonnx.Quantization`.
-      batch_size: the number of examples per batch. Ignored for iterables.
-      batches: the number of batches to calibrate on.
+      batch_size: the number of examples per batch. Iterables have batches of their own.
+      batches: the number of batches to calibrate on. Of data in one piece, with more examples than
+        that, these are drawn at random, in each call the same; of an iterable they are the first.
       preprocess: as in `jaxonnx.train`, for folders of images and texts.
       max_loss: what may be lost, in units of `metric`: 0.005 is half a point of accuracy. Weights
         and activations stay in more bits than the scheme's, or in floating point, as far as that
@@ -137,9 +138,9 @@ def quantize(
     options = {"batch_size": batch_size, "preprocess": preprocess}
     held_out = None
     if metric is not None:
-        whole, source, held_out = _read_labeled(net, data, validation, metric, options)
+        whole, source, held_out = _read_labeled(net, data, validation, metric, options, batches)
     else:
-        whole, source = read_examples(net, data, **options)
+        whole, source = read_examples(net, data, batches=batches, **options)
         if validation is not None:
             _, held_out = read_examples(net, validation, **options)
     examples = [*iterate_inputs(islice(source.batches(0), batches), whole.inputs)]
@@ -221,9 +222,12 @@ def compare_quantized(model: Model, scheme: Quantization) -> str:
 
 
 def read_examples(
-    model: Model, data: Any, batch_size: int | None, preprocess: Any
+    model: Model, data: Any, batch_size: int | None, preprocess: Any, batches: int | None = None
 ) -> tuple[Model, Source]:
     """Read calibration data: arrays, a file, a folder of images, texts, an iterable of batches.
+
+    Args:
+      batches: how many stand for all data; None: all of them are read.
 
     Returns:
       The model, with empty caches if the data has none, mapped over a batch if it takes one
@@ -239,6 +243,7 @@ def read_examples(
     examples = read_inputs(
         started, opened, per_row=False, batch_size=batch_size, preprocess=preprocess
     )
+    examples = examples if batches is None else examples.sample(batches)
     mapped = started.program.find(BatchAxis)
     if mapped is not net.program.find(BatchAxis):
         net = enter(net, mapped)
@@ -246,7 +251,7 @@ def read_examples(
 
 
 def _read_labeled(
-    net: Model, data: Any, validation: Any, metric: Any, options: Any
+    net: Model, data: Any, validation: Any, metric: Any, options: Any, batches: int
 ) -> tuple[Model, Source, Any]:
     """Read calibration data, and data with targets that a metric is evaluated on.
 
@@ -263,7 +268,7 @@ def _read_labeled(
     if split:
         open_ = _free_states(sources.model, net)
         return open_, add_states(open_, sources.model, sources.examples), sources.held_out
-    return *read_examples(net, data, **options), sources.examples
+    return *read_examples(net, data, batches=batches, **options), sources.examples
 
 
 def _free_states(model: Model, before: Model) -> Model:
@@ -340,8 +345,8 @@ def sensitivity(
       types: dtypes of weights like "int8", or sparsity patterns like "2:4".
       activations: dtypes of activations like "uint8". The inputs of layers are rounded as
         `jaxonnx.quantize` rounds them, in ranges measured on the same batches.
-      batch_size: the number of examples per batch. Ignored for iterables.
-      batches: the number of batches to compare outputs on.
+      batch_size: the number of examples per batch. Iterables have batches of their own.
+      batches: the number of batches to compare outputs on, chosen as in `quantize`.
       preprocess: as in `jaxonnx.train`, for folders of images and texts.
 
     Returns:
@@ -355,7 +360,7 @@ def sensitivity(
     check_arguments(sensitivity, locals())
     require_integer("batches", batches)
     net = as_model(model)
-    net, source = read_examples(net, data, batch_size, preprocess)
+    net, source = read_examples(net, data, batch_size, preprocess, batches)
     examples = [*iterate_inputs(islice(source.batches(0), batches), net.inputs)]
     schemes = {kind: None if ":" in kind else Quantization.of(kind) for kind in types}
     if not activations:  # the errors are those of files whose weights alone are rounded

@@ -9,8 +9,10 @@ import onnxruntime
 import optax
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from PIL import Image
 
 import jaxonnx
+from tests.support.pictures import net
 
 RNG = np.random.default_rng(0)
 W = RNG.normal(size=(3, 8, 8)).astype(np.float32)
@@ -70,6 +72,29 @@ def test_little_data_gives_ranges(calibration, rows):
     (floats,), (theirs,) = run(network(), x, z=x), run(model.to_onnx(), x, z=x)
     np.testing.assert_allclose(theirs, floats, atol=0.02 * np.abs(floats).max())
     onnx.checker.check_model(model.to_onnx())
+
+
+def test_data_in_one_piece_give_ranges_in_any_order(tmp_path):
+    """pytorch#45185: a folder of images has the classes one behind the other."""
+    scheme = jaxonnx.Quantization(calibration="minmax")
+
+    def scale(model, data, **options):
+        file = jaxonnx.quantize(model, data, scheme, batches=4, **options).to_onnx()
+        tensors = {t.name: numpy_helper.to_array(t) for t in file.graph.initializer}
+        node = next(node for node in file.graph.node if node.op_type == "QuantizeLinear")
+        return tensors[node.input[1]]
+
+    model = model_of([helper.make_node("MatMul", ["x", "w"], ["y"])], {"w": W[0]}, ["y"])
+    x = np.repeat(np.float32([[0.1], [0.1], [1], [1]]), 32, 0) * np.ones(8, np.float32)
+    np.testing.assert_allclose(scale(model, x, batch_size=4), 1 / 255, rtol=1e-6)
+    np.testing.assert_allclose(scale(model, [*np.split(x, 32)]), 0.1 / 255, rtol=1e-6)
+    for light in (51, 255):
+        (tmp_path / f"{light}").mkdir()
+        for i in range(32):
+            Image.new("L", (2, 4), light).save(tmp_path / f"{light}" / f"{i}.png")
+    pictures = net(["n", 1, 4, 2], 2)
+    options = {"batch_size": 4, "preprocess": {"mean": 0.0, "std": 1.0}}
+    np.testing.assert_allclose(scale(pictures, str(tmp_path), **options), 1 / 255, rtol=1e-6)
 
 
 def clipped():
