@@ -400,7 +400,8 @@ class RunArguments(TypedDict, total=False):
     """Stop after this number of epochs (or validations) without a better value of `monitor`.
 
     The result has the weights of the best epoch, also if the run ends normally. With `sparsity`,
-    only epochs with the fixed mask count."""
+    only epochs in the last phase of the run count: with the fixed mask, or with masks that move to
+    the end ("sr_ste", "s_ste", a dynamic phase without end)."""
     min_improvement: Annotated[
         float,
         Argument(

@@ -229,6 +229,61 @@ def test_options_of_another_method_are_refused(sparsity, message):
         train(sparsity)
 
 
+def test_a_run_that_ends_in_its_dense_phase_is_not_recorded_as_sparse():
+    """neural-compressor PR 1250: a run that ends before its masks are there."""
+    x, y = DATA
+    data = np.where(np.arange(48)[:, None] == 40, np.inf, x), y  # ends the run
+    dense = "the dense phase of sparsity: no weight is 2:4 transposable"
+    with pytest.warns(match="not finite"), pytest.warns(match=dense):
+        result = jaxonnx.train(
+            network(),
+            data,
+            optimizer=optax.sgd(0.1),
+            epochs=3,
+            batch_size=16,
+            sparsity={"dense": 1, "dynamic": 1},
+        )
+    assert result.history.stopped
+    assert result.history.epochs == []
+    assert result.model.sparsity is None
+    assert any("'dense': 0" in note for note in result.history.notes)
+    assert np.asarray(result.model.params["body"]).all()
+    with pytest.raises(jaxonnx.TrainingError, match=r"0\.9 epochs, 3 steps, leaves no .* 2 steps"):
+        train({"dense": 0.9, "dynamic": 1}, epochs=None, max_steps=2)
+    ended = train({"dense": 0.5, "dynamic": 1}, epochs=None, max_steps=3)  # before the fixed mask
+    assert kept(ended.model.params["body"], 4) == [2, 2]
+    assert ended.model.sparsity is not None
+
+
+@pytest.mark.parametrize(
+    "sparsity",
+    [
+        {"method": "sr_ste"},
+        {"method": "s_ste"},
+        {"dense": 1, "dynamic": None},
+        {"dense": 1, "dynamic": 20},
+        {"dense": 1, "dynamic": 1},
+    ],
+    ids=str,
+)
+def test_patience_counts_the_phase_that_a_run_ends_in(sparsity):
+    result = jaxonnx.train(
+        network(),
+        DATA,
+        optimizer=optax.sgd(0.0),
+        epochs=8,
+        batch_size=48,
+        sparsity=sparsity,
+        validation=DATA,
+        patience=2,
+    )
+    phases = [row["phase"] for row in result.history.epochs]
+    assert result.history.early
+    assert result.history.best == phases.index(phases[-1]) + 1
+    assert len(phases) == result.history.best + 2
+    assert min(kept(result.model.params["body"], 4)) == 2
+
+
 def test_what_stays_dense_is_said_with_the_reason():
     result = train({"select": "body", "dense": 1})
     (note,) = (note for note in result.history.notes if "dense" in note)

@@ -25,7 +25,7 @@ from jaxonnx.training._loop.reporter import Reporter
 from jaxonnx.training._loop.stopping import Interrupt, Monitor, Stop
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._settings.ema import describe_average
-from jaxonnx.training._settings.sparsity import sparse_numbers
+from jaxonnx.training._settings.sparsity import is_dense, sparse_numbers
 from jaxonnx.training._settings.statistics import Statistics, warn_of_single_values
 from jaxonnx.training._step import State, Step
 from jaxonnx.training._step.optimizers import rate_of
@@ -44,7 +44,7 @@ def run(
 ) -> tuple[Model, History]:
     """Run the epochs; return the trained model and the history."""
     # 1. The step, compiled at its first batch, and what follows its reports.
-    monitor = Monitor(settings, step.columns(held_out is not None))
+    monitor = Monitor(settings, step.columns(held_out is not None), step.last_phase)
     update = FitCheck(step.compile(_with_reports(step, processes), donate_argnums=0))
     reporter = Reporter(settings, examples.steps, interrupt, processes)
     state = step.init()
@@ -130,7 +130,16 @@ def run(
     if settings.patience is not None and (notes := monitor.notes(history.epochs)):
         history.notes += notes
         warn(notes[0])
-    return snapshots.to_model(state), history
+    model = snapshots.to_model(state)
+    if is_dense(state.optimizer) and not monitor.best_row:
+        history.notes.append(
+            f"the run ended in the dense phase of sparsity: no weight is {model.sparsity}, and the "
+            "model has no record of it; a shorter phase, as sparsity={..., 'dense': 0}, or to "
+            "resume the run, makes them sparse"
+        )
+        warn(history.notes[-1])
+        model = model.with_sparsity(None)
+    return model, history
 
 
 @dataclass

@@ -131,9 +131,10 @@ class Monitor:
     Args:
       settings: `monitor`, `patience`, `min_improvement` and `validate_every`.
       columns: the metrics of this run.
+      last_phase: the phase of sparsity that the run ends in, with which none before it compares.
     """
 
-    def __init__(self, settings: Settings, columns: list[str]):
+    def __init__(self, settings: Settings, columns: list[str], last_phase: int = 3):
         default = "validation_loss" if "validation_loss" in columns else "loss"
         monitor = default if settings.monitor is None else settings.monitor
         name = monitor[0] if isinstance(monitor, tuple) and monitor else monitor
@@ -146,6 +147,7 @@ class Monitor:
                 f"{', '.join(columns)}{hint}"
             )
         self.name, self._sign = find_direction(monitor)
+        self._last_phase = last_phase
         self._patience, self._least = settings.patience, settings.min_improvement
         self._unit = "epoch" if settings.validate_every is None else "step"
         self.best: dict[str, Any] | None = None
@@ -212,8 +214,8 @@ class Monitor:
         return gain > 0 and gain >= least
 
     def _value(self, row: dict[str, Any]) -> float:
-        # a fixed mask is what a sparse run ends with; no phase before it compares with that
-        return row.get(self.name, np.nan) if row.get("phase", 3) == 3 else np.nan
+        in_last = row.get("phase", self._last_phase) == self._last_phase
+        return row.get(self.name, np.nan) if in_last else np.nan
 
 
 def find_direction(monitor: Any) -> tuple[str, int]:

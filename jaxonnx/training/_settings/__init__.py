@@ -201,3 +201,5 @@ class Plan:
     """The number of updates of the run, if the optimizer asked for it."""
     phases: list[int] | None = None
     """The epochs of the dense and the dynamic phase of sparsity, if it divides those of the run."""
+    last_phase: int = 3
+    """The phase of sparsity that the run ends in."""

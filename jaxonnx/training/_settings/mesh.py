@@ -111,7 +111,7 @@ class MeshStep(Step):
             if any(DATA in axes_of(part) for laid in jax.tree.leaves(x) for part in laid.spec)
         }
         step.gather = self._gather
-        self.updates, self.phases = step.updates, step.phases
+        self.updates, self.phases, self.last_phase = step.updates, step.phases, step.last_phase
         self.notes = (*step.notes, *_idle(self._mesh, split.values()))
 
     @property

@@ -109,6 +109,7 @@ def sparsify_weights(plan: Plan) -> None:
         if epochs is not None and not _PHASES & {*options}:
             plan.phases = _share(epochs)
         options = _share_out(options, epochs)
+    plan.last_phase = _find_last_phase(method, options, plan)
     choice = {name: options.pop(name) for name in _CHOICE if name in options}
     products = options.pop("products", "dense")
     if method == "s_ste" and choice.setdefault("transposable", False):
@@ -161,12 +162,29 @@ def _share_out(options: dict[str, Any], epochs: int | None) -> dict[str, Any]:
                 "sparsity needs the lengths of its phases (dense, dynamic), or epochs= to share out"
             )
         options |= zip(("dense", "dynamic"), _share(epochs), strict=True)
-    options = {"dense": 0, "dynamic": None} | options
-    if epochs is not None and options["dense"] >= epochs:
+    return {"dense": 0, "dynamic": None} | options
+
+
+def _find_last_phase(method: str, options: Mapping[str, Any], plan: Plan) -> int:
+    """Return the phase that a run ends in: 3 with a fixed mask, 2 with one that still moves.
+
+    Raises:
+      TrainingError: it ends in the dense phase.
+    """
+    steps, epochs = plan.steps_per_epoch or 1, plan.epochs
+    total = plan.settings.max_steps or (None if epochs is None else epochs * steps)
+    if method != "three_phase":
+        return 3 if method == "one_shot" else 2
+    dense, dynamic = options["dense"], options["dynamic"]
+    if total is not None and round(dense * steps) >= total:
         raise TrainingError(
-            f"a dense phase of {options['dense']} epochs leaves no sparse one in {epochs} epochs"
+            f"a dense phase of {dense} epochs, {round(dense * steps)} steps, leaves no sparse one "
+            f"in {total} steps"
         )
-    return options
+    if dynamic is None:
+        return 2
+    end = round(dense * steps) + round(dynamic * steps)
+    return 3 if total is None or end <= total else 2
 
 
 def _are_sparse(
@@ -234,6 +252,11 @@ def _phases(memory: Any) -> list[Any]:
 
     leaves = jax.tree.leaves(memory, is_leaf=lambda x: isinstance(x, sparse.ThreePhaseState))
     return [x for x in leaves if isinstance(x, sparse.ThreePhaseState)]
+
+
+def is_dense(memory: Any) -> bool:
+    """Check whether the state of an optimizer is of a sparse run that has no masks yet."""
+    return any(int(phases.phase) == 1 for phases in _phases(memory))
 
 
 def restore_phase(memory: Any, before: Any) -> Any:

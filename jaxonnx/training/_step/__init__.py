@@ -79,6 +79,8 @@ class Step(ABC):
       notes: differences between the trained network and the file.
       updates: those that its schedule is made for, where the optimizer asked for them.
       phases: the epochs of the dense and the dynamic phase of sparsity, where it shares them out.
+      last_phase: the phase of sparsity that the run ends in: 2 with masks that move, 3 with fixed
+        ones.
       gather: what a mesh does with tensors before the model reads them, within a program.
       optimizer_variables: parameters of its states that the network does not read: in a file that
         carries its step, the variables of its optimizer.
@@ -90,6 +92,7 @@ class Step(ABC):
     notes: tuple[str, ...]
     updates: int | None = None
     phases: list[int] | None = None
+    last_phase: int = 3
     gather: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
     optimizer_variables: frozenset[str] = frozenset()
 

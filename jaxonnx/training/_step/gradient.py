@@ -65,7 +65,7 @@ class GradientStep(Step):
         self._storage = plan.storage
         self.settings = plan.settings
         self._gradient_wrappers = plan.gradient_wrappers
-        self.updates, self.phases = plan.updates, plan.phases
+        self.updates, self.phases, self.last_phase = plan.updates, plan.phases, plan.last_phase
 
     def init(self, params: Any = None) -> State:
         model = self.model.replace(params=params)
