@@ -207,8 +207,11 @@ def with_file(
     """
     refuse_change(model, "the graph")
     before, after = (
-        {name for node in file.graph.node for name in node.output} for file in (model.proto, proto)
+        {(name, node.op_type == "Constant") for node in file.graph.node for name in node.output}
+        for file in (model.proto, proto)
     )
+    # another node may compute the tensor of a Constant node from now on
+    computed = {name for name, _ in after - before}
     groups = [
         {**old, **{name: convert(x) for name, x in (new or {}).items()}}
         for old, new, convert in (
@@ -217,7 +220,7 @@ def with_file(
             (model.program.constants, added, np.asarray),
         )
     ]
-    tensors = {n: x for group in groups for n, x in group.items() if n not in after - before}
+    tensors = {n: x for group in groups for n, x in group.items() if n not in computed}
     graph = bind_file(proto, tensors)
     stored = {*graph_tensors(graph)}
     new_params, new_state, constants = (

@@ -489,6 +489,43 @@ def unfold(
     return result, floats, points
 
 
+def join_pairs(proto: ModelProto, tensors: Mapping[str, Any]) -> ModelProto:
+    """Let each DequantizeLinear read the QuantizeLinear before it, at the same scale.
+
+    PyTorch's converted models have a Cast to the same type between the two, which no gradient
+    passes, and two constants for each scale and zero point, which would be trained apart.
+
+    Returns:
+      The file without these, or the same object if it has none.
+    """
+    file = Editor(proto, tensors)
+    producers = {name: node for node in file.graph.node for name in node.output}
+    joined: set[str] = set()
+    for node in file.graph.node:
+        if node.op_type != "DequantizeLinear":
+            continue
+        before, casts = producers.get(node.input[0]), []
+        while before is not None and before.op_type == "Cast":
+            casts += before.output
+            before = producers.get(before.input[0])
+        if before is None or before.op_type != "QuantizeLinear":
+            continue
+        values = [[tensors.get(name) for name in x.input[1:]] for x in (before, node)]
+        if [*before.input[1:]] == [*node.input[1:]] and not casts:
+            continue
+        # of the same type, so that casts between have it, too
+        if len(values[0]) == len(values[1]) and all(
+            a is not None and b is not None and a.dtype == b.dtype and np.array_equal(a, b)
+            for a, b in zip(*values, strict=True)
+        ):
+            joined.update((*casts, *node.input[1:]))
+            node.input[:] = [before.output[0], *before.input[1:]]
+    if not joined:
+        return proto
+    remove_values(file.graph, joined - count_readers(file.graph).keys())
+    return file.finish()
+
+
 def _find_scales_of_biases(
     graph: GraphProto, producers: Mapping[str, NodeProto]
 ) -> dict[str, tuple[str, str]]:

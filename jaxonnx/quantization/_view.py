@@ -18,7 +18,7 @@ from jaxonnx._rewrite.network import Network, enter, with_file, with_params
 from jaxonnx.errors import InputError
 from jaxonnx.ops.common import element_dtype
 from jaxonnx.ops.contrib.moving_ranges import DOMAIN, limits_of, range_parameters
-from jaxonnx.quantization._files import Record, fold, record_of, unfold
+from jaxonnx.quantization._files import Record, fold, join_pairs, record_of, unfold
 from jaxonnx.quantization._qoperators import SAME_NUMBERS, open_operators
 from jaxonnx.quantization._scheme import Quantization
 from jaxonnx.views import Addition, View
@@ -142,6 +142,8 @@ def open_quantized(model: N) -> tuple[N, int]:
     Returns:
       The model, and the number of the parameters.
     """
+    joined = join_pairs(model.proto, model.tensors)
+    model = model if joined is model.proto else with_file(model, joined)
     proto, added, weights_of_operators = open_operators(model.proto, model.tensors)
     model = with_file(model, proto, added)
     proto, floats, points = unfold(model.proto, model.graph, model.tensors, weights_of_operators)

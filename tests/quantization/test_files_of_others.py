@@ -162,6 +162,51 @@ def test_a_file_of_others_is_trained_at_its_own_scales(name, tmp_path):
     np.testing.assert_allclose(result.model(X), theirs, atol=0.02 * np.abs(theirs).max())
 
 
+@pytest.mark.parametrize("casts", [True, False], ids=["casts", "plain"])
+def test_scales_in_constant_nodes_are_trained(casts, tmp_path):
+    """pytorch#143497: converted modules, whose pairs have a Cast between and constants of each."""
+    before = static_file(tmp_path, "symmetric int8")
+    tensors = {t.name: t for t in before.graph.initializer}
+    nodes = []
+    for node in before.graph.node:
+        for i, name in enumerate(node.input):
+            if name in tensors:
+                node.input[i] = constant = f"/{node.output[0]}/Constant_{i}_output_0"
+                nodes.append(helper.make_node("Constant", [], [constant], value=tensors[name]))
+        nodes.append(node)
+        if node.op_type == "QuantizeLinear" and casts:
+            result = node.output[0]
+            node.output[0] = f"{result}/before"
+            nodes.append(helper.make_node("Cast", [node.output[0]], [result], to=INT8.tensor_type))
+    del before.graph.node[:], before.graph.initializer[:]
+    before.graph.node.extend(nodes)
+    onnx.checker.check_model(before)
+
+    def run(proto):
+        session = onnxruntime.InferenceSession(avoid_saturation(proto).SerializeToString())
+        return session.run(None, {"x": X})[0]
+
+    def count(proto):
+        return sorted(node.op_type for node in proto.graph.node if node.op_type[0] != "C")
+
+    targets = np.zeros((4, 3), np.float32)
+    same = jaxonnx.train(before, (X, targets), optimizer=optax.sgd(0.0), **SETTINGS)
+    assert count(same.model.to_onnx()) == count(before)
+    np.testing.assert_array_equal(run(same.model.to_onnx()), run(before))
+    result = jaxonnx.train(before, (X, targets), optimizer=optax.adam(1e-2), **SETTINGS)
+    first, last = (row["loss"] for row in result.history.epochs)
+    assert last < first
+    result.model.save(tmp_path / "trained.onnx")
+    file = onnx.load(tmp_path / "trained.onnx")
+    np.testing.assert_allclose(result.model(X), run(file), atol=0.02 * np.abs(run(file)).max())
+    pairs = {n.output[0]: n.input[1] for n in file.graph.node if n.op_type == "QuantizeLinear"}
+    scales = {n.input[0]: n.input[1] for n in file.graph.node if n.op_type == "DequantizeLinear"}
+    assert {name: scales[name] for name in pairs} == pairs  # one scale for both
+    values = {t.name: numpy_helper.to_array(t) for t in file.graph.initializer}
+    initial = {numpy_helper.to_array(t).tobytes() for t in tensors.values()}
+    assert all(values[name].tobytes() not in initial for name in pairs.values())
+
+
 def test_files_without_scales_to_train_are_refused(tmp_path):
     onnx.save(float_file(), tmp_path / "float.onnx")
     quantize_dynamic(tmp_path / "float.onnx", tmp_path / "q.onnx", weight_type=UINT8)

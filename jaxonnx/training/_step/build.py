@@ -268,10 +268,11 @@ def _freeze_without_gradient(plan: Plan) -> None:
         return
     trained = [name for name in model.params if name not in frozen]
     if not trained:
+        trains = ", and quantize= trains weights of quantized operators"
         raise TrainingError(
             f"no output has a gradient with respect to a parameter ({list_some(frozen)}), as none "
             "has behind operators on integers: model.with_outputs(NAME) ends the graph before "
-            "these, and quantize= trains weights of quantized operators"
+            f"these{'' if plan.settings.quantize else trains}"
         )
     plan.model = model.with_trainable(lambda name, _: name in trained)
     plan.notes.append(
