@@ -3,7 +3,7 @@
 Without dynamic axes an exporter writes the batch size of its example into targets of Reshape and
 initial states of recurrent layers. Two evaluations on shapes, one with the file's size and one with
 another, tell which axis of every value is the batch; a target that holds the size gets a -1 in its
-place. In a file for one example, constant rows are repeated, and indices of examples become a
+place. In a file for one example, rows beside a batch are repeated, and indices of examples become a
 range. The new graph is run on two batches in one, and must give what the old one gives for each:
 there may be several places to choose from, and a file for one example may mix those of a batch (a
 Softmax over the first axis).
@@ -13,17 +13,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from onnx import GraphProto, ModelProto, NodeProto, helper, numpy_helper
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from jaxonnx import _limits as limits
 from jaxonnx._graph.ancestors import ancestors
 from jaxonnx._graph.bind import Graph, Node, bind
+from jaxonnx._graph.caches import count_rows
 from jaxonnx._graph.values import Value, hint_at_image, to_value
 from jaxonnx._io.protos import declare, unused_name
 from jaxonnx._run.program import Program
@@ -81,6 +84,8 @@ def free_batch(
     views = (view for view in program.views if isinstance(view, FixedInputs))
     fixed = {n: x.array for v in views for n, x in v.values.items() if x.axis is None}
     tensors = {**program.constants, **fixed, **state, **params}
+    rows = count_rows(program.graph, tensors)
+    values = [replace(v, rows=rows.get(v.name)) for v in values]
     sizes = {v.name: v.shape[0] for v in values if v.shape and isinstance(v.shape[0], int)}
     samples = _close_other_axes(program.graph, values, tensors)
     inputs = samples[0]
@@ -103,10 +108,6 @@ def free_batch(
     if lost := {*fixed} & ancestors(nodes, outputs) - needed:  # states that are zeros
         listed = ", ".join(f"'{name}'" for name in sorted(lost))
         raise InputError(f"fixed inputs have the batch in their values: {listed}; {_WAY_OUT}")
-    result = ModelProto()
-    result.CopyFrom(proto)
-    _write_changes(result.graph, [*sizes], changes, size)
-    added = {_input_name(*at): value for at, value in changes.inputs.items()}
     for name in outputs if prove else ():  # others mix the examples
         old, freed = changes.shapes.get(name, ((), ()))
         moved = [axis for axis, (a, b) in enumerate(zip(old, freed, strict=False)) if a != b]
@@ -115,11 +116,26 @@ def free_batch(
                 f"the output '{name}' {[*old]} does not have the batch along its first axis; "
                 f"{_WAY_OUT}"
             )
-    if prove or not program.draws(training=False):  # random numbers differ with the batch
-        graph = bind(result, result.graph, {*tensors, *added})
-        new = replace(program, base=graph, constants={**program.constants, **added})
-        _compare(program, new, params, state, inputs, changes, prove=prove)
-    return result, added
+    added = {_input_name(*at): value for at, value in changes.inputs.items()}
+
+    def write(changes: _Changes) -> ModelProto:
+        result = ModelProto()
+        result.CopyFrom(proto)
+        _write_changes(result.graph, [*sizes], changes, size)
+        if prove or not program.draws(training=False):  # random numbers differ with the batch
+            graph = bind(result, result.graph, {*tensors, *added})
+            new = replace(program, base=graph, constants={**program.constants, **added})
+            _compare(program, new, params, state, inputs, changes, prove=prove)
+        return result
+
+    try:
+        return write(changes), added
+    except InputError:
+        if not changes.guesses:
+            raise
+        with suppress(InputError):
+            return write(replace(changes, computed=changes.computed | changes.guesses)), added
+        raise
 
 
 _SAMPLES = (((7, 64), (11, 96)), ((64, 128), (96, 160)), ((4096, 256), (6144, 384)))
@@ -203,8 +219,11 @@ class _Changes:
     inputs: dict[tuple[str, int], np.ndarray] = field(default_factory=dict)
     """New constants, by node and input position: targets of Reshape, data of Expand."""
     computed: dict[tuple[str, int], Row | Lookup] = field(default_factory=dict)
-    """Inputs that new nodes compute for each example, by node and input position: constant rows of
-    Concat and GatherElements, indices of Gather and GatherND."""
+    """Inputs that new nodes compute for each example, by node and input position: rows of Concat,
+    GatherElements and MatMul, and indices of Gather and GatherND."""
+    guesses: dict[tuple[str, int], Lookup] = field(default_factory=dict)
+    """Indices of Gather and GatherND that depend on the inputs. They may lack the number of the
+    example, which is 0 in the file."""
     stateless: set[str] = field(default_factory=set)
     """Recurrent layers whose initial states are constant zeros: the inputs are dropped, because an
     absent initial state is zero for any batch size."""
@@ -303,17 +322,19 @@ def _find_changes(
                 repeated = np.take(data, [0], -1 - axis)
                 if a == size and b not in (1, a) and np.array_equal(data, data * 0 + repeated):
                     replace_input(first, 0, repeated, scope)
-        elif node.op.name in ("Concat", "GatherElements") and size == 1:
-            # with a batch of one example, a constant row has the right length without repetition
+        elif node.op.name in ("Concat", "GatherElements", "MatMul") and size == 1:
+            # with a batch of one example, a row has the right length without repetition
             for i, row in find_rows(node, scope, old).items():
                 changes.computed[first, i] = row
-                count = scope[row.like].shape[row.axis]
-                scope.values[_input_name(first, i)] = np.repeat(scope[row.name], count, row.axis)
-        elif size == 1 and (lookup := find_lookup(node, indices.get(first), scope, old, like)):
+                scope.values[_input_name(first, i)] = row.repeat(scope)
+        elif size == 1 and (lookup := find_lookup(node, scope, old, like)):
             # with a batch of one example, a constant index of its values needs no offset
-            changes.computed[first, 1] = lookup
-            count = scope[like].shape[0]
-            scope.values[_input_name(first, 1)] = lookup.move(indices[first], count)
+            index = scope[lookup.index]
+            if not isinstance(index, np.ndarray):
+                changes.guesses |= {(first, 1): lookup} if len(index) > 1 else {}
+            elif np.array_equal(index, indices.get(first, ())):
+                changes.computed[first, 1] = lookup
+                scope.values[_input_name(first, 1)] = lookup.move(index, scope[like].shape[0])
         return changes.apply(node)
 
     # the pass goes on with the new value, so that later nodes see the batch too
@@ -468,9 +489,9 @@ def _compare(
             assert v.shape is not None
             assert v.dtype is not None
             shape = tuple(d for d in v.shape if isinstance(d, int))
-            # 0 and 1 are valid as indices of any table of two rows, as masks and as labels
+            # tokens are rows of their table; 0 and 1 are valid as masks and as labels
             whole = v.dtype.kind in "iub"
-            random = draw.integers(0, 2, shape) if whole else draw.standard_normal(shape)
+            random = draw.integers(0, v.rows or 2, shape) if whole else draw.standard_normal(shape)
             half[v.name] = np.asarray(random, jax.dtypes.canonicalize_dtype(v.dtype))
         halves.append(half)
     # and two that differ in one input: a mask may change less than the tolerance beside others
@@ -608,34 +629,49 @@ def resolve_target(target: np.ndarray, shape: Shape) -> list[int] | None:
     return new if math.prod(new) == math.prod(shape) else None
 
 
-# Constants of one example beside values with a batch: rows of Concat (class tokens, constant pads)
-# and of GatherElements (types of tokens), and indices (of masks).
+# Values without a batch beside values with one: rows of Concat (class tokens, constant pads), of
+# GatherElements (types of tokens) and of MatMul (relative positions), and indices (of masks).
 
 
 class Row(NamedTuple):
-    """A constant tensor of one example, to be repeated along the batch axis."""
+    """A tensor without a batch, to be repeated along the batch axis."""
 
     name: str
-    """The tensor; the length of its batch axis is one."""
+    """The tensor."""
     like: str
     """Another input of the node, which has the batch."""
     axis: int
     """The batch axis of both."""
     rank: int
     """The rank of both."""
+    length: int
+    """The length of the axis, for one example; that of the heads, where these are in one axis with
+    the batch."""
+
+    def repeat(self, scope: Scope) -> Any:
+        """Return the tensor for the batch of `like`."""
+        value, counts = scope[self.name], [1] * self.rank
+        counts[self.axis] = scope[self.like].shape[self.axis] // self.length
+        return (np if isinstance(value, np.ndarray) else jnp).tile(value, counts)
 
     def nodes(self, result: str) -> list[NodeProto]:
-        """Return nodes that compute `result`: the tensor expanded to the batch size of `like`."""
-        shape, batch, ones, target = (
-            f"{result}/{part}" for part in ("shape", "batch", "one", "target")
-        )
+        """Return nodes that compute `result`: the tensor for the batch of `like`."""
+        batch = np.arange(self.rank) == self.axis
+        shape, mask, ones, target, lengths, counts = (f"{result}/{i}" for i in range(6))
         # the target is the shape of `like` at the batch axis, and 1 (no change) elsewhere
-        return [
+        nodes = [
             helper.make_node("Shape", [self.like], [shape]),
-            _constant(batch, np.arange(self.rank) == self.axis),
+            _constant(mask, batch),
             _constant(ones, np.ones(1, np.int64)),
-            helper.make_node("Where", [batch, shape, ones], [target]),
-            helper.make_node("Expand", [self.name, target], [result]),
+            helper.make_node("Where", [mask, shape, ones], [target]),
+        ]
+        if self.length == 1:
+            return [*nodes, helper.make_node("Expand", [self.name, target], [result])]
+        return [
+            *nodes,
+            _constant(lengths, np.where(batch, self.length, 1)),
+            helper.make_node("Div", [target, lengths], [counts]),
+            helper.make_node("Tile", [self.name, counts], [result]),
         ]
 
 
@@ -648,7 +684,7 @@ def find_rows(node: Node, scope: Scope, old: Mapping[str, tuple[int, ...]]) -> d
     """Find the inputs of a node that lack the batch of the others, by position.
 
     Args:
-      node: a Concat or GatherElements of a file whose batch size is one.
+      node: a Concat, GatherElements or MatMul of a file whose batch size is one.
       scope: the values for a larger batch.
       old: the shapes of the values for a batch of one.
     """
@@ -658,25 +694,27 @@ def find_rows(node: Node, scope: Scope, old: Mapping[str, tuple[int, ...]]) -> d
         for axis, length in enumerate(old[name])
         if length != scope[name].shape[axis]
     }
-    joined = node.attributes.get("axis", 1 if node.op.name == "Concat" else 0)
     if len({*moved.values()}) != 1:
         return {}
     like, axis = next(iter(moved.items()))
-    rank = len(old[like])
-    result = {}
-    for i, name in enumerate(node.inputs):
-        value = scope[name]
-        fixed = isinstance(value, np.ndarray | jax.Array) and not isinstance(value, Tracer)
-        if fixed and axis != joined % rank and value.shape[axis] == 1:
-            result[i] = Row(name, like, axis, rank)
-    return result
+    rank, length = len(old[like]), old[like][axis]
+    # the axes that the node joins, looks up along or multiplies
+    default = {"Concat": 1, "GatherElements": 0}.get(node.op.name)
+    joined = [-1, -2] if default is None else [node.attributes.get("axis", default)]
+    if axis in [i % rank for i in joined] or (default is None and length == 1):  # it broadcasts
+        return {}
+    return {
+        i: Row(name, like, axis, rank, length)
+        for i, name in enumerate(node.inputs)
+        if name not in moved and len(old[name]) == rank and old[name][axis] == length
+    }
 
 
 class Lookup(NamedTuple):
-    """A constant index of values of one example, to be moved on to those of each example."""
+    """An index of values of one example, to be moved on to those of each example."""
 
     index: str
-    """The index; the length of its first axis is one, and becomes the batch."""
+    """The index; the length of its first axis is one in the file, and becomes the batch."""
     rank: int
     """The rank of the index."""
     steps: tuple[int, ...]
@@ -690,10 +728,8 @@ class Lookup(NamedTuple):
 
     def nodes(self, result: str) -> list[NodeProto]:
         """Return nodes that compute `result`: the index for the batch of `like`."""
-        names = ("shape", "zero", "batch", "unit", "range", "target", "column", "steps", "offsets")
-        shape, zero, batch, unit, numbers, target, column, steps, offsets = (
-            f"{result}/{name}" for name in names
-        )
+        names = [f"{result}/{i}" for i in range(10)]
+        shape, zero, batch, unit, numbers, target, column, steps, offsets, index = names
         return [
             helper.make_node("Shape", [self.like], [shape]),
             _constant(zero, np.array(0)),
@@ -704,46 +740,34 @@ class Lookup(NamedTuple):
             helper.make_node("Reshape", [numbers, target], [column]),
             _constant(steps, np.array(self.steps)),
             helper.make_node("Mul", [column, steps], [offsets]),
-            helper.make_node("Add", [self.index, offsets], [result]),
+            helper.make_node("Cast", [self.index], [index], to=TensorProto.INT64),
+            helper.make_node("Add", [index, offsets], [result]),
         ]
 
 
 def find_lookup(
-    node: Node,
-    constant: np.ndarray | None,
-    scope: Scope,
-    old: Mapping[str, tuple[int, ...]],
-    like: str,
+    node: Node, scope: Scope, old: Mapping[str, tuple[int, ...]], like: str
 ) -> Lookup | None:
     """Find the index of a Gather or GatherND that looks values up along the batch, if it does.
 
     Args:
       node: a node of a file whose batch size is one.
-      constant: its index for a batch of one, if it is such a node and the index is known.
       scope: the values for a larger batch.
       old: the shapes of the values for a batch of one.
       like: an input of the graph whose first axis is the batch.
     """
-    if constant is None or not np.array_equal(scope[node.inputs[1]], constant):
+    if node.op.name not in ("Gather", "GatherND") or node.version < 11:  # there is no Range
         return None
-    name, index = node.inputs[:2]
-    before = old[name]
+    name, index = node.inputs
+    before, shape = old[name], old[index]
     moved = [axis for axis, size in enumerate(scope[name].shape) if size != before[axis]]
-    if node.op.name == "GatherND":
-        axes = [*range(constant.shape[-1])] if constant.ndim > 1 else []
-        places = constant
-    else:
+    if node.op.name == "Gather":
         axes = [node.attributes.get("axis", 0) % len(before)]
-        places = constant[..., None]
-    if (
-        node.version < 11  # there is no Range
-        or node.attributes.get("batch_dims", 0)
-        or len(moved) != 1
-        or moved[0] not in axes
-        or constant.dtype != np.int64
-        or constant.shape[:1] != (1,)
-        or places[..., axes.index(moved[0])].min(initial=0) < 0
-    ):
+    else:
+        axes = [*range(shape[-1])] if len(shape) > 1 else []
+    if shape[:1] != (1,) or len(moved) != 1 or moved[0] not in axes:
+        return None
+    if node.attributes.get("batch_dims", 0):
         return None
     steps = tuple(before[axis] if axis == moved[0] else 0 for axis in axes)
-    return Lookup(index, constant.ndim, steps, like)
+    return Lookup(index, len(shape), steps, like)

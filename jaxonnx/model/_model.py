@@ -736,7 +736,7 @@ class Model(Network, Printable):
         A file may also declare any batch and run with one example alone, because the exporter wrote
         the batch of its example into nodes. Heights, widths and lengths may be open as well. The
         size is replaced in the targets of Reshape, in zero initial states and, in a file for one
-        example, in constant rows and indices, also in the saved file. Unless the network draws
+        example, in rows and indices of examples, also in the saved file. Unless the network draws
         random numbers, the result is verified on random inputs: two batches in one must give what
         each gives alone, up to rounding (with dynamic quantization, a tenth).
 

@@ -144,6 +144,15 @@ LOOKUPS = {
     "Gather": "k = Identity(mask) m = Gather(mask, first)",
     "flattened": "r = Reshape(mask, all) k = Gather(r, row) m = Reshape(k, one)",
     "GatherND": "k = Identity(mask) m = GatherND(mask, pairs)",
+    # the last token, of which the index is computed (Qwen2 as a classifier, CLIP's text model)
+    "computed": """i = ArgMax <axis = 1> (mask) c = Concat <axis = 1> (none, i)
+        p = GatherND(x, c) u = Unsqueeze(p, last) e = Expand(u, one) m = Div(e, small)""",
+    "computed, flattened": """i = ArgMax <axis = 1, keepdims = 0> (mask) r = Reshape(x, all)
+        k = Gather(r, i) u = Unsqueeze(k, last) e = Expand(u, one) m = Div(e, small)""",
+    # relative positions of heads that are in one axis with the batch (DeBERTa-v2)
+    "heads": """u = Unsqueeze(x, last) e = Expand(u, two) r = Reshape(e, heads)
+        p = MatMul(r, keys) g = GatherElements <axis = 2> (p, places) k = Reshape(g, two)
+        d = ReduceSum <keepdims = 0> (k, last) m = Div(d, small)""",
     # the types of RoBERTa's tokens
     "GatherElements": "k = Identity(mask) m = GatherElements <axis = 1> (types, mask)",
 }
@@ -154,9 +163,11 @@ def test_constants_that_look_up_the_example(nodes, tmp_path):
     """A file for one example gives for each of a batch what onnxruntime gives for it alone."""
     text = f"""<ir_version: 9, opset_import: ["": 17]>
     g (float[1,3] x, int64[1,3] mask) => (float[1,3] y)
-    <int64[1] first = {{0}}, int64[1] all = {{-1}}, int64[2] one = {{1,3}},
-     int64[1,3] row = {{0,1,2}}, int64[1,3,2] pairs = {{0,0,0,1,0,2}},
-     int64[1,2] types = {{5,7}}, float small = {{0.001}}> {{
+    <int64[1] first = {{0}}, int64[1] last = {{1}}, int64[1] all = {{-1}}, int64[2] one = {{1,3}},
+     int64[1,1] none = {{0}}, int64[1,3] row = {{0,1,2}}, int64[1,3,2] pairs = {{0,0,0,1,0,2}},
+     int64[1,2] types = {{5,7}}, int64[3] two = {{1,2,3}}, int64[3] heads = {{2,1,3}},
+     int64[2,1,3] places = {{0,2,1,1,1,0}}, float small = {{0.001}},
+     float[2,3,3] keys = {{{", ".join(map(str, range(18)))}}}> {{
         {nodes} f = Cast <to = 1> (m) s = Mul(f, small) y = Add(x, s)
     }}"""
     proto = onnx.parser.parse_model(text)
