@@ -19,6 +19,8 @@ STARTS = {"GRU": (5,), "LSTM": (5, 6), "RNN": (5,)}
 """The positions of initial states among the inputs of recurrent operators."""
 _LARGE = 1e3
 """Larger magnitudes are those of additive masks (-1e4, -1e9), not of learned tables."""
+_READ = 256
+"""The most numbers of a tensor that are compared with each other."""
 _RUN = 8
 """The mean length of runs of equal numbers, from which on they are no learned ones."""
 _OPERANDS = {
@@ -175,6 +177,18 @@ def has_steps(site: Site) -> bool:
     rises = int(np.count_nonzero(steps))
     whole = bool((steps >= 0).all() and (numbers == np.rint(numbers)).all())
     return whole and rises > 0 and _RUN * (rises + 1) <= len(numbers)
+
+
+def is_grid(site: Site) -> bool:
+    """Find coordinates that a layer multiplies as it does data: relative positions of Swin V2.
+
+    Learned queries stand there, too, but their numbers seldom repeat, unless they are fresh.
+    """
+    first = site.operator in ("Gemm", "MatMul") and site.use.position == 0
+    if not (first and site.tensor.irregular) or not site.facts.data.isdisjoint(site.others):
+        return False
+    numbers = site.tensor.value[site.tensor.value != 0][:_READ]
+    return 2 * len(np.unique(numbers)) < len(numbers)
 
 
 def is_outer_factor(site: Site) -> bool:
@@ -418,6 +432,7 @@ RULES = (
     Rule("rows of one norm, as sinusoids have", CONSTANT, has_one_norm, "rules/patches.onnx"),
     Rule("averaged by a Softmax", CONSTANT, is_averaged, "rules/levels.onnx"),
     Rule("whole numbers in steps", CONSTANT, has_steps, "rules/levels.onnx"),
+    Rule("coordinates before a layer", CONSTANT, is_grid, "rules/coordinates.onnx"),
     Rule("expanded along the sum of a product", CONSTANT, is_outer_factor, "zoo/sequence.onnx"),
     # names
     Rule("named as a weight", TRAINED, is_named_as_weight, "rules/patches.onnx"),
