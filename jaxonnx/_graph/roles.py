@@ -219,8 +219,9 @@ def find_layers(
 
 _LARGEST = 2**26
 """The most elements of a tensor that anything is computed from."""
-_FOLLOWED = ("Constant", "CumSum", "Einsum", "Gemm", "LogSoftmax", "LpNormalization", "MatMul")
-_FOLLOWED += ("ScatterElements", "ScatterND", "Softmax", "Trilu")
+_FOLLOWED = ("Constant", "ConstantOfShape", "CumSum", "Einsum", "Gemm", "LogSoftmax")
+_FOLLOWED += ("LpNormalization", "MatMul", "Range", "ScatterElements", "ScatterND", "Softmax")
+_FOLLOWED += ("Trilu",)
 _FOLLOWED += ("BatchNormalization", "InstanceNormalization")
 """Operators that are evaluated, besides pointwise ones, reductions, views and sizes."""
 _LOOKUPS = ("Gather", "GatherElements", "GatherND", "Expand", "Reshape", "Slice", "Tile")
@@ -314,6 +315,11 @@ def _is_small(node: Node, inputs: Sequence[Any]) -> bool:
     if node.op.name in ("Expand", "Tile"):
         sizes = np.asarray(inputs[1], np.float64)
         return float(np.prod(np.maximum(sizes, 1))) * np.size(inputs[0]) <= _LARGEST
+    if node.op.name == "Range":
+        start, limit, delta = (float(np.reshape(value, -1)[0]) for value in inputs)
+        return delta != 0 and abs(limit - start) <= _LARGEST * abs(delta)
+    if node.op.name == "ConstantOfShape":
+        return float(np.prod(np.asarray(inputs[0], np.float64))) <= _LARGEST
     shapes = [np.shape(value) for value in inputs]
     sizes = [math.prod(shape) for shape in shapes]
     if node.op.name in ("Gemm", "MatMul"):

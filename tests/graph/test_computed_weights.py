@@ -57,6 +57,15 @@ COMPUTED = {
         weight(8, 8),
         True,
     ),
+    "positions that are resized between computed places (SAM)": (
+        f"""{BACK} zero = Constant<value = int64 {{0}}>() many = Constant<value = int64 {{6}}>()
+        one = Constant<value = int64 {{1}}>() last = Constant<value_ints = [-1]>()
+        i = Range(zero, many, one) j = Add(i, one) a = Unsqueeze(i, last) b = Unsqueeze(j, last)
+        q = GatherND(p, a) r = GatherND(p, b) d = Sub(r, q) m = Mul(d, places) s = Add(q, m)
+        y = Add(h, s)""",
+        weight(9, 8),
+        True,
+    ),
     "a symmetric weight, of its upper triangle": (
         """u = Trilu(p) one = Constant<value = int64 {1}>() d = Trilu(p, one) t = Transpose(d)
         s = Add(u, t) y = MatMul(x, s)""",
@@ -171,6 +180,11 @@ PLACES = {
         s = Concat<axis = 0>(n, tail) e = Expand(p, s) k = Conv(e, wc)
         a = Constant<value_ints = [1]>() u = Unsqueeze(x, a) y = Mul(k, u)""",
         weight(1, 1, 6, 8),
+        True,
+    ),
+    "queries that a layer projects": (
+        "q = MatMul(p, w0) t = Transpose(q) y = MatMul(x, t)",
+        weight(5, 8),
         True,
     ),
     "exponents": (f"{BACK} s = Sigmoid(h) y = Pow(s, p)", np.abs(weight(8)), True),
@@ -290,6 +304,17 @@ def test_nothing_large_is_computed():
     for size, nodes in (
         (8, "a = Constant<value_ints = [900000, 90000, 8]>() e = Exp(p) y = Expand(e, a)"),
         (1, "e = Exp(p) b = Mul(e, many) c = Mul(b, wide) y = Add(h, c)"),
+        (
+            1,
+            """e = Exp(p) from = Constant<value_float = 0.0>() to = Constant<value_float = 1e10>()
+         step = Constant<value_float = 1.0>() r = Range(from, to, step) c = Mul(e, r)
+         y = Add(h, c)""",
+        ),
+        (
+            1,
+            """e = Exp(p) n = Constant<value_ints = [100000, 100000]>() o = ConstantOfShape(n)
+         c = Mul(e, o) y = Add(h, c)""",
+        ),
         (1, "e = Exp(p) b = MatMul(many, wide) c = Mul(b, e) y = Add(h, c)"),
     ):
         proto = file(f"{BACK} {nodes}", weight(1, size))
