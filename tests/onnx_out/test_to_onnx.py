@@ -205,6 +205,12 @@ FUNCTIONS = {
     "erf gradient": (jax.grad(lambda a: lax.erf(a * 3).sum()), x),
     "half": (lambda a: jnp.tanh(a.astype(jnp.float16)) * 2, x),
     "bfloat16": (lambda a: a.astype(jnp.bfloat16).astype(jnp.float32) * 2, x),
+    "bfloat16 added to rows": (
+        lambda a: jnp.zeros(3, jnp.bfloat16).at[np.array([0, 2, 2, 0])].add(
+            a.astype(jnp.bfloat16)).astype(jnp.float32), np.arange(4, dtype=np.float32)),
+    "bfloat16 added to elements": (
+        lambda a: jnp.ones((2, 3), jnp.bfloat16).at[np.array([0, 1, 1]), np.array([2, 0, 0])].max(
+            a.astype(jnp.bfloat16)).astype(jnp.float32), np.arange(3, dtype=np.float32)),
     "where of bools": (lambda a: jnp.where(a > 0, a > 1, a < -1), x),
     "round away": (lax.round, np.array([0.5, -0.5, 1.5, 0.49999997, -2.4, 2.6], np.float32)),
     "clip": (lambda a: jnp.clip(a, -0.5, 0.5), x),

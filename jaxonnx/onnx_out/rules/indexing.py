@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -160,6 +161,14 @@ for _name, _reduction in REDUCTIONS.items():
         """
         if reduction == "none" and update_jaxpr is not None:
             raise Refusal("it applies a function in place; use x.at[i].set(f(x[i]))")
+        if reduction != "none" and out.dtype == jnp.bfloat16:  # which runtimes do not add
+            x, updates = g.cast(x, np.float32), g.cast(updates, np.float32)
+            like = jax.ShapeDtypeStruct(out.shape, np.float32)
+            y = scatter(
+                *(g, x, indices, updates), out=like, dimension_numbers=dimension_numbers,
+                mode=mode, update_jaxpr=update_jaxpr, reduction=reduction,
+            )  # fmt: skip
+            return g.cast(Tensor(y, out.shape, like.dtype), out.dtype)
         d = dimension_numbers
         batch = list(zip(d.operand_batching_dims, d.scatter_indices_batching_dims, strict=True))
         inner = iter(d.update_window_dims)
