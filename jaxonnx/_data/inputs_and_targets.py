@@ -134,15 +134,23 @@ def as_pair(
 
 
 def take_input_types(columns: Mapping[str, Any], values: Sequence[Value]) -> dict[str, Any]:
-    """Give columns of rows the floating-point types of the inputs that they are for.
+    """Give columns of rows the floating-point types and shapes of the inputs that they are for.
 
     Numbers of texts, lists and data sets have no type that was chosen for the model, unlike arrays:
-    whole ones become real, and real ones are rounded to 16 bits.
+    whole ones become real, and real ones are rounded to 16 bits. A column of single numbers or
+    texts becomes [n, 1] for an input of that shape: pipelines of scikit-learn have one for each
+    column of a table.
     """
     inputs = {value.name: value for value in values}
     if len(inputs) == 1 and inputs.keys().isdisjoint(columns):
         inputs = {"x": values[0]}
-    return {n: _as_input(x, inputs[n]) if n in inputs else x for n, x in columns.items()}
+    columns = {n: _as_input(x, inputs[n]) if n in inputs else x for n, x in columns.items()}
+    for name in inputs.keys() & columns.keys():
+        shape, array = inputs[name].shape or (), columns[name]
+        single = isinstance(array, np.ndarray) and array.ndim == 1
+        if single and len(shape) == 2 and shape[1] == 1:
+            columns[name] = array[:, None]
+    return columns
 
 
 def _as_input(array: Any, value: Value) -> Any:

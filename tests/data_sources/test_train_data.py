@@ -95,6 +95,33 @@ def test_numbers_of_rows_take_the_type_of_their_input(dtype, tmp_path, monkeypat
         model.predict(np.array(numbers))
 
 
+PIPELINE = """<ir_version: 8, opset_import: ["": 17, "ai.onnx.ml": 3]>
+g (float[n, 1] time, string[n, 1] booking) => (float[n, 3] y) <int64[2] rows = {-1, 2}> {
+    ones = ai.onnx.ml.OneHotEncoder <cats_strings = ["web", "desk"]> (booking)
+    kinds = Reshape (ones, rows)
+    y = Concat <axis = 1> (time, kinds)
+}"""
+
+
+def test_columns_of_a_table_for_a_pipeline(tmp_path, monkeypatch):
+    """skl2onnx writes an input [n, 1] for each column of a table."""
+    monkeypatch.chdir(tmp_path)
+    datasets = pytest.importorskip("datasets")
+    model = jaxonnx.load(onnx.parser.parse_model(PIPELINE))
+    rows = [{"time": 3, "booking": "desk"}, {"time": 5, "booking": "web"}]
+    Path("rows.csv").write_text("time,booking\n3,desk\n5,web\n")
+    Path("row.jsonl").write_text(json.dumps(rows[0]))
+    expected = [[3, 0, 1], [5, 1, 0]]
+    for data in ("rows.csv", datasets.Dataset.from_list(rows)):
+        np.testing.assert_array_equal(model.predict(data), expected)
+    np.testing.assert_array_equal(model.predict("row.jsonl"), expected[:1])
+    model.save("net.onnx")
+    assert main(["run", "net.onnx", "rows.csv", "-o", "y.npz"]) == 0
+    np.testing.assert_array_equal(np.load("y.npz")["y"], expected)
+    with pytest.raises(jaxonnx.TrainingError, match=r"time: float32\[n, 1\] has rank 2"):
+        model.predict({"time": np.ones(2, np.float32), "booking": np.array(["web", "desk"])})
+
+
 @pytest.mark.parametrize("name", ["rows.csv", "arrays.npz"])
 def test_a_command_reads_numbers_for_bfloat16(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
