@@ -12,6 +12,7 @@ Softmax over the first axis).
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -394,7 +395,8 @@ def _trace(
             try:
                 scope.step(node)
             except Error as error:
-                cause = str(error).partition("; jaxonnx.load(path, batch='any')")[0]
+                # without the remedies of the node
+                cause = re.split(r"; (?:jaxonnx\.load\(path, b|if axis 0)", str(error))[0]
                 raise InputError(
                     f"{node.label} fixes the batch to {size} ({cause}); {_WAY_OUT}"
                     f"{hint_at_image(inputs, size)}"

@@ -45,6 +45,13 @@ def cast(x, dtype):
     return x.astype(dtype if isinstance(x, np.ndarray) else canonical(dtype))
 
 
+FIXED_BATCH = (
+    "; if axis 0 is the batch, the exporter wrote the size of its example into the file: pass as "
+    "many examples at a time, or export with a dynamic batch"
+)
+"""The end of messages about a size along axis 0 that a node has from the file."""
+
+
 def widen(x, dtype: Any = np.float32) -> jax.Array:
     """Convert `x` to a JAX array of `dtype`, or of its own dtype if that is wider."""
     return jnp.asarray(x).astype(jnp.promote_types(x.dtype, dtype))

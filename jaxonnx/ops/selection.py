@@ -13,7 +13,7 @@ from jaxonnx._limits import check_size
 from jaxonnx._weights import table
 from jaxonnx.errors import NodeError
 from jaxonnx.lowering import ChangedRows
-from jaxonnx.ops.common import INDEX, axes_of, axis_of, cast, index_of
+from jaxonnx.ops.common import FIXED_BATCH, INDEX, axes_of, axis_of, cast, index_of
 from jaxonnx.registry import Outputs, Static, is_known, op, xp
 
 
@@ -246,16 +246,23 @@ def _split(x, axis, sizes):
     axis = axis_of(axis, x.ndim)
     sizes = [int(size) for size in sizes]
     if sum(sizes) != x.shape[axis] or min(sizes, default=0) < 0:
-        raise NodeError(f"sizes {sizes} do not add up to the {x.shape[axis]} of axis {axis}")
+        raise NodeError(
+            f"sizes {sizes} do not add up to the {x.shape[axis]} of axis {axis}"
+            f"{'' if axis else FIXED_BATCH}"
+        )
     ends = np.cumsum(sizes).tolist()
     before = (slice(None),) * axis
     return tuple(x[(*before, slice(end - n, end))] for n, end in zip(sizes, ends, strict=True))
 
 
 def _equal(x, axis, parts):
-    length = x.shape[axis_of(axis, x.ndim)]
+    axis = axis_of(axis, x.ndim)
+    length = x.shape[axis]
     if length % parts:
-        raise NodeError(f"{length} elements of axis {axis} do not split into {parts} equal parts")
+        raise NodeError(
+            f"{length} elements of axis {axis} do not split into {parts} equal parts"
+            f"{'' if axis else FIXED_BATCH}"
+        )
     return [length // parts] * parts
 
 

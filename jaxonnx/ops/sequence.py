@@ -5,7 +5,7 @@ import numpy as np
 
 from jaxonnx._limits import check_size, check_time
 from jaxonnx.errors import NodeError
-from jaxonnx.ops.common import INDEX, array, axis_of, is_traced
+from jaxonnx.ops.common import FIXED_BATCH, INDEX, array, axis_of, is_traced
 from jaxonnx.registry import Static, is_known, op, xp
 
 
@@ -93,7 +93,10 @@ def split_to_sequence(input, split: Static | None = None, *, axis=0, keepdims=1)
         count = -(-size // length)
     else:
         if (split < 0).any() or split.sum() != size:
-            raise NodeError(f"split {split.tolist()} does not add up to the axis length {size}")
+            raise NodeError(
+                f"split {split.tolist()} does not add up to the axis length {size}"
+                f"{'' if axis else FIXED_BATCH}"
+            )
         bounds, count = np.cumsum(split)[:-1].tolist(), len(split)
     if count > LONGEST[is_traced(input)]:
         raise NodeError(

@@ -10,7 +10,7 @@ from jaxonnx._constraints import NotNegative, Positive
 from jaxonnx._limits import check_size
 from jaxonnx.errors import NodeError
 from jaxonnx.lowering import LowRank, MergedRows, Packed, RoundedArray, reshape_rows
-from jaxonnx.ops.common import axes_of, axis_of, sizes
+from jaxonnx.ops.common import FIXED_BATCH, axes_of, axis_of, sizes
 from jaxonnx.registry import Static, op, xp
 
 
@@ -91,7 +91,8 @@ def _squeeze(x, axes):
         return x.squeeze()
     axes = axes_of(axes, x.ndim)
     if any(x.shape[axis] != 1 for axis in axes):
-        raise NodeError(f"axes {list(axes)} of shape {tuple(x.shape)} are not all of size 1")
+        hint = FIXED_BATCH if 0 in axes and x.shape[0] != 1 else ""
+        raise NodeError(f"axes {list(axes)} of shape {tuple(x.shape)} are not all of size 1{hint}")
     return x.squeeze(axes)
 
 

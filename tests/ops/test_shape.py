@@ -26,6 +26,24 @@ def evaluate(text, opset=21):
     return lambda *xs: jax.tree.leaves(model.apply({}, *xs))
 
 
+FIXED = {
+    "Split": "a, b = Split <axis = 0> (x, two) y = Add (a, b)",
+    "equal Split": "a, b = Split <axis = 0> (x) y = Add (a, b)",
+    "Squeeze": "first = Constant <value_ints = [0]> () y = Squeeze (x, first)",
+    "SplitToSequence": "s = SplitToSequence (x, two) y = ConcatFromSequence <axis = 0> (s)",
+}
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_a_batch_that_a_node_fixes(name):
+    """As PyTorch writes detectors, image by image: the input says that it takes any number."""
+    f = evaluate(
+        f"g (float[n, 3] x) => (float[m, 3] y) <int64[2] two = {{1, 1}}> {{ {FIXED[name]} }}", 17
+    )
+    with pytest.raises(NodeError, match="if axis 0 is the batch, the exporter wrote the size"):
+        f(np.ones((3, 3), np.float32))
+
+
 def test_shape_arithmetic_leaves_the_jaxpr():
     f = evaluate("""
         g (float[2,3,4] x) => (float[4,6] y) {
