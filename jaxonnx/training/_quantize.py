@@ -245,7 +245,7 @@ def read_examples(
     )
     examples = examples if batches is None else examples.sample(batches)
     mapped = started.program.find(BatchAxis)
-    if mapped is not net.program.find(BatchAxis):
+    if mapped is not None and mapped is not net.program.find(BatchAxis):
         net = enter(net, mapped)
     return net, add_states(net, started, examples)
 
