@@ -263,7 +263,7 @@ class Scope:
         """Evaluate the body of a function of the model, which sees only its arguments."""
         updates = self.context.updates
         actual = dict(zip(body.inputs, node.inputs, strict=False)) | dict(body.lifted)
-        before = {local: updates[name] for local, name in actual.items() if name in (updates or ())}
+        before = {local: updates[n] for local, n in actual.items() if updates and n in updates}
         inner = replace(self.context, updates=None if updates is None else before)
         inputs = dict.fromkeys(body.inputs) | dict(zip(body.inputs, arguments, strict=False))
         results = run(body, inputs, inner)
