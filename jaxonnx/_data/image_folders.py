@@ -32,6 +32,9 @@ _LARGER = 4 / 3
 _IMAGES = {"image", "images", "img", "imgs", "jpegimages"}
 _MASKS = {"annotations", "labels", "mask", "masks", "segmentationclass", "segmentations"}
 """Names (in lower case) of the two folders of a data set for segmentation."""
+_TRAIN = {"train", "training"}
+_SPLITS = {*_TRAIN, "dev", "eval", "test", "testing", "val", "valid", "validation"}
+"""Names (in lower case) of the folders of the parts of a data set."""
 _AHEAD = 2
 """Batches decoded ahead of the one in use."""
 _KEY = 2**32 - 3
@@ -430,6 +433,13 @@ def _classes(root: Any) -> tuple[dict[str, list[Path]], list[str]]:
             "folder is read for classification only; pass arrays for segmentation, pictures "
             "[n, channels, height, width] and masks [n, height, width]: data=(pictures, masks)"
         )
+    if names.keys() <= _SPLITS and (training := [*names.keys() & _TRAIN]):
+        first = os.path.join(root, names[training[0]])
+        rest = [os.path.join(root, x) for x in classes if x.lower() not in _TRAIN]
+        raise TrainingError(
+            f"the folder '{root}' has the parts of a data set, {_names(classes)}, not classes: "
+            f"pass one of them, like data={first!r}" + f" with validation={rest[-1]!r}" * bool(rest)
+        )
     expected = (
         "pictures lie in one folder for each class, like photos/cat/1.jpg and photos/dog/2.jpg"
     )
@@ -482,7 +492,13 @@ def _labels(
     fits = explicit or len(listed) == shape[-1]
     if listed and fits and classes.keys() <= {*listed} and not repeated:
         return listed
-    if len(classes) < 2 and not training:
+    if listed and fits and not training:
+        warn(
+            f"the file has the classes {_names(listed)}, and '{root}' has others, "
+            f"{_names(sorted(classes.keys() - {*listed}))}: its folders count as classes 0, 1, ... "
+            "in their order; preprocess={'labels': [...]} names the classes of the outputs",
+        )
+    elif len(classes) < 2 and not training:
         warn(
             f"the folder '{root}' has one class only, {_names(classes)}, and the file does not "
             "name its classes: it counts as class 0; preprocess={'labels': [...]} names them",

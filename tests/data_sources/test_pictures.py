@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import threading
 from dataclasses import replace
 
@@ -674,6 +675,28 @@ def test_folders_that_go_with_nothing(photos):
         train(x, validation=photos)
     with pytest.raises(jaxonnx.TrainingError, match="preprocess goes with data that is a folder"):
         train(x, preprocess={"mean": 0})
+
+
+def test_an_evaluation_on_other_classes_than_those_of_the_file_warns(photos):
+    listed = {images.KEY: json.dumps({"mean": [0.0], "std": [1.0], "labels": ["dark", "bright"]})}
+    with pytest.warns(UserWarning, match="has the classes 'dark', 'bright', .* others, 'light'"):
+        jaxonnx.evaluate(model(metadata=listed), str(photos), metrics="accuracy")
+    names = {"labels": ["dark", "light"]}
+    jaxonnx.evaluate(model(metadata=listed), str(photos), metrics="accuracy", preprocess=names)
+
+
+def test_parts_of_a_data_set_are_no_classes(photos, tmp_path):
+    """jetson-inference#671: its folder has train, val and test, each with the classes."""
+    for name in ("test", "train", "val"):
+        shutil.copytree(photos, tmp_path / name)
+    words = "has the parts of a data set, 'test', 'train', 'val', not classes.*train' with .*val'"
+    for head in (None, 3):
+        with pytest.raises(jaxonnx.TrainingError, match=words):
+            train(str(tmp_path), model(3), head=head)
+    with pytest.raises(jaxonnx.TrainingError, match=words):
+        jaxonnx.evaluate(model(), str(tmp_path), metrics="accuracy")
+    (tmp_path / "test").rename(tmp_path / "bus")  # classes may be called so
+    assert train(str(tmp_path), model(3)).history.losses
 
 
 def test_what_is_left_out_is_said(photos, tmp_path):
