@@ -315,6 +315,8 @@ def find_lookups(
     for node in graph.nodes:
         for inner in node.subgraphs:
             yield from find_lookups(inner, {**inputs}, tensors)
+        if not node.outputs:  # as damaged files have
+            continue
         kind, first = node.op.name, node.inputs[0] if node.inputs else ""
         if kind in _VIEWS and first in inputs and node.body is None:
             inputs[node.outputs[0]] = inputs[first]

@@ -91,8 +91,11 @@ def test_a_bias_of_any_shape_is_added(shape, rows):
 )
 def test_a_bias_of_a_scaled_product_is_added(options):
     proto = gemm(random.normal(size=5).astype(np.float32), **options)
-    x = X.T.copy() if "transA" in options else X
-    check(jaxonnx.quantize(proto, [{"x": x}]), proto, x)
+    if "transA" in options:  # the examples are columns
+        quantized = jaxonnx.quantize(proto, X[:, :, None])
+        check(quantized, proto, X.T.copy())
+    else:
+        check(jaxonnx.quantize(proto, X), proto, X)
 
 
 def test_a_channel_of_weights_near_zero_keeps_its_bias():

@@ -264,7 +264,11 @@ def test_one_axis_weights_are_sparse_along_the_sum(name):
 @pytest.mark.parametrize(
     ("sparsity", "error", "message"),
     [
-        ({"dense": 2, "dynamic": 1}, TrainingError, "a dense phase of 2 epochs leaves no"),
+        (
+            {"dense": 2, "dynamic": 1},
+            TrainingError,
+            "a dense phase of 2 epochs, 4 steps, leaves no",
+        ),
         ({"dense": 0, "dynamic": 0, "fixed": 0}, SparsityError, "no phase"),
         ({"select": "odd"}, SparsityError, "10 is not a multiple of 4"),
         ({"select": "nothing"}, SparsityError, "selects no parameter"),
