@@ -288,7 +288,7 @@ class Table(Data):
         return read_table(self.data)
 
     @property
-    def typed(self) -> bool:  # type: ignore[override]
+    def has_types(self) -> bool:
         return not _has_rows(self.data)
 
     @property

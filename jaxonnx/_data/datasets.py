@@ -37,7 +37,6 @@ class Dataset(Data):
     """A Dataset, which is read into memory."""
 
     form = "a Hugging Face Dataset, a list of dicts with texts"
-    typed = False
 
     @classmethod
     def accepts(cls, data: Any, labels: bool) -> bool:
@@ -52,6 +51,10 @@ class Dataset(Data):
         """Return the columns (an iterator of a Dataset yields single examples)."""
         data = self.data
         return (data if data.format["type"] else data.with_format("numpy"))[:]
+
+    @property
+    def has_types(self) -> bool:
+        return False
 
     @cached_property
     def rows(self) -> Rows | None:

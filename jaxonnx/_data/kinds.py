@@ -184,8 +184,6 @@ class Data:
     """Those of the arguments "preprocess" and "augment" of `train` that the kind uses."""
     has_columns: ClassVar[bool] = True
     """Whether the argument `columns` of `train` can rename something."""
-    typed: bool = True
-    """Whether numbers have types that were chosen for the model, as those of arrays are."""
 
     @classmethod
     def accepts(cls, data: Any, labels: bool) -> bool:
@@ -212,7 +210,7 @@ class Data:
           TrainingError: the data does not fit the model.
         """
         columns = self.arrays
-        if not self.typed:
+        if not self.has_types:
             columns = take_input_types(columns, reading.model.inputs)
         return read_arrays(columns, reading, self.what)
 
@@ -245,6 +243,11 @@ class Data:
     def what(self) -> str:
         """The data, for errors."""
         return self.name
+
+    @property
+    def has_types(self) -> bool:
+        """Whether numbers have types that were chosen for the model, as those of arrays are."""
+        return True
 
     @property
     def title(self) -> str:

@@ -171,7 +171,7 @@ def _read_inputs(
 ) -> dict[str, Any]:
     """Return the inputs among the columns of a file by name, as `Data.read` has them."""
     inputs = {name: values[column] for name, column in roles.inputs.items()}
-    return inputs if open_file(path).typed else take_input_types(inputs, model.inputs)
+    return inputs if open_file(path).has_types else take_input_types(inputs, model.inputs)
 
 
 def table(path: Path, names: Any = None) -> Mapping[str, Any] | None:

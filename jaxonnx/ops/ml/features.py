@@ -79,7 +79,7 @@ def imputer(
     if imputed is None or len(imputed) not in (1, x.shape[-1]):
         raise NodeError(
             f"{x.shape[-1]} features of type {x.dtype} need 1 or {x.shape[-1]} imputed values "
-            f"of its own kind, not {imputed}"
+            f"of their own kind, not {imputed}"
         )
     missing = xp(x).isnan(x) if replaced != replaced else x == replaced
     return xp(x).where(missing, np.asarray(imputed, x.dtype), x)
